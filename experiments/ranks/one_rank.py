@@ -37,6 +37,8 @@ WARM_UP_STEPS, STEPS_AHEAD = 10, 8
 """Unmeasured steps before each measurement; how many steps the loop runs ahead of the GPU."""
 COMPUTING_SHARE, COMPUTING_SECONDS = 0.3, 0.001
 """Which part of each such period the thread of `busy interpreter` computes."""
+BEFORE_CAPTURE = 12
+"""The steps that DDP needs before a graph can be captured."""
 WAIT_SECONDS = 120.0
 Record = dict[str, Any]
 
@@ -49,12 +51,13 @@ class Arm:
     """One way to train.
 
     fed: on the loader's batches; otherwise on a batch that stays on the GPU. ddp: with DistributedDataParallel.
-    without: parts of the loader that are left out, of `PARTS`.
+    calls: `run.decoder_calls` of the loader. without: parts of the loader that are left out, of `PARTS`.
     other_thread: what another thread does meanwhile, see `Rank.other_thread`.
     """
 
     fed: bool = False
     ddp: bool = True
+    calls: str = "auto"
     without: tuple[str, ...] = ()
     other_thread: str = "nothing"
 
@@ -62,6 +65,7 @@ class Arm:
 ARMS = {
     "resident": Arm(),
     "gpuflow": Arm(fed=True),
+    "gpuflow with two calls": Arm(fed=True, calls="2"),
     "gpuflow without decoding": Arm(fed=True, without=("decoding",)),
     "gpuflow without decoding and sampling": Arm(fed=True, without=("decoding", "sampling")),
     "decoding only": Arm(other_thread="decoding"),
@@ -251,7 +255,7 @@ class Training:
 
     On a CPU it is trained in float32, because few CPUs compute in bf16.
 
-    model: its name; after `compiled_` its forward pass and its loss are compiled.
+    model: its name; after `compiled_` its forward pass and its loss are compiled. See `GraphTraining` for `graph_`.
     """
 
     def __init__(self, model: str, device: torch.device, batch: int, *, ddp: bool) -> None:
@@ -276,13 +280,52 @@ class Training:
     def reset(self) -> None:
         """Start again: batches of an arm that leaves decoding out may have made the weights infinite."""
         self._module.load_state_dict(self._initial)
-        self._optimizer.state.clear()
+        for state in self._optimizer.state.values():
+            state["momentum_buffer"].zero_()  # in place, because a captured graph has its address
 
     def step(self, images: torch.Tensor) -> None:
         loss = self._loss_of(images, self._labels)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
+
+
+@final
+class GraphTraining:
+    """A `Training` whose step is captured as one CUDA graph, on the first images that it gets."""
+
+    def __init__(self, model: str, device: torch.device, batch: int, *, ddp: bool) -> None:
+        self._side, self._graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        self._images: torch.Tensor | None = None
+        with torch.cuda.stream(self._side):  # as DDP requires it
+            self._training = Training(model, device, batch, ddp=ddp)
+
+    def reset(self) -> None:
+        self._training.reset()
+
+    def step(self, images: torch.Tensor) -> None:
+        if self._images is None:
+            self._images = images.clone()
+            self._capture(self._images)
+        self._images.copy_(images)
+        self._graph.replay()
+
+    def _capture(self, images: torch.Tensor) -> None:
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            for _ in range(BEFORE_CAPTURE):
+                self._training.step(images)
+        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # the loader's threads work meanwhile
+            self._training.step(images)
+
+
+def training_of(model: str, device: torch.device, batch: int, *, ddp: bool) -> Training | GraphTraining:
+    """The training of a model by its name, which may begin with `graph_` or `compiled_`."""
+    if model.startswith("graph_"):
+        return GraphTraining(model.removeprefix("graph_"), device, batch, ddp=ddp)
+    return Training(model, device, batch, ddp=ddp)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -327,19 +370,33 @@ class Rank:
         stack.enter_context(self._calls.recorded())
         arms = [ARMS[name] for _, names in job.arms for name in names]
         self.trainings = {
-            ddp: Training(job.model, device, job.batch, ddp=ddp) for ddp in sorted({arm.ddp for arm in arms})
+            ddp: training_of(job.model, device, job.batch, ddp=ddp) for ddp in sorted({arm.ddp for arm in arms})
         }
         shape = (job.batch, 3, 224, 224)
         resident = torch.randn(shape, device=device).to(torch.bfloat16, memory_format=torch.channels_last)
         self.resident = itertools.repeat(resident)
-        overrides = [f"source.folder={job.photos}", f"pipelines.train.batch.size={job.batch}"]
-        self._loader = gpuflow.load(CONFIG, device=device, overrides=overrides)
-        stack.callback(self._loader.close)
-        self.batches = (images for _ in itertools.count() for images, _ in self._loader)
-        stack.callback(self.batches.close)
-        if any(arm.fed for arm in arms):
+        self._loaders = {calls: self._opened(calls, stack) for calls in {"auto"} | {arm.calls for arm in arms}}
+        self._batches = {calls: self._endless(loader, stack) for calls, loader in self._loaders.items()}
+        for calls in sorted({arm.calls for arm in arms if arm.fed}):
             for _ in range(job.warm_up):
-                next(self.batches)
+                next(self._batches[calls])
+
+    def _opened(self, calls: str, stack: ExitStack) -> gpuflow.Loader:
+        job = self._job
+        keys = {"source.folder": job.photos, "pipelines.train.batch.size": job.batch, "run.decoder_calls": calls}
+        overrides = [f"{key}={value}" for key, value in keys.items()]
+        loader = gpuflow.load(CONFIG, device=self._device, overrides=overrides)
+        stack.callback(loader.close)
+        return loader
+
+    @staticmethod
+    def _endless(loader: gpuflow.Loader, stack: ExitStack) -> Iterator[torch.Tensor]:
+        batches = (images for _ in itertools.count() for images, _ in loader)
+        stack.callback(batches.close)
+        return batches
+
+    def batches_of(self, arm: Arm) -> Iterator[torch.Tensor]:
+        return self._batches[arm.calls] if arm.fed else self.resident
 
     def other_thread(self, what: str) -> AbstractContextManager[Callable[[], object]]:
         """What another thread does meanwhile. Gives a function to call before each step."""
@@ -349,9 +406,10 @@ class Rank:
             case "computing":
                 return computing(COMPUTING_SHARE)
             case "decoding" | "calls in C":
-                source = self._loader.dataset
+                loader = self._loaders["auto"]
+                source = loader.dataset
                 files = [Path(source.path(index)).read_bytes() for index in range(self._job.batch)]
-                decode = one_chunk(self._loader._plan.gpu, files, self._device)
+                decode = one_chunk(loader._plan.gpu, files, self._device)
                 if what == "decoding":
                     return decoding(decode, self._device)
                 repeated: AbstractContextManager[Callable[[], object]] = calls_in_c(
@@ -363,7 +421,7 @@ class Rank:
 
     def measure(self, name: str, steps: int) -> Figures:
         arm, clock, marks, start = ARMS[name], self._clock, list[Any](), 0.0
-        training, batches = self.trainings[arm.ddp], self.batches if arm.fed else self.resident
+        training, batches = self.trainings[arm.ddp], self.batches_of(arm)
         training.reset()
         with left_out(arm.without), self.other_thread(arm.other_thread) as before_step:
             for number in range(-WARM_UP_STEPS, steps):

@@ -107,7 +107,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=numbers, default=[1, 2], metavar="1,2,4", help="numbers of GPUs, one rank each")
     parser.add_argument("--photos", type=Path, default=Path("/dev/shm/photos"), help="folder (default: %(default)s)")
     parser.add_argument(
-        "--models", nargs="+", default=["resnet18", "resnet50"], help="of torchvision, or `compiled_` and its name"
+        "--models",
+        nargs="+",
+        default=["resnet18", "resnet50"],
+        help="of torchvision; the name may follow `compiled_`, or `graph_` for steps that are CUDA graphs",
     )
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--repeats", type=at_least_one, default=5)

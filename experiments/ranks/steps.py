@@ -19,40 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from one_rank import STEPS_AHEAD, WARM_UP_STEPS, Training, only_rank
+from one_rank import ARMS, STEPS_AHEAD, WARM_UP_STEPS, GraphTraining, only_rank
 from torch.multiprocessing.spawn import spawn
 
 from gpuflow.runtime.hardware_queues import VARIABLE
-
-BEFORE_CAPTURE = 12
-"""The steps that DDP needs before a graph can be captured."""
-
-
-class GraphTraining:
-    """A training whose step is captured as a CUDA graph, on the first images that it gets."""
-
-    def __init__(self, model: str, device: torch.device, batch: int, *, ddp: bool) -> None:
-        self._side, self._graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-        self._images: torch.Tensor | None = None
-        with torch.cuda.stream(self._side):  # as DDP requires it
-            self._training = Training(model, device, batch, ddp=ddp)
-
-    def step(self, images: torch.Tensor) -> None:
-        if self._images is None:
-            self._images = images.clone()
-            self._capture(self._images)
-        self._images.copy_(images)
-        self._graph.replay()
-
-    def _capture(self, images: torch.Tensor) -> None:
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            for _ in range(BEFORE_CAPTURE):
-                self._training.step(images)
-        torch.cuda.current_stream().wait_stream(self._side)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # the loader's threads work meanwhile
-            self._training.step(images)
 
 
 class Steps(NamedTuple):
@@ -108,12 +78,13 @@ def measure(_number: int, options: argparse.Namespace) -> None:
         trainings: dict[tuple[str, bool], Any] = {("launched", ddp): rank.trainings[ddp] for ddp in (False, True)}
         for ddp in (False, True):
             trainings["a graph", ddp] = GraphTraining(options.model, device, options.batch, ddp=ddp)
+        loaded = rank.batches_of(ARMS["gpuflow"])
         for repeat in range(options.repeats):
             for (kind, ddp), training in trainings.items():
                 title = f"{os.environ[VARIABLE]:>2} queues, {kind:8}{', DDP' if ddp else ''}"
                 if repeat == 0:
                     print(f"{title}, resident: {measured(training, rank.resident, options.steps, options.batch)}")
-                print(f"{title}: {measured(training, rank.batches, options.steps, options.batch)}", flush=True)
+                print(f"{title}: {measured(training, loaded, options.steps, options.batch)}", flush=True)
     os._exit(0)  # without waiting for threads of NCCL
 
 
