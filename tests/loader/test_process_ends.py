@@ -71,7 +71,7 @@ def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float, inter
         os.kill(process.pid, signal.SIGINT)
         process.wait(CTRL_C_SECONDS)
     noise = process.stderr
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == -signal.SIGINT, noise
     lines = without_what_a_busy_machine_adds(noise)
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyboardInterrupt"
