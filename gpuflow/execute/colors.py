@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow.execute.jit import loops_of
 
-__all__ = ["IN_PYTORCH", "adjust_hue", "adjust_saturation", "compiled_by", "luma", "multiply_colors"]
+__all__ = ["IN_PYTORCH", "adjust_hue", "adjust_saturation", "compile_loop", "compiled_by", "luma", "multiply_colors"]
 
 _STRIP = 2**19
 """How many pixels PyTorch's operations process at a time, which limits the memory of their float32 copies."""
@@ -125,6 +125,11 @@ def _chosen(name: str) -> Callable[..., None]:
     reference(*expected)
     equal = all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
     return loop if equal else reference
+
+
+def compile_loop(name: str) -> None:
+    """Compile the loop of a function of this module, if that has not been done yet."""
+    _chosen(name)
 
 
 def compiled_by() -> str | None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault
 from gpuflow.execute.local import run_filters
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.pointwise import compile_loops, run_pointwise
 from gpuflow.execute.resample import resample_part
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
@@ -37,12 +37,14 @@ from gpuflow.pipeline.program import (
     WarpStep,
     too_large,
 )
-from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram, outputs_of, split
+from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram, outputs_of, programs_of, split
 
 __all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "bad_by_stage", "call_opaque", "header_of", "runner_of"]
 
 _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
+_DRAWN = 64
+"""The number of samples whose operations say which ones a program has, and the side of their images in pixels."""
 _NO_MEMORY = "can't allocate memory"
 """In the text of torch's RuntimeError for a CPU without memory."""
 
@@ -410,6 +412,18 @@ class CpuRunners:
     def __init__(self, program: AnyProgram) -> None:
         self._program, self._idle = program, list[Any]()
         self._busy: dict[int, CpuRunner | ViewsRunner] = {}
+
+    def compile_loops(self) -> None:
+        """Compile the loops of the program's colour operations, on this thread.
+
+        Else each thread that runs the program does so at its first image, for seconds. If the process ends meanwhile,
+        by a Ctrl-C for example, it is aborted: Python ends its threads within the compiler's C++ code.
+        """
+        for program in programs_of(self._program):
+            for step in program.steps:
+                if isinstance(step, PointwiseStep):
+                    keys, sides = s.Keys(0, 0, np.arange(_DRAWN)), np.full(_DRAWN, _DRAWN)
+                    compile_loops(step.draw(keys, sides, sides))
 
     def run(
         self,

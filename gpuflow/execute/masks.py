@@ -11,7 +11,7 @@ from gpuflow.errors import is_system_fault
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
-__all__ = ["Instance", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
+__all__ = ["Instance", "compile_loops", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
 
 Instance = Polygons | Rle | NDArray[np.uint8]
 """The mask of one instance; pixels are 0 and 1."""
@@ -19,6 +19,11 @@ _SCALE = 5
 """pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
 _FARTHEST = 2**20
 """The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
+
+
+def compile_loops() -> None:
+    """Compile the loop that draws outlines, if numba is installed."""
+    instance_mask(Polygons((np.array([[1.0, 1.0], [3.0, 1.0], [2.0, 3.0]]),)), (4, 4))
 
 
 def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:

@@ -16,9 +16,24 @@ from gpuflow.execute import colors
 from gpuflow.execute.resample import Scratch
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["run_pointwise"]
+__all__ = ["compile_loops", "run_pointwise"]
 
 _LEVELS = np.arange(256, dtype=np.float32)
+_LOOPS = {
+    Operation.CONTRAST: "luma",
+    Operation.GRAYSCALE: "luma",
+    Operation.SATURATION: "adjust_saturation",
+    Operation.HUE: "adjust_hue",
+    Operation.MATRIX: "multiply_colors",
+}
+"""The function of `gpuflow.execute.colors` that an operation calls."""
+
+
+def compile_loops(operations: Operations) -> None:
+    """Compile the loops that run these operations."""
+    for code in np.unique(operations.codes).tolist():
+        if (name := _LOOPS.get(Operation(code))) is not None:
+            colors.compile_loop(name)
 
 
 def _new_memory(_: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.mask_maps import MaskMap, mask_maps
-from gpuflow.execute.masks import Instance, decode_mask, draw_instance, mask_fault
+from gpuflow.execute.masks import Instance, compile_loops, decode_mask, draw_instance, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Ragged, Records, taken
@@ -64,6 +64,11 @@ class TargetMapper:
     def names(self) -> list[str]:
         """The columns of a batch."""
         return [name for field in self.fields for name in (field.name, field.labels) if name]
+
+    def compile_loops(self) -> None:
+        """Compile the loops that draw masks, on this thread: see `CpuRunners.compile_loops`."""
+        if any(field.type == "mask" for field in self.fields):
+            compile_loops()
 
     def map(self, records: Records, keys: s.Keys, sizes: s.Ints) -> Targets:
         """The targets of N samples. sizes [N, 2]: height and width of their upright images."""

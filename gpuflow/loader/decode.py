@@ -97,6 +97,8 @@ class ChunkDecoder:
         self._plan, self._reader, self._workers = plan, reader, workers
         self.meter = Meter("decode", plan.threads, before=reader.meter.after, ranges=nvtx(plan.nvtx))
         self._runners = CpuRunners(plan.program)
+        if plan.gpu is None and not plan.processes:
+            self._runners.compile_loops()
         on_gpu = plan.device_stream is not None
         if plan.processes:
             make = memory.shared_and_pinned if on_gpu else memory.shared

@@ -53,6 +53,7 @@ class RecordMapper:
 
     def __init__(self, source: Source, mapper: TargetMapper) -> None:
         self._source, self._mapper = source, mapper
+        mapper.compile_loops()
 
     def add(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.execute import colors
-from tests.datasets import python
+from gpuflow.execute.jit import loops_of
+from tests.datasets import MemorySource, loader_of, python, views_program
 
 MATRIX = np.array([[0.7, 0.4, -0.2, 9.5], [0.3, 0.9, 0.1, -20.0], [-0.5, 0.2, 1.1, 3.0]])
 CHANGES = {
@@ -76,6 +78,26 @@ def test_loops_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None
         assert colors.compiled_by() is None
     finally:
         colors._chosen.cache_clear()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_loader_compiles_its_loops_before_its_threads_begin(views: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while a thread of its compiles is aborted."""
+    asking = list[threading.Thread]()
+
+    def noting(module: str) -> Any:
+        asking.append(threading.current_thread())
+        return loops_of(module)
+
+    monkeypatch.setattr(colors, "loops_of", noting)
+    colors._chosen.cache_clear()
+    begin: list[Any] = [{"decode": {"color": "rgb"}}, {"resize": {"height": 8, "width": 8}}]
+    jitter = {"saturation": 0.5, "hue": 0.1}
+    both = [*begin, {"grayscale": {"probability": 0.2}}, {"color_jitter": jitter}]
+    program = views_program({"a": (1, both), "b": (2, [*begin, {"color_jitter": jitter}])}) if views else both
+    with loader_of(MemorySource.of(8), program) as loader:
+        assert len(list(loader)) == 2
+    assert len(asking) == 3 and set(asking) == {threading.main_thread()}
 
 
 CODE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,8 +27,9 @@ from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 from gpuflow.stages import CenterCrop, Decode, Flip, Resize
+from tests.datasets import loader_of
 from tests.images import png
-from tests.records import rle
+from tests.records import MemoryRecords, rle
 from tests.running import images, keys_of, program_of
 from tests.stages.policies import Fixed
 
@@ -230,6 +232,19 @@ def test_a_mask_is_sampled_where_its_image_is(stages: tuple[s.Stage, ...]) -> No
     wanted = images(program, [bytes(cv2.imencode(".png", mask)[1]) for mask in masks], keys)
     for mask, map, image in zip(masks, mask_maps(program, keys, sizes), wanted, strict=True):
         np.testing.assert_array_equal(map.apply(mask), image[0].numpy())
+
+
+def test_a_loader_compiles_the_loop_of_outlines_before_its_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while a thread of its compiles is aborted."""
+    drawing, draw = list[threading.Thread](), masks_module.draw_instance
+
+    def noting(*arguments: Any) -> None:
+        drawing.append(threading.current_thread())
+        draw(*arguments)
+
+    monkeypatch.setattr(masks_module, "draw_instance", noting)
+    loader_of(MemoryRecords.of(4), [{"decode": {"color": "rgb"}}, {"resize": {"height": 8, "width": 8}}]).close()
+    assert drawing == [threading.main_thread()]
 
 
 @pytest.mark.parametrize("loops", [loops_of, lambda _: None], ids=["numba", "numpy"])
