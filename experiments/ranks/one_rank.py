@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import gc
 import itertools
 import json
 import os
@@ -337,7 +336,8 @@ class Job:
     """What the processes of one workload measure.
 
     device: "cuda" or "cpu". seconds: of a measurement with a resident batch; every arm takes as many steps.
-    warm_up: batches that the loader loads first. arms: of each repeat, in order; the first one is `resident`.
+    warm_up: batches that each loader loads first. settling: steps that it feeds after that, before the first repeat.
+    arms: of each repeat, in order; the first one is `resident`.
     missing: the (arm, repeat) whose figures are not in the log yet. origin: where and when this is measured.
     """
 
@@ -348,6 +348,7 @@ class Job:
     batch: int
     seconds: float
     warm_up: int
+    settling: int
     workload: str
     arms: tuple[tuple[int, tuple[str, ...]], ...]
     missing: frozenset[tuple[str, int]]
@@ -488,6 +489,7 @@ def only_rank(options: argparse.Namespace, device: torch.device, arms: Sequence[
         batch=options.batch,
         seconds=0.0,
         warm_up=options.warm_up,
+        settling=0,
         workload="",
         arms=((0, tuple(arms)),),
         missing=frozenset(),
@@ -508,8 +510,8 @@ def main(number: int, job: Job, port: int) -> None:
     join_group(number, job.ranks, device, port)
     with ExitStack() as stack:
         rank = Rank(job, device, stack)
-        gc.collect()
-        gc.freeze()  # or a full collection would stop one measurement for 0.13 s
+        for name in {ARMS[one].calls: one for _, names in job.arms for one in names if ARMS[one].fed}.values():
+            rank.measure_all(name, job.settling)
         rate = rank.measure_all("resident", WARM_UP_STEPS)["images_per_s"] / job.ranks
         steps = max(2, round(job.seconds * rate / job.batch))
         for repeat, names in job.arms:

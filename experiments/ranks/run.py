@@ -122,6 +122,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="batches that each rank loads first, so that most files are known; 0 measures a first epoch, too",
     )
+    parser.add_argument(
+        "--settling",
+        type=int,
+        metavar="N",
+        help="steps that each loader feeds after that, unmeasured (default: 300, on a CPU 2)",
+    )
     parser.add_argument("--batch", type=at_least_one, default=256, help="of each rank (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="keep what is measured already and measure the rest")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of measurements.jsonl and results.csv")
@@ -129,6 +135,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that the script runs"
     )
     options = parser.parse_args(arguments)
+    if options.settling is None:
+        options.settling = 300 if options.device == "cuda" else 2
     if options.device == "cpu":
         options.arms = [arm for arm in options.arms if arm in ON_CPU]
     return options
@@ -166,6 +174,7 @@ def job_of(options: argparse.Namespace, gpus: int, model: str, records: Sequence
         batch=options.batch,
         seconds=options.seconds,
         warm_up=options.warm_up,
+        settling=options.settling,
         workload=workload,
         arms=turns(missing),
         missing=missing,
