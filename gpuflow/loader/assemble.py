@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -231,7 +232,7 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
 def _bad_samples(config: Config, policy: str, samples: int) -> BadSamples:
     most, of = config.run.max_bad, None
     if isinstance(most, float):
-        most, of = int(most * samples), samples
+        most, of = int(Fraction(str(most)) * samples), samples  # 0.29 * 100 is less than 29 in floating point
     try:
         return BadSamples(policy=policy, limit=most, path=config.run.bad_file, samples=of)
     except OSError as error:

@@ -77,9 +77,13 @@ def columns_of(
 
 
 def _values(name: str, given: Any, count: int) -> list[Any]:
-    values = list(given)
+    rule = f"fields[{name!r}] must have {count} values, one for each image, got"
+    try:
+        values = list(given)
+    except TypeError:
+        raise ValueError(f"{rule} {show(given)}") from None
     if len(values) != count:
-        raise ValueError(f"fields[{name!r}] must have {count} values, one for each image, got {len(values)}")
+        raise ValueError(f"{rule} {len(values)}")
     return values
 
 
@@ -127,6 +131,8 @@ def _labels(name: str, values: Sequence[Any]) -> Ragged:
         array = _array(name, i, value, "M")
         if len(array) and array.dtype.kind not in "iu":
             raise ValueError(f"fields[{name!r}][{i}] must be integers [M], got {array.dtype} {list(array.shape)}")
+        if array.dtype == np.uint64 and (array > np.iinfo(np.int64).max).any():
+            raise ValueError(f"fields[{name!r}][{i}] must fit into int64, got {show(array.max().item())}")
         parts.append(array.astype(np.int64))
     return Ragged.of(parts, np.zeros(0, np.int64))
 

@@ -124,6 +124,7 @@ class EpochIterator(Iterator[Batch]):
             asked = _timed_event(stream) if stream is not None and self._plan.gpu is not None else None
             assembly = self._get()
             batch = self._batch(assembly, stream, asked)
+            self._warn_of_many_bad()  # which raises where warnings are errors
         except BaseException:
             self.end("an error was raised")
             raise
@@ -134,7 +135,6 @@ class EpochIterator(Iterator[Batch]):
         else:
             self._progress.position = s.reached(self._step)
         self._stats.count_batch(time.perf_counter() - start, len(assembly.positions))
-        self._warn_of_many_bad()
         return batch
 
     def _get(self) -> Assembly:

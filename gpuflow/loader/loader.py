@@ -165,9 +165,13 @@ class Loader:
         Raises:
             ValueError: it is not an integer, of Python, numpy or a tensor, within [0, 2**62).
         """
-        if not hasattr(epoch, "__index__") or not 0 <= epoch < _EPOCHS:
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            number = -1
+        if not 0 <= number < _EPOCHS:
             raise ValueError(f"epoch must be an integer within [0, 2**62), got {show(epoch)}")
-        epoch = int(epoch)  # which others' random keys and states equal
+        epoch = number  # which others' random keys and states equal
         progress = self._progress
         active = self._active() if self._active is not None else None
         if progress.begun and active is not None and not active.ended:

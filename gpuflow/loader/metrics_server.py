@@ -14,6 +14,7 @@ gpuflow_loader_stage_read_bytes_total{stage}  bytes that it read
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MetricsServer", "serve_metrics"]
 
-_STOP_SECONDS = 5.0
+_STOP_SECONDS, _HIGHEST_PORT = 5.0, 65535
 _LABELS = ["pipeline", "rank"]
 
 
@@ -46,7 +47,7 @@ def serve_metrics(loaders: Loader | Mapping[str, Loader], *, port: int, address:
 
     Raises:
         MissingExtra: prometheus-client is not installed.
-        LoaderError: the port is taken.
+        LoaderError: the port is taken, or none; the address is not one of this host.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -56,12 +57,14 @@ def serve_metrics(loaders: Loader | Mapping[str, Loader], *, port: int, address:
     registry = CollectorRegistry()
     registry.register(_Collector(named))
     own = port + (Ranks.on_host().local_rank or 0) if port else 0
+    if not 0 <= own <= _HIGHEST_PORT:
+        raise LoaderError(f"metrics cannot be served at port {own}: it must be within [0, {_HIGHEST_PORT}]")
     try:
         server, thread = start_http_server(own, address, registry)
     except OSError as error:
-        raise LoaderError(
-            f"metrics cannot be served at {address}:{own}: {error.strerror}; choose another port"
-        ) from error
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        action = "choose another port" if taken else "address must be one of this host, such as 127.0.0.1"
+        raise LoaderError(f"metrics cannot be served at {address}:{own}: {error.strerror}; {action}") from error
     return MetricsServer(server, thread)
 
 

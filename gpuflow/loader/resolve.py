@@ -76,6 +76,7 @@ class BadSampleResolver:
             index = chunk.replacement = order.replacement(epoch, position, attempt)
             with self._reader.meter.work(0):  # as part of decoding, whose samples these are
                 payload = self._reader.read([index])
+                self._reader.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
             sizes = np.empty((1, 2), np.int64) if self._records is not None else None
             own_keys, records = with_values(self._plan, keys, [index])
             faults = run(payload, own_keys, slot, sizes)

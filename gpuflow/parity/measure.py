@@ -24,6 +24,8 @@ Differences = NDArray[np.uint8] | NDArray[np.float32]
 _STEPS = 64
 _LARGEST = 255
 _MOST = 1e6
+_BEFORE = 2 * 255 * float(np.finfo(np.float32).eps)
+"""See `Scale.noise`: two roundings to half of eps, in each of two results, of numbers up to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +72,8 @@ class Tally:
 class Scale:
     """Converts a program's results to levels: (value - black) / unit, where both are float64 [C, 1, 1].
 
-    noise: the number of levels that rounding to the result's dtype may add to a difference.
+    noise: the number of levels that rounding may add to a difference: of the result to its dtype, and before that of
+        the level as a part of 255 and of its distance from the mean, to float32.
     """
 
     black: torch.Tensor
@@ -111,7 +114,8 @@ class Scale:
         unit = (plain[1] - plain[0]) / 255
         unit = unit.where(unit != 0, 1.0)
         rounding = torch.finfo(getattr(torch, program.result.dtype)).eps
-        return cls(plain[0], unit, float((plain.abs().amax(dim=0) / unit.abs()).max() * rounding))
+        noise = float((plain.abs().amax(dim=0) / unit.abs()).max() * rounding) + _BEFORE
+        return cls(plain[0], unit, noise)
 
     def levels(self, image: torch.Tensor) -> NDArray[np.uint8]:
         """Convert a result [C, H, W] to an image for display: uint8 HWC, rounded to levels."""

@@ -190,6 +190,9 @@ class OpenCv:
             except cv2.error as error:
                 yield BadSampleError("decode", f"OpenCV: {error.err}")
                 continue
+            except BadSampleError as error:
+                yield error
+                continue
             yield pixels if pixels is not None else BadSampleError("decode", "OpenCV: no image")
 
     def _image(self, program: Program, data: Encoded, keys: s.Keys) -> torch.Tensor | None:
@@ -201,6 +204,10 @@ class OpenCv:
         image = image.reshape(*image.shape[:2], -1)
         for step in program.steps:
             if isinstance(step, SamplingStep | WarpStep):
+                size = np.array(image.shape[:2])[:, None]
+                faults = (misfit.fault(0) for misfit in step.draw(keys, *size).misfits)
+                if (fault := next(filter(None, faults), None)) is not None:
+                    raise fault
                 for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
                     height, width = np.array(image.shape[:2])[:, None]
                     for move in stage.draw(keys.stage(stage.key_name, occurrence), height, width):

@@ -235,6 +235,14 @@ def test_an_image_that_is_too_small_for_a_crop(tmp_path: Path) -> None:
 
 
 @many_bad
+def test_a_part_as_max_bad_is_exact_in_decimal(tmp_path: Path) -> None:
+    """0.29 * 100 is 28.999999999999996 in floating point."""
+    make_photos(tmp_path / "photos", classes=4, each=25)
+    config = write_config(tmp_path / "x.yaml", tmp_path / "photos")
+    with gpuflow.load(config, "val", overrides=["run.max_bad=0.29"]) as loader:
+        assert loader._plan.bad.limit == 29
+
+
 @pytest.mark.parametrize(("max_bad", "limit"), [("1", 1), ("0", 0), ("0.1", 2), ("0.0", 0)])
 def test_more_than_max_bad(max_bad: str, limit: int, files: list[Path], config: Path) -> None:
     overrides = [f"run.max_bad={max_bad}", "run.threads=1"]
@@ -297,6 +305,19 @@ def test_a_warning_above_five_percent_once() -> None:
         ]
         assert caught[0].filename == __file__
         epoch_rows(loader)
+
+
+@pytest.mark.filterwarnings("error:.* samples are bad so far:UserWarning")
+def test_where_warnings_are_errors_no_batch_is_lost() -> None:
+    """The state is that of before the batch whose bad samples are reported."""
+    images = [jpeg(i % 3, i) if i != 5 else None for i in range(8)]
+    with loader_of(MemorySource(images), RAW, shuffle=False, policy="skip", threads=1, prefetch=1) as loader:
+        with pytest.raises(UserWarning, match="bad so far"):
+            list(loader)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        rest = [int(index) for batch in loader for index in batch.indices]
+    assert [*range(state["position"]), *rest] == [0, 1, 2, 3, 4, 6, 7]
 
 
 @many_bad

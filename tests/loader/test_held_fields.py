@@ -213,6 +213,11 @@ def changed(fields: dict[str, Any], name: str, i: int, value: Any) -> dict[str, 
         ("boxes", [["a", "b", "c", "d"]], "fields['boxes'][2] must be numbers [M, 4], got <U1 [1, 4]"),
         ("boxes", [[1, 2, 3], [1, 2, 3, 4]], "fields['boxes'][2] must be numbers [M, 4], got rows of several lengths"),
         ("kinds", torch.zeros(2), "fields['kinds'][2] must be integers [M], got float32 [2]"),
+        (
+            "kinds",
+            np.array([2**63], np.uint64),
+            "fields['kinds'][2] must fit into int64, got 9223372036854775808",
+        ),
         ("mask", torch.zeros(2, 3, 3), "fields['mask'][2] must be numbers [M, {0}, {1}], got float32 [2, 3, 3]"),
         ("depth", torch.zeros(3, 3), "fields['depth'][2] must be numbers [{0}, {1}], got float32 [3, 3]"),
         ("keypoints", torch.zeros(2, 2), "fields['keypoints'][2] must be numbers [M, K, 3], got float32 [2, 2]"),
@@ -233,6 +238,9 @@ def test_values_of_another_form_are_refused(listing: Path, tmp_path: Path, name:
         with pytest.raises(ValueError, match="fields") as found:
             transform(images, epoch=0, positions=range(COUNT), fields=fields)
         assert str(found.value) == f"fields['{name}'] must have 7 values, one for each image, got 6"
+        with pytest.raises(ValueError, match="fields") as found:
+            transform(images, epoch=0, positions=range(COUNT), fields={**fields, name: None})
+        assert str(found.value) == f"fields['{name}'] must have 7 values, one for each image, got null"
 
 
 @pytest.mark.parametrize(("form", "numbers"), [("XYWHR", 5), ("CXCYWHR", 5), ("XYXYXYXY", 8)])

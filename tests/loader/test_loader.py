@@ -99,7 +99,9 @@ def test_set_epoch_names_the_epoch() -> None:
         assert [batch.epoch for batch in loader] == [7] * 3
 
 
-@pytest.mark.parametrize("epoch", [-1, 1.0, "1", None, 2**62])
+@pytest.mark.parametrize(
+    "epoch", [-1, 1.0, "1", None, 2**62, torch.tensor(2.7), torch.tensor([1, 2]), np.array([1, 2]), np.float32(1)]
+)
 def test_set_epoch_refuses_what_is_no_epoch(epoch: Any) -> None:
     with loader_of(MemorySource.of(4)) as loader:
         with pytest.raises(ValueError, match=r"^epoch must be an integer within \[0, 2\*\*62\), got "):
@@ -448,6 +450,16 @@ def test_threads_that_share_an_iterator_take_turns_and_all_come_to_its_end() -> 
             each = [iter(loader)] * 4
             found = pool.map(lambda batches: [batch.indices.tolist() for batch in batches], each, timeout=60)
             assert sorted(index for one in found for batch in one for index in batch) == list(range(64))
+
+
+@pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+def test_statistics_count_the_bytes_of_what_replaces_bad_samples() -> None:
+    images = [jpeg(0, 0), jpeg(1, 1)[:-200], jpeg(2, 2), jpeg(0, 3)]
+    with loader_of(MemorySource(images), shuffle=False, policy="replace") as loader:
+        (batch,) = loader
+        replacement = int(batch.indices[1])
+        assert replacement != 1
+        assert loader.stats()["stages"]["read"]["bytes"] == sum(map(len, images)) + len(images[replacement])
 
 
 def test_statistics_of_a_whole_epoch() -> None:

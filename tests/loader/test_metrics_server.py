@@ -57,6 +57,22 @@ def test_each_rank_of_a_host_has_its_own_port(config: Path, monkeypatch: pytest.
             gpuflow.serve_metrics(loader, port=server.port - 1)
 
 
+@pytest.mark.parametrize(
+    ("address", "port", "message"),
+    [
+        ("127.0.0.1", 70000, r"metrics cannot be served at port 70000: it must be within \[0, 65535\]"),
+        (
+            "256.1.1.1",
+            0,
+            r"metrics cannot be served at 256\.1\.1\.1:0: .*; address must be one of this host, .*",
+        ),
+    ],
+)
+def test_an_address_and_a_port_that_do_not_exist(config: Path, address: str, port: int, message: str) -> None:
+    with gpuflow.load(config) as loader, pytest.raises(LoaderError, match=f"^{message}$"):
+        gpuflow.serve_metrics(loader, port=port, address=address)
+
+
 def test_a_loader_sums_its_epoch_up_and_marks_ranges(config: Path) -> None:
     with gpuflow.load(config, overrides=["run.nvtx=true"]) as loader:
         assert loader.summary() == ""

@@ -24,14 +24,17 @@ def test_levels_of_pixels() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_levels_of_normalized_values_are_those_of_their_pixels(dtype: str) -> None:
-    stage = Normalize(mean=(0.1, 0.5, 0.9), std=(0.2, 0.25, 2.0), dtype=dtype)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("mean", "std"), [("imagenet", "imagenet"), ((0.1, 0.5, 0.9), (0.2, 0.25, 2.0)), ((0, 0.5, 1), (1, 0.01, 9))]
+)
+def test_levels_of_normalized_values_are_those_of_their_pixels(mean: Any, std: Any, dtype: str) -> None:
+    stage = Normalize(mean=mean, std=std, dtype=dtype)  # type: ignore[arg-type]
     scale = Scale.of(program_of(Decode(), CenterCrop(size=4), stage))
     table = torch.from_numpy(stage.table())
     table = table if dtype == "float32" else table.view(getattr(torch, dtype))
-    a, b = table[:, :200, None], table[:, 56:, None]
-    apart = levels_apart(a, b, scale)
-    assert np.abs(apart - 56).max() <= scale.noise + 1e-4
+    for levels in (1, 2, 56):
+        apart = levels_apart(table[:, :-levels, None], table[:, levels:, None], scale)
+        assert np.abs(apart - levels).max() <= scale.noise
     assert scale.noise < {"float32": 1e-3, "float16": 0.5, "bfloat16": 5}[dtype]
     whole = scale.levels(table[:, :, None])
     assert np.abs(whole[..., 0, :].astype(int) - np.arange(256)[:, None]).max() <= scale.noise

@@ -169,6 +169,14 @@ def test_opencv_is_imdecode_and_resize(folder: Path) -> None:
     assert isinstance(results(ways["opencv"], prefixes[0])["text"], BadSampleError)
 
 
+def test_opencv_reports_what_a_stage_refuses_as_training_does(folder: Path) -> None:
+    """A crop that is larger than the image, for example."""
+    ways, prefixes = setup(folder, val=(RAW[0], {"random_crop": {"size": 40}}))
+    ours, theirs = (results(ways[name], prefixes[-1]) for name in ("val", "opencv"))
+    assert str(theirs["jpeg 400x3"]) == str(ours["jpeg 400x3"])
+    assert "the crop is larger than the image" in str(theirs["jpeg 400x3"])
+
+
 def test_opencv_makes_every_move_and_runs_every_stage(folder: Path) -> None:
     flip, grayscale = {"flip": {"horizontal": 1.0, "vertical": 1.0}}, {"torchvision": {"name": "Grayscale"}}
     padded = {"center_crop": {"size": [90, 100]}}
