@@ -107,11 +107,14 @@ class EpochIterator(Iterator[Batch]):
         if not self._turn.acquire(timeout=timeout):
             raise LoaderTimeout(f"another thread has waited for a batch for run.timeout_s = {timeout:g} s")
         try:
-            return self._next()
+            while (batch := self._next_step()) is None:
+                pass
+            return batch
         finally:
             self._turn.release()
 
-    def _next(self) -> Batch:
+    def _next_step(self) -> Batch | None:
+        """The batch of the next step; None if all of its samples are bad and left out."""
         if self._end is None and self._step == len(self._steps):
             self._progress.finish()
             self.end("over", wait=False)
@@ -134,7 +137,8 @@ class EpochIterator(Iterator[Batch]):
             self._progress.finish()
         else:
             self._progress.position = s.reached(self._step)
-        self._stats.count_batch(time.perf_counter() - start, len(assembly.positions))
+        waited = time.perf_counter() - start
+        self._stats.count_batch(waited, len(assembly.positions), delivered=batch is not None)
         return batch
 
     def _get(self) -> Assembly:
@@ -157,8 +161,13 @@ class EpochIterator(Iterator[Batch]):
             raise assembly.error
         return assembly
 
-    def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None, asked: torch.cuda.Event | None) -> Batch:
-        """stream: the consumer's, on a GPU. asked: if the GPU decodes, an event of before the batch was waited for."""
+    def _batch(
+        self, assembly: Assembly, stream: torch.cuda.Stream | None, asked: torch.cuda.Event | None
+    ) -> Batch | None:
+        """The batch as the consumer gets it; None as `_next_step`.
+
+        stream: the consumer's, on a GPU. asked: if the GPU decodes, an event of before the batch was waited for.
+        """
         images, rows = self._tensors(assembly, stream)
         if stream is None:
             if self._step > 0:  # the batch before is not needed any more
@@ -173,10 +182,13 @@ class EpochIterator(Iterator[Batch]):
                 self._stats.gpu_wait_share = self._gpu_wait.share
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
+            if len(kept) == 0 and self._plan.world_size == 1:
+                return None
             if len(kept) == 0:
                 raise LoaderError(
-                    f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples; "
-                    "run `gpuflow scan` to list them, or set on_error: replace"
+                    f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples on rank "
+                    f"{self._plan.rank}, and all ranks make the same steps; run `gpuflow scan` to list them, or set "
+                    "on_error: replace"
                 )
             images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
         labels, valid, indices = rows

@@ -227,9 +227,12 @@ class Stats:
         for meter in self.meters:
             meter.reset()
 
-    def count_batch(self, waited: float, samples: int) -> None:
-        """Count a batch of `samples` that the consumer got after waiting `waited` seconds."""
-        self._batches += 1
+    def count_batch(self, waited: float, samples: int, *, delivered: bool = True) -> None:
+        """Count a batch of `samples` for which the consumer waited `waited` seconds.
+
+        delivered: whether the consumer got it; it does not if all of its samples are left out.
+        """
+        self._batches += delivered
         self._waited += waited
         self.meters[-1].after.change(-samples)
 

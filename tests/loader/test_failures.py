@@ -342,14 +342,38 @@ def test_a_source_that_breaks_its_contract_does_so_at_its_step() -> None:
 
 
 @many_bad
-def test_a_batch_of_nothing_but_bad_samples_raises() -> None:
-    images = [jpeg(0, i) if i < 4 else None for i in range(12)]
-    with loader_of(MemorySource(images, [0] * 12), shuffle=False, policy="skip") as loader:
+@pytest.mark.parametrize("bad", [{0}, {4, 5}, {11}, {0, 3, 4, 7, 8, 11}, set(range(12))])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_batch_of_nothing_but_bad_samples_is_left_out(bad: set[int], batch_size: int) -> None:
+    """A state counts it with the batch before it, or with the one after it."""
+    images = [None if i in bad else jpeg(0, i) for i in range(12)]
+    steps = [range(start, start + batch_size) for start in range(0, 12, batch_size)]
+    expected = [(k, [i for i in step if i not in bad]) for k, step in enumerate(steps) if not bad.issuperset(step)]
+    with (
+        loader_of(MemorySource(images, [0] * 12), RAW, shuffle=False, policy="skip", batch_size=batch_size) as loader,
+        nothing_left_behind(),
+    ):
+        for epoch in range(2):
+            assert [(batch.step, batch.indices.tolist()) for batch in loader] == expected
+            assert (loader.upcoming_epoch, loader.upcoming_position) == (epoch + 1, 0)
+            assert loader.stats()["batches"] == len(expected)
+        states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
+        for done, state in enumerate(states[: len(expected)]):
+            loader.load_state_dict(state)
+            assert [batch.indices.tolist() for batch in loader] == [indices for _, indices in expected[done:]]
+
+
+@many_bad
+def test_a_batch_of_nothing_but_bad_samples_raises_on_several_ranks() -> None:
+    images = [jpeg(0, i) if i not in (6, 7) else None for i in range(12)]
+    source = MemorySource(images, [0] * 12)
+    with loader_of(source, shuffle=False, policy="skip", batch_size=2, rank=1, world_size=2) as loader:
         steps, error = fault_of(loader)
     assert type(error) is LoaderError
     assert (steps, str(error)) == (
         1,
-        "step 1 of epoch 0 holds nothing but bad samples; run `gpuflow scan` to list them, or set on_error: replace",
+        "step 1 of epoch 0 holds nothing but bad samples on rank 1, and all ranks make the same steps; run `gpuflow "
+        "scan` to list them, or set on_error: replace",
     )
 
 
