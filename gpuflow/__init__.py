@@ -125,13 +125,15 @@ def load(
         SourceError: the source cannot be indexed.
         LoaderError: torch sees no GPU, or not the one of this process.
         MissingExtra: the source or a decoder needs a package that is not installed.
-        ValueError: `rank` is not within [0, world_size).
+        ValueError: `rank` is not within [0, world_size), or nothing says which of several ranks this process is.
     """
     from gpuflow.config import read_config
     from gpuflow.loader.assemble import build_loader
     from gpuflow.runtime.ranks import Ranks
 
     ranks = Ranks.of_process() if rank is None or world_size is None else Ranks()
+    if rank is None and world_size is not None and world_size > 1 == ranks.world_size:
+        raise ValueError(f"rank must be given with world_size={world_size}: nothing says which rank this process is")
     return build_loader(
         read_config(path, stage_table(), overrides),
         name,

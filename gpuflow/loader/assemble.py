@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ import torch
 from gpuflow.config import BatchSpec, Config
 from gpuflow.config.record_fields import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
-from gpuflow.errors import ConfigError, Problem, SourceError
+from gpuflow.errors import ConfigError, Problem, SourceError, show
 from gpuflow.execute.chunk_scan import Prescan
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
@@ -72,6 +73,10 @@ def build_loader(
     """
     program = config.any_program(name)
     pipeline = config.pipelines[name]
+    try:
+        rank, world_size = operator.index(rank), operator.index(world_size)
+    except TypeError:
+        raise ValueError(f"rank and world_size must be integers, got {show(rank)} and {show(world_size)}") from None
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}; give both, or neither")
     target = Ranks.on_host().device(device)

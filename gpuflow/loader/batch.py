@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -40,7 +41,7 @@ class RaggedTensor:
         return len(self._bounds) - 1
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        count = len(self)
+        count, i = len(self), operator.index(i)
         if not -count <= i < count:
             raise IndexError(f"sample {i} of a batch of {count}")
         i %= count

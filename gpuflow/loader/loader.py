@@ -28,8 +28,7 @@ __all__ = ["Loader", "LoaderTotals"]
 
 
 _EPOCHS = 1 << 62
-"""Epochs that may be named. Those that follow them fit into 64 bits, too."""
-"""Random keys hold the epoch as a number of 64 bits."""
+"""The number of epochs that may be named. Random keys hold the epoch, and the one that follows it, in 64 bits."""
 
 
 class LoaderTotals(NamedTuple):

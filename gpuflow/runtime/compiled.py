@@ -41,14 +41,14 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     try:
         with _one_at_a_time:  # threads that need the library at the same time wait for the one that compiles
             return _library(source)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         _LOG.info("%s is not compiled, so Python code does its work: %s", source.name, detail)
         return None
 
 
 def _library(source: Path) -> ctypes.CDLL:
-    """The compiled file. Raises OSError or SubprocessError if it cannot be compiled."""
+    """The compiled file. Raises OSError, SubprocessError or, for a CC that is no command, ValueError."""
     text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     key = hashlib.sha256(repr((text, _FLAGS, platform.machine(), platform.libc_ver())).encode()).hexdigest()[:16]
     name = f"{source.stem}-{key}.so"
@@ -75,7 +75,7 @@ def _own_folder(folder: Path) -> Path:
 
 def _compile(source: Path, folder: Path, name: str) -> None:
     """Compile to a file in the folder, which is there as a whole or not at all."""
-    command = [*shlex.split(os.environ.get("CC", "cc")), *_FLAGS]
+    command = [*shlex.split(os.environ.get("CC") or "cc"), *_FLAGS]
     with tempfile.TemporaryDirectory(dir=folder) as own:
         result = Path(own) / name
         subprocess.run(

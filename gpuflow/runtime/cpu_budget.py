@@ -16,7 +16,7 @@ __all__ = ["available_threads", "cpu_quota", "share_of_cores"]
 
 def available_threads() -> int:
     """Threads for this process: the cores that it may use and is granted, shared among the host's ranks."""
-    return share_of_cores(len(os.sched_getaffinity(0)), cpu_quota(), Ranks.from_environment().local_world_size)
+    return share_of_cores(len(os.sched_getaffinity(0)), cpu_quota(), Ranks.on_host().local_world_size)
 
 
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:

@@ -101,7 +101,7 @@ class Ranks:
         """
         import torch
 
-        target = device_named(device or "cpu")
+        target = device_named("cpu" if device is None else device)
         if target.type != "cuda":
             return target
         if not torch.cuda.is_available():

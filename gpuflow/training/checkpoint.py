@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -87,10 +89,12 @@ def save_checkpoint(
         loader: that it is trained on.
         val: that it is validated on, whose preprocessing is the one to serve with; by default that of `loader`.
         optimizer: whose state to save.
-        more: further values, such as the step.
+        more: further values, such as the step: numbers, strings, tensors, and lists and dictionaries of them.
 
     Raises:
-        ValueError: torchvision has no such model, or these weights are not its. OSError: the file cannot be written.
+        ValueError: torchvision has no such model, or these weights are not its; `more` has one of the names above, or
+            what `torch.load` refuses with `weights_only=True`, such as numbers of numpy. OSError: the file cannot be
+            written.
     """
     if arch not in known_models():
         raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {_close(arch)}")
@@ -105,7 +109,7 @@ def save_checkpoint(
             f"{ours.get(name)} and not {theirs.get(name)}"
         )
     pipeline = (val or loader).pipeline
-    state = {
+    state: dict[str, Any] = {
         "version": CHECKPOINT_VERSION,
         "arch": arch,
         "classes": list(loader.classes),
@@ -115,9 +119,10 @@ def save_checkpoint(
         "preprocessing": pipeline.fingerprint,
         "stages": list(pipeline.lines),
         "train_preprocessing": loader.preprocessing,
-        **more,
     }
-    write_checkpoint(Path(path), state)
+    if taken := sorted(state.keys() & more.keys()):
+        raise ValueError(f"further values must not have the names of gpuflow's own, got {', '.join(taken)}")
+    write_checkpoint(Path(path), {**state, **more})
 
 
 @lru_cache(maxsize=1)
@@ -132,13 +137,36 @@ def _shapes_of(arch: str, classes: int) -> dict[str, tuple[int, ...]]:
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a file that `torch.load` reads, whole or not at all. Raises OSError."""
+    """Write a file that `torch.load` reads with `weights_only=True`, whole or not at all.
+
+    Raises OSError, or ValueError for what it refuses to read; then the file that was there stays.
+    """
     with atomic_write(path) as file:
         try:
             # Given the file itself instead of its name, torch turns a KeyboardInterrupt into a RuntimeError.
             torch.save(dict(state), file.name)
         except RuntimeError as error:  # torch's writer does not say why it fails
             raise OSError(errno.EIO, str(error).strip().partition("\n")[0], str(path)) from error
+        try:
+            torch.load(file.name, map_location="meta", weights_only=True)  # which reads no weights
+        except pickle.UnpicklingError as error:
+            refused = ", ".join(name for name, value in state.items() if name != "model" and not _is_read(value))
+            raise ValueError(
+                f"{refused or 'model'} must be numbers, strings, tensors, and lists and dictionaries of them: torch "
+                "refuses to read other objects; convert them, as by float()"
+            ) from error
+
+
+def _is_read(value: object) -> bool:
+    """Whether `torch.load` reads a value with `weights_only=True`."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    try:
+        torch.load(file, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:

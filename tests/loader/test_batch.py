@@ -35,6 +35,14 @@ def test_a_batch_is_a_mapping_of_its_fields(batch: Any) -> None:
         batch["scor"]
 
 
+def test_rows_are_those_of_one_sample(batch: Any) -> None:
+    boxes = batch["boxes"]
+    assert torch.equal(boxes[torch.tensor(1)], boxes[-1]) and len(boxes[0]) == 1
+    for wrong in (slice(0, 2), [0], 1.0):
+        with pytest.raises(TypeError, match=r"as an integer|only integer"):
+            boxes[wrong]
+
+
 def test_a_batch_without_fields_says_so() -> None:
     plain: Any = Batch((torch.zeros(2, 3, 4, 4), torch.zeros(2)))
     assert "boxes" not in plain

@@ -383,6 +383,26 @@ def test_refuses_a_rank_outside_the_world(rank: int, world_size: int, config: Pa
     )
 
 
+def test_refuses_a_number_of_ranks_if_nothing_says_which_one_this_is(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process would take itself for rank 0, and load the same samples."""
+    with pytest.raises(ValueError, match=r"^rank must be given with world_size=2: nothing says which rank this proc"):
+        gpuflow.load(config, world_size=2)
+    with gpuflow.load(config, world_size=1) as loader:
+        assert loader.rank == 0
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with gpuflow.load(config, world_size=2) as loader:
+        assert loader.rank == 1
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0.5, 2), (0, "2"), (0, 2.0)])
+def test_refuses_ranks_that_are_no_integers(rank: Any, world_size: Any, config: Path) -> None:
+    with pytest.raises(ValueError, match=r"^rank and world_size must be integers, got "):
+        gpuflow.load(config, rank=rank, world_size=world_size)
+
+
 def test_a_global_batch_is_shared_among_the_ranks(photos: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "x.yaml", photos, batch={"global": 6})
     for world_size, size in (1, 6), (2, 3), (3, 2):

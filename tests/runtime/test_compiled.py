@@ -55,6 +55,20 @@ def test_the_next_process_needs_no_compiler(
     assert "/nowhere/cc" in caplog.text
 
 
+def test_an_empty_name_of_the_compiler_is_the_default(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "")
+    assert seven(source) == 7
+
+
+def test_a_name_of_the_compiler_that_is_no_command(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "cc 'x")
+    with caplog.at_level(logging.INFO, "gpuflow"):
+        assert compiled(source) is None
+    assert "number.c is not compiled, so Python code does its work: No closing quotation" in caplog.text
+
+
 def test_code_that_the_compiler_refuses(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source.write_text("int seven(void) { return eight; }\n")
     with caplog.at_level(logging.INFO, "gpuflow"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,6 +24,8 @@ def test_the_gpu_of_the_local_rank() -> None:
     assert second.device("cuda:0") == torch.device("cuda", 0), "what is said is what is taken"
     assert second.device("cpu") == second.device(None) == torch.device("cpu")
     assert Ranks().device("cuda") == torch.device("cuda"), "without ranks torch's current one"
+    indices: Any = (0, 1)
+    assert [Ranks().device(index) for index in indices] == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,26 @@ def test_what_could_not_be_served_is_refused_when_it_is_saved(config: Path, tmp_
                 tmp_path / "nowhere" / "x.pt", models.squeezenet1_1(num_classes=3), arch=ARCH, loader=loader
             )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_torch_would_not_read_is_refused_and_the_file_before_stays(config: Path, tmp_path: Path) -> None:
+    path, model = tmp_path / "x.pt", models.squeezenet1_1(num_classes=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gpuflow.load(config, "val") as loader:
+
+        def save(**more: Any) -> None:
+            gpuflow.save_checkpoint(path, model, arch=ARCH, loader=loader, optimizer=optimizer, **more)
+
+        save(step=1, history=[0.5], best={"loss": torch.ones(1)})
+        written = path.read_bytes()
+        with pytest.raises(ValueError, match=r"^accuracy, paths must be numbers, strings, .* convert them, as by"):
+            save(step=2, accuracy=np.float64(0.5), paths=[tmp_path])
+        with pytest.raises(ValueError, match=r"must not have the names of gpuflow's own, got classes, version$"):
+            save(version="mine", classes=5)
+        optimizer.param_groups[0]["lr"] = np.float64(0.1)
+        with pytest.raises(ValueError, match=r"^optimizer must be numbers"):
+            save()
+    assert path.read_bytes() == written and [one.name for one in tmp_path.iterdir()] == ["x.pt"]
 
 
 def test_a_model_whose_shapes_are_computed_is_saved(config: Path, tmp_path: Path) -> None:
