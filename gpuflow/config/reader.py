@@ -28,7 +28,7 @@ from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem, show
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.records import GEOMETRIC, Field
-from gpuflow.pipeline.stage import Mixing, Pipeline, Stage
+from gpuflow.pipeline.stage import Decoder, Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram
@@ -350,6 +350,13 @@ class _Reader:
                 for problem in error.problems:
                     self._report(problem.below(*at, i))
         if len(stages) < len(entries) or head is None:
+            return None
+        decoders = [i for i, stage in enumerate(stages) if "views" in at and isinstance(stage, Decoder)]
+        for i in decoders:
+            action = "write its parameters as decode: {...} next to views"
+            place = (*at, i, stages[i].stage_name)
+            self._report(Problem.of(place, "is shared by all views", action=action, code="stage.order"))
+        if decoders:
             return None
         serving = at[0] == "serve"
         for preset in (first for first in head if isinstance(first, Preset)):

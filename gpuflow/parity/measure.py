@@ -112,10 +112,10 @@ class Scale:
     def _between(cls, plain: torch.Tensor, program: Program) -> Scale:
         """plain: the results for black and for white, float64 [2, C, 1, 1]."""
         unit = (plain[1] - plain[0]) / 255
-        unit = unit.where(unit != 0, 1.0)
+        unit = unit.where((unit != 0) & unit.isfinite(), 1.0)  # infinite where float16 cannot hold the results
         rounding = torch.finfo(getattr(torch, program.result.dtype)).eps
-        noise = float((plain.abs().amax(dim=0) / unit.abs()).max() * rounding) + _BEFORE
-        return cls(plain[0], unit, noise)
+        largest = plain.abs().amax(dim=0).nan_to_num(posinf=0.0)
+        return cls(plain[0], unit, float((largest / unit.abs()).max() * rounding) + _BEFORE)
 
     def levels(self, image: torch.Tensor) -> NDArray[np.uint8]:
         """Convert a result [C, H, W] to an image for display: uint8 HWC, rounded to levels."""

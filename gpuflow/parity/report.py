@@ -106,7 +106,7 @@ class Pair:
         return any(row.breach for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the pictures, as plain values; None for infinite ones, which JSON cannot say."""
+        """Everything but the pictures, as plain values; None for numbers that are not finite, which JSON cannot say."""
         return {
             "a": self.a,
             "b": self.b,
@@ -127,7 +127,9 @@ class Pair:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value in (math.inf, -math.inf) else value for name, value in values.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

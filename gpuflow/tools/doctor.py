@@ -101,7 +101,7 @@ def judge(machine: Machine) -> list[Finding]:
     return [
         *findings,
         *_data(machine.data, machine.data_error, has_gpu),
-        *_disk(machine.disk, machine.source),
+        *_disk(machine),
         *_core_rates(machine.core_rates, machine.cores),
         *_gpu_rate(machine.engines),
         *_limit(machine.disk, machine.core_rates, machine.engines),
@@ -404,12 +404,13 @@ def _data(data: Data | None, error: str | None, has_gpu: bool) -> Iterator[Findi
         yield Finding("images", "ok", text)
 
 
-def _disk(disk: Sequence[DiskRate], source: str | None) -> Iterator[Finding]:
+def _disk(machine: Machine) -> Iterator[Finding]:
+    source = machine.source
     if source is None:
         yield Finding("disk", "note", "not measured", "gpuflow doctor FILE, or --data DIR, measures it")
-    elif is_remote(source):
-        yield Finding("disk", "note", f"not measured: {source} is remote", "gpuflow bench FILE measures all of it")
-    for rate in disk:
+    elif (reason := f"{source} is remote" if is_remote(source) else machine.unmeasured) is not None:
+        yield Finding("disk", "note", f"not measured: {reason}", "gpuflow bench FILE measures all of it")
+    for rate in machine.disk:
         if rate.images == 0:
             yield Finding(
                 "disk",

@@ -76,13 +76,15 @@ def _measured(
     threads = machine.cores.threads
     readers = readers or (max(rates.GPU_READERS, threads // 4) if machine.gpus else threads)
     decoders = rates.cpu_decoders()
-    disk, files, error = tuple[DiskRate, ...](), list[NDArray[np.uint8]](), None
-    local = source is not None and not source.other and not is_remote(str(source.root or source.images or source.where))
+    disk, files, error, unmeasured = tuple[DiskRate, ...](), list[NDArray[np.uint8]](), None, None
+    local = source is not None and not is_remote(str(source.root or source.images or source.where))
     if local:
         assert source is not None
         progress("reading images")
         try:
             disk, files = rates.disk_rates(source, readers=sorted({readers, max(readers, rates.MANY_READERS)}))
+        except rates.NotMeasuredError as reason:
+            unmeasured = str(reason)
         except SourceError as fault:
             error = str(fault)
     progress("decoding on the cores")
@@ -97,6 +99,7 @@ def _measured(
         c_code=can_be_used() if machine.gpus else None,
         data=rates.data(images, bad=bad, where=machine.source if files else None),
         data_error=error,
+        unmeasured=unmeasured,
         disk=disk,
         core_rates=core_rates,
     )

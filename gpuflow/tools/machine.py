@@ -185,6 +185,7 @@ class Machine:
     source: the folder, listing or shards to read from, None if none was named.
     driver: None where none is installed. gpus: GPUs that torch can use. gpu_error: why torch sees none, in its words.
     decoders, engines, data: None where a required module cannot be imported. data_error: why images cannot be read.
+    unmeasured: why the source's disk was not measured, if it has no such error.
     c_code: whether C code can queue a GPU's work; None without a GPU.
     disk, core_rates: one measurement for each number of threads.
     """
@@ -203,5 +204,6 @@ class Machine:
     c_code: bool | None = None
     data: Data | None = None
     data_error: str | None = None
+    unmeasured: str | None = None
     disk: tuple[DiskRate, ...] = ()
     core_rates: tuple[DecodeRate, ...] = ()

@@ -35,6 +35,7 @@ __all__ = [
     "GPU_READERS",
     "MANY_READERS",
     "Extent",
+    "NotMeasuredError",
     "ProbedImage",
     "at_once",
     "core_rates",
@@ -62,6 +63,10 @@ T = TypeVar("T")
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+class NotMeasuredError(Exception):
+    """A source is of a kind whose files are not measured, and is not at fault."""
 
 
 class Extent(NamedTuple):
@@ -129,6 +134,7 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
     A folder may also be flat, or contain tar shards. The search ends after `seconds`.
 
     Raises:
+        NotMeasuredError: the source is of a kind whose files are not known here.
         SourceError: there are none, or they cannot be listed.
     """
     deadline, chance = time.monotonic() + seconds, random.Random(0)
@@ -136,13 +142,13 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
         if spec.listing is not None or spec.coco is not None:
             source = open_source(spec)
             if is_read_remotely(source):
-                raise SourceError(f"{spec.where}: lists files behind URLs; gpuflow bench FILE measures all of it")
+                raise NotMeasuredError(f"{spec.where} lists files behind URLs")
             found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
             source.close()
         elif spec.other:
-            raise SourceError(f"{spec.where}: belongs to another package; gpuflow bench FILE measures all of it")
+            raise NotMeasuredError(f"{spec.where} belongs to another package")
         elif spec.hf is not None or spec.mix:
-            raise SourceError(f"{spec.where}: is no folder of images; gpuflow bench FILE measures all of it")
+            raise NotMeasuredError(f"{spec.where} is no folder of images")
         elif spec.tar is not None:
             found = _in_shards(expand_braces(os.path.expanduser(spec.tar)), limit, deadline, chance)
         else:

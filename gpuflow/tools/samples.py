@@ -157,7 +157,10 @@ def claim(root: Path, recipe: dict[str, Any]) -> None:
         found = json.loads(marker.read_text())
         differ = [key for key, value in recipe.items() if found.get(key) != value]
         if differ:
-            other = ", ".join(f"{key}={found.get(key)!r} (not {recipe[key]!r})" for key in differ)
+            other = ", ".join(
+                f"{key}={found[key]!r} (not {recipe[key]!r})" if key in found else f"no {key} (not {recipe[key]!r})"
+                for key in differ
+            )
             raise _occupied(root, f"samples made with {other}")
         return
     root.mkdir(parents=True, exist_ok=True)

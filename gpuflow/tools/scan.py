@@ -40,6 +40,7 @@ _SUFFIXES = {
     "png16": ("png",),
     "webp_animated": ("webp",),
 }
+_KNOWN_SUFFIXES = {suffix for several in _SUFFIXES.values() for suffix in several}
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,5 +268,5 @@ def _odd(index: int, path: str, header: Header) -> Iterator[Finding]:
         yield Finding(index, path, "cmyk", False, "CMYK JPEG; it is converted to RGB, other decoders may refuse it")
     name = path.rpartition("/")[2]
     suffix = name.rpartition(".")[2].lower() if "." in name else ""
-    if suffix and suffix not in _SUFFIXES[header.format]:
+    if suffix in _KNOWN_SUFFIXES and suffix not in _SUFFIXES[header.format]:
         yield Finding(index, path, "misnamed", False, f"is {header.format.upper()} but is named .{suffix}")

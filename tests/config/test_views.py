@@ -110,8 +110,8 @@ def test_the_fingerprint_covers_what_changes_the_pixels_and_not_the_order(file: 
         (
             "          - random_resized_crop: {size: 24}\n",
             "          - decode\n          - random_resized_crop: {size: 24}\n",
-            "x.yaml:9: pipelines.train.views.global.stages[0].decode must be the first stage and stand once; "
-            "remove this one",
+            "x.yaml:9: pipelines.train.views.global.stages[0].decode is shared by all views; write its parameters as "
+            "decode: {...} next to views",
         ),
         (
             "          - random_resized_crop: {size: 24}\n",

@@ -40,6 +40,14 @@ def test_levels_of_normalized_values_are_those_of_their_pixels(mean: Any, std: A
     assert np.abs(whole[..., 0, :].astype(int) - np.arange(256)[:, None]).max() <= scale.noise
 
 
+def test_results_that_a_dtype_cannot_hold_have_a_scale() -> None:
+    stage = Normalize(mean=(0.5,) * 3, std=(5e-6,) * 3, dtype="float16")
+    scale = Scale.of(program_of(Decode(), CenterCrop(size=4), stage))
+    assert scale.unit.isfinite().all() and 0 < scale.noise < 1
+    infinite = torch.full((3, 1, 1), torch.inf, dtype=torch.float16)
+    assert levels_apart(infinite, infinite, scale).max() == 0 and levels_apart(infinite, -infinite, scale).min() == 255
+
+
 def test_levels_of_a_stage_that_only_scales() -> None:
     stage = Torchvision(name="ToDtype", parameters=(("dtype", "float32"), ("scale", True)))
     scale = Scale.of(program_of(Decode(), CenterCrop(size=4), stage))

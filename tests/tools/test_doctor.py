@@ -578,6 +578,9 @@ def test_a_disk_that_was_not_measured() -> None:
     assert only("disk", replace(H100, source=None, disk=())) == Finding(
         "disk", "note", "not measured", "gpuflow doctor FILE, or --data DIR, measures it"
     )
+    assert only("disk", replace(H100, source="saved", unmeasured="saved is no folder of images", disk=())) == Finding(
+        "disk", "note", "not measured: saved is no folder of images", "gpuflow bench FILE measures all of it"
+    )
     assert only("disk", replace(H100, source="s3://bucket/photos", disk=())) == Finding(
         "disk", "note", "not measured: s3://bucket/photos is remote", "gpuflow bench FILE measures all of it"
     )

@@ -116,6 +116,14 @@ def test_what_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.data is not None and machine.data.where is None
 
 
+def test_a_source_that_is_no_folder_is_no_error(tmp_path: Path) -> None:
+    """A source is not at fault because its disk is not measured."""
+    with deadline(60):
+        machine = gather(source=SourceSpec(mix=({"source": {"folder": str(tmp_path)}},)))
+    assert (machine.data_error, machine.unmeasured) == (None, f"{tmp_path} is no folder of images")
+    assert machine.disk == () and machine.core_rates
+
+
 def test_images_that_are_not_there_are_an_error_in_the_values(tmp_path: Path) -> None:
     with deadline(60):
         machine = gather(source=SourceSpec(folder=str(tmp_path / "absent")))

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from gpuflow.errors import ConfigError
+from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.samples import PHOTOS, make_samples
 
 COUNT = 20
@@ -107,6 +108,12 @@ def test_refuses_samples_of_other_parameters(made: Path) -> None:
         f"{made} must be absent, empty or filled by the same command before, but holds samples made with "
         "count=20 (not 21), seed=0 (not 2); name another directory or remove this one"
     )
+
+
+def test_refuses_samples_of_another_kind(made: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_detection_samples(made, 2)
+    assert "samples made with no kind (not 'detection'), count=20 (not 2), no photos (not " in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -63,6 +64,16 @@ def folder(tmp_path: Path) -> Path:
     files[12].write_bytes(b"hello")
     files[20].write_bytes(encoded("GIF"))
     return tmp_path / "photos"
+
+
+def test_only_a_suffix_of_another_image_format_is_a_wrong_name() -> None:
+    """Rows of a table have names such as `train.parquet[0]`."""
+    images = [encoded("JPEG"), encoded("JPEG"), encoded("PNG")]
+    source = MemorySource(images)
+    names = ["train.parquet[0]", "a/7.dat", "b.jpeg"]
+    with patch.object(MemorySource, "path", lambda _, index: names[index]):
+        found = list(scan(source, DECODER, threads=1))  # type: ignore[arg-type]
+    assert [(one.path, one.kind) for one in found] == [("b.jpeg", "misnamed")]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
