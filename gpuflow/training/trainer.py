@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -207,10 +209,15 @@ class Trainer:
             if len(images) > 1 or "more than 1 value per channel" not in str(error):
                 raise
             samples, size = self.train_loader.samples_per_epoch, self.train_loader.batch_size
+            if size == 1:
+                action = "set pipelines.train.batch.size to 2 or more"
+            elif samples <= size:
+                action = "add images to the pipeline train"
+            else:
+                action = "set pipelines.train.batch.drop_last: true, or another size"
             raise GpuflowError(
-                f"{self._config.path}: the last batch of epoch {self.epoch} has one image ({samples:,} samples in "
-                f"batches of {size}), with which {self._spec.model} cannot train; set pipelines.train.batch.drop_last: "
-                "true, or another size"
+                f"{self._config.path}: a batch of epoch {self.epoch} has one image ({samples:,} samples in batches of "
+                f"{size}), with which {self._spec.model} cannot train; {action}"
             ) from error
 
     @torch.no_grad()
@@ -239,18 +246,24 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, group: Group, events: TrainerEvents) -> PassResult:
-        """Validate once. Samples that a rank repeats to fill its last step are not counted."""
+        """Validate once. Samples that a rank repeats to fill its last step are not counted.
+
+        Raises LoaderError if all samples are bad.
+        """
         assert self.val_loader is not None
         group.share(self.model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
         self.model.eval()
         totals = _PassTotals(self.device, self._ranks.world_size)
         events.begin_pass("val", self.epoch, len(self.val_loader))
+        batch = None
         for batch in self.val_loader:
             images, labels = batch
             logits = self.model(images)
             losses = F.cross_entropy(logits, labels, reduction="none").where(batch.valid, 0)
             totals.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
             events.step(*totals.so_far())
+        if batch is None:
+            raise LoaderError(f"{self._config.path}: all samples of val are bad; run `gpuflow scan` to list them")
         result = totals.result(group)
         events.end_pass("val", self.epoch, result)
         return result
@@ -313,6 +326,8 @@ class Trainer:
         with ExitStack() as stack:
             with self._locating():
                 stack.enter_context(locked_folder(self.checkpoint.parent))
+                if self.checkpoint.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.checkpoint))
                 for partial in self.checkpoint.parent.glob(f".{self.checkpoint.name}.*.partial"):
                     partial.unlink(missing_ok=True)
             if self._resumed is not None and self._resumed != _identity(self.checkpoint):
@@ -332,7 +347,7 @@ class Trainer:
             )
         except OSError as error:
             reason = f"cannot be written: {error.strerror}: {str(error.filename or self.checkpoint)!r}"
-            refused = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError)
+            refused = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | IsADirectoryError)
             action = (
                 "name another directory" if refused else "free space there or name another directory; --resume goes on"
             )
@@ -365,7 +380,12 @@ class Trainer:
             reason = str(error).strip().partition("\n")[0]
             rule = f"does not hold the weights of {self._spec.model} and its optimizer: {reason}"
             raise StateError(f"{self.checkpoint}: {rule}; restore an older copy, or train without --resume") from error
-        self.train_loader.load_state_dict(state["loader"])
+        try:
+            self.train_loader.load_state_dict(state["loader"])
+        except StateError as error:
+            reason = str(error).partition("; ")[0]
+            action = "restore the files and the configuration that it was trained with, or set another train.out"
+            raise StateError(f"{self.checkpoint}: {reason}; {action}") from error
         self.step = self._steps_done()
 
     def _steps_done(self) -> int:

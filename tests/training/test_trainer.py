@@ -15,7 +15,7 @@ import yaml
 from gpuflow.config import Config, read_config
 from gpuflow.config.models import SaveSpec
 from gpuflow.engines.pytorch import load_checkpoint
-from gpuflow.errors import ConfigError, GpuflowError, StateError
+from gpuflow.errors import ConfigError, GpuflowError, LoaderError, StateError
 from gpuflow.runtime.ranks import Group, Ranks
 from gpuflow.sources import Subset
 from gpuflow.stages import STAGES
@@ -145,14 +145,41 @@ def test_a_finished_run_has_nothing_to_resume(config_file: Path) -> None:
     assert record.passes == []
 
 
-def test_a_last_batch_of_one_image_that_cannot_be_trained_on_is_explained(config_file: Path) -> None:
-    options = ("train.model=resnet18", "pipelines.train.batch.size=11")
+@pytest.mark.parametrize(
+    ("size", "action"),
+    [
+        (11, "set pipelines.train.batch.drop_last: true, or another size"),
+        (1, "set pipelines.train.batch.size to 2 or more"),
+    ],
+)
+def test_a_batch_of_one_image_that_cannot_be_trained_on_is_explained(config_file: Path, size: int, action: str) -> None:
+    options = ("train.model=resnet18", f"pipelines.train.batch.size={size}")
     with pytest.raises(GpuflowError) as caught:
         Trainer(read(config_file, *options), device="cpu").run(TrainerEvents())
     assert str(caught.value) == (
-        f"{config_file}: the last batch of epoch 0 has one image (12 samples in batches of 11), with which resnet18 "
-        "cannot train; set pipelines.train.batch.drop_last: true, or another size"
+        f"{config_file}: a batch of epoch 0 has one image (12 samples in batches of {size}), with which resnet18 "
+        f"cannot train; {action}"
     )
+
+
+def test_a_directory_in_the_place_of_the_checkpoint_is_noticed_before_training(config_file: Path) -> None:
+    trainer = Trainer(read(config_file), device="cpu")
+    trainer.checkpoint.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"train\.out cannot be written: Is a directory: '.*last\.pt'.*name another"):
+        trainer.run(TrainerEvents())
+    assert trainer.step == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+def test_a_validation_of_bad_images_alone_is_an_error(config_file: Path, tmp_path: Path) -> None:
+    make_photos(tmp_path / "own", classes=3, each=4)
+    options = (f"source.folder={tmp_path / 'own'}", "source.split.train=0.5", "source.split.val=0.5")
+    trainer = Trainer(read(config_file, *options), device="cpu")
+    assert trainer.val_loader is not None
+    for index in range(len(trainer.val_loader.dataset)):
+        Path(trainer.val_loader.dataset.path(index)).write_bytes(b"no image")
+    with pytest.raises(LoaderError, match="all samples of val are bad; run `gpuflow scan` to list them"):
+        trainer.run(TrainerEvents())
 
 
 def test_without_a_val_pipeline_there_is_no_validation(config_file: Path, tmp_path: Path) -> None:
@@ -257,7 +284,10 @@ def test_refuses_a_checkpoint_of_something_else(config_file: Path, tmp_path: Pat
         f"{place}: was trained with preprocessing {trainer.preprocessing}, the configuration's is {ours}; "
         "restore the stages or set another train.out"
     )
-    with pytest.raises(StateError, match=r"^the state was taken with seed 0 and configuration"):
+    with pytest.raises(
+        StateError,
+        match=r"last\.pt: the state was taken with seed 0 .*; restore the files and the",
+    ):
         Trainer(read(config_file, "pipelines.train.stages.random_resized_crop.ratio=[1, 1]"), device="cpu", resume=True)
 
 
