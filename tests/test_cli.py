@@ -421,6 +421,7 @@ def test_ctrl_c_is_not_lost(body: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--against", "dataloader,dataloader"], "--against: 'dataloader' is named twice; name it once"),
         (["--against", "dataloder"], "--against: 'dataloder' is nothing to compare with; did you mean 'dataloader'?"),
         (["--workers", "1,x"], "--workers: must be numbers >= 1 separated by commas, got '1,x'"),
         (["--workers", "0"], "--workers: must be numbers >= 1 separated by commas, got '0'"),

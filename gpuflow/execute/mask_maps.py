@@ -55,7 +55,7 @@ class MaskMap:
             result[self._rows < 0] = 0
             result[:, self._columns < 0] = 0
             return result
-        pairs = self._pairs(self._settle(self._places))
+        pairs = self._pairs(self._with_chosen(self._places))
         if self._small and max(pairs.shape[:2]) < REMAPPED:
             no_more, constant = np.empty(0, np.int16), cv2.BORDER_CONSTANT
             return np.asarray(
@@ -125,7 +125,7 @@ class MaskMap:
                 outside |= (pairs[..., 0] < 0) | (pairs[..., 1] < 0)
         else:
             at = np.clip(rows, 0, height - 1).astype(np.int64) * width + np.clip(columns, 0, width - 1)
-            places = self._settle(self._places).reshape(-1).take(at)
+            places = self._with_chosen(self._places).reshape(-1).take(at)
         np.putmask(places, outside, -1)
         self._places = places
 
@@ -145,8 +145,8 @@ class MaskMap:
         else:
             self._chosen = _taken(self._chosen[0], rows), _taken(self._chosen[1], columns)
 
-    def _settle(self, places: NDArray[Any]) -> NDArray[Any]:
-        """Choose the rows and columns of places that are left."""
+    def _with_chosen(self, places: NDArray[Any]) -> NDArray[Any]:
+        """Places, of which only the chosen rows and columns are left."""
         if self._chosen is not None:
             rows, columns = self._chosen
             places = places.take(rows, 0, mode="clip").take(columns, 1, mode="clip")

@@ -118,22 +118,22 @@ class MixedOrder:
         """For each position its source, and how many samples of that come before it in the epoch."""
         draws = self._table.of(epoch)[places // self._run]
         sources = np.searchsorted(self._ends, draws, side="right")
-        ranks = draws - (self._ends - np.asarray(self.counts))[sources]
-        return sources, ranks * self._run + places % self._run
+        drawn = draws - (self._ends - np.asarray(self.counts))[sources]
+        return sources, drawn * self._run + places % self._run
 
-    def _pass(self, source: int, epoch: int, rank: int) -> tuple[int, int]:
-        """The epoch and the position of a source's own order at its sample number `rank` of this epoch."""
-        return divmod(epoch * self.counts[source] * self._run + rank, self._orders[source].size)
+    def _pass(self, source: int, epoch: int, before: int) -> tuple[int, int]:
+        """The epoch and the position of a source's own order after `before` of its samples of this epoch."""
+        return divmod(epoch * self.counts[source] * self._run + before, self._orders[source].size)
 
     def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
         places = np.array(positions, dtype=np.int64)
-        sources, ranks = self._places(epoch, places.reshape(-1))
+        sources, before = self._places(epoch, places.reshape(-1))
         found = np.empty(len(sources), np.int64)
         for source in np.unique(sources).tolist():
             mine = np.flatnonzero(sources == source)
             order = self._orders[source]
             first, start = self._pass(source, epoch, 0)
-            rounds, own = np.divmod(start + ranks[mine], order.size)
+            rounds, own = np.divmod(start + before[mine], order.size)
             for number in np.unique(rounds).tolist():
                 now = rounds == number
                 found[mine[now]] = self._firsts[source] + order.indices(first + number, own[now])
@@ -149,8 +149,8 @@ class MixedOrder:
         return int(self._firsts[source]) + self._orders[source].replacement(own_epoch, place, attempt)
 
     def _at(self, epoch: int, position: int) -> tuple[int, int, int]:
-        sources, ranks = self._places(epoch, np.array([position]))
-        return int(sources[0]), *self._pass(int(sources[0]), epoch, int(ranks[0]))
+        sources, before = self._places(epoch, np.array([position]))
+        return int(sources[0]), *self._pass(int(sources[0]), epoch, int(before[0]))
 
 
 @final

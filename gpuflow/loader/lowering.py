@@ -54,8 +54,7 @@ chunk as the engines for a batch."""
 _FEWEST_IN_FLIGHT = 3
 """Batches in flight on a GPU that does not wait for data: with the consumer, ready, and in the making."""
 _FIRST_BATCHES = 64
-"""The number of batches, of a loader's first ones and of those after a start of worker processes, that are late for
-that reason alone."""
+"""How many batches may be late because a loader, or a worker process, has just started. They do not count as waits."""
 
 _NAMED_FILES = 8
 """The largest number of files that an error names; `LoaderTimeout.paths` holds all of them."""

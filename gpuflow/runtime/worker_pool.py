@@ -339,7 +339,7 @@ class WorkerPool:
 
     def counts(self) -> dict[str, int]:
         """Workers `at_work`, and `starting`: those that cannot be asked yet."""
-        self._welcome_started()
+        self._accept_started()
         starting = {connection.worker for connection in list(self._starting)}
         return {"at_work": len(self) - len(starting), "starting": len(starting)}
 
@@ -351,7 +351,7 @@ class WorkerPool:
         """Wait until no worker is starting any more. Discard those that still are after `seconds`."""
         deadline = time.monotonic() + seconds
         while self._starting and time.monotonic() < deadline:
-            self._welcome_started()
+            self._accept_started()
             time.sleep(_POLL_SECONDS)
         with self._starting_lock:
             for connection in self._starting:
@@ -399,7 +399,7 @@ class WorkerPool:
         if os.getpid() != self._pid:
             return None
         self._restart_lost()
-        self._welcome_started()
+        self._accept_started()
         with self._idle_lock:
             if not self._idle:
                 return None
@@ -433,15 +433,15 @@ class WorkerPool:
             self._release(connection)
         return result
 
-    def _welcome_started(self) -> None:
+    def _accept_started(self) -> None:
         """Find out which of the starting workers can be asked by now."""
         if self._starting and os.getpid() == self._pid:
             with self._starting_lock:
                 for connection in filter(WorkerConnection.has_answer, list(self._starting)):
                     self._starting.remove(connection)
-                    self._welcome(connection)
+                    self._accept(connection)
 
-    def _welcome(self, connection: WorkerConnection) -> None:
+    def _accept(self, connection: WorkerConnection) -> None:
         try:
             message = connection.answer()
         except (OSError, EOFError) as error:

@@ -229,10 +229,12 @@ def _arm(name: str) -> Callable[[Job], Iterable[int]]:
 
 
 def check_arms(names: Sequence[str]) -> None:
-    """Raise ValueError for an unknown arm."""
-    for name in names:
+    """Raise ValueError for an unknown arm, or one that is named twice."""
+    for i, name in enumerate(names):
         if name not in ARMS:
             raise ValueError(f"--against: {name!r} is nothing to compare with{did_you_mean(name, ARMS)}")
+        if name in names[:i]:
+            raise ValueError(f"--against: {name!r} is named twice; name it once")
 
 
 def rate(batches: Iterable[int], *, warm_up: float, seconds: float) -> float:

@@ -141,8 +141,8 @@ def test_a_connection_that_is_found_ready_after_its_worker_was_lost_is_not_used(
             while not all(one.has_answer() for one in pool._starting):
                 time.sleep(0.01)
         with monkeypatch.context() as changed:
-            changed.setattr(pool, "_welcome_started", lambda: None)
-            pool._welcome(pool._starting.pop())
+            changed.setattr(pool, "_accept_started", lambda: None)
+            pool._accept(pool._starting.pop())
             assert pool.request(echo("end")) is None
         assert pool.request(echo("x")) is None
         assert (len(pool), pool.load, pool._starting) == (0, 0.0, [])
