@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault
 from gpuflow.execute.local import run_filters
-from gpuflow.execute.pointwise import compile_loops, run_pointwise
+from gpuflow.execute.pointwise import compile_operations, run_pointwise
 from gpuflow.execute.resample import resample_part
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
@@ -39,7 +39,16 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram, outputs_of, programs_of, split
 
-__all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "bad_by_stage", "call_opaque", "header_of", "runner_of"]
+__all__ = [
+    "CpuRunner",
+    "CpuRunners",
+    "ViewsRunner",
+    "bad_by_stage",
+    "call_opaque",
+    "compile_loops",
+    "header_of",
+    "runner_of",
+]
 
 _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
@@ -401,6 +410,19 @@ class _ViewOfChunk:
         self.runner.run_image(image, i, self.drawn, self.keys, self.slots[i])
 
 
+def compile_loops(program: AnyProgram) -> None:
+    """Compile the loops of a program's colour operations, on this thread.
+
+    Else each thread that runs the program does so at its first image, for seconds. If the process ends meanwhile, by a
+    Ctrl-C for example, it is aborted: Python ends its threads within the compiler's C++ code.
+    """
+    for one in programs_of(program):
+        for step in one.steps:
+            if isinstance(step, PointwiseStep):
+                keys, sides = s.Keys(0, 0, np.arange(_DRAWN)), np.full(_DRAWN, _DRAWN)
+                compile_operations(step.draw(keys, sides, sides))
+
+
 def runner_of(program: AnyProgram) -> CpuRunner | ViewsRunner:
     """A runner for one thread."""
     return ViewsRunner(program) if isinstance(program, ViewsProgram) else CpuRunner(program)
@@ -412,18 +434,6 @@ class CpuRunners:
     def __init__(self, program: AnyProgram) -> None:
         self._program, self._idle = program, list[Any]()
         self._busy: dict[int, CpuRunner | ViewsRunner] = {}
-
-    def compile_loops(self) -> None:
-        """Compile the loops of the program's colour operations, on this thread.
-
-        Else each thread that runs the program does so at its first image, for seconds. If the process ends meanwhile,
-        by a Ctrl-C for example, it is aborted: Python ends its threads within the compiler's C++ code.
-        """
-        for program in programs_of(self._program):
-            for step in program.steps:
-                if isinstance(step, PointwiseStep):
-                    keys, sides = s.Keys(0, 0, np.arange(_DRAWN)), np.full(_DRAWN, _DRAWN)
-                    compile_loops(step.draw(keys, sides, sides))
 
     def run(
         self,

@@ -16,7 +16,7 @@ from gpuflow.execute import colors
 from gpuflow.execute.resample import Scratch
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["compile_loops", "run_pointwise"]
+__all__ = ["compile_operations", "run_pointwise"]
 
 _LEVELS = np.arange(256, dtype=np.float32)
 _LOOPS = {
@@ -29,7 +29,7 @@ _LOOPS = {
 """The function of `gpuflow.execute.colors` that an operation calls."""
 
 
-def compile_loops(operations: Operations) -> None:
+def compile_operations(operations: Operations) -> None:
     """Compile the loops that run these operations."""
     for code in np.unique(operations.codes).tolist():
         if (name := _LOOPS.get(Operation(code))) is not None:

@@ -66,7 +66,7 @@ class TargetMapper:
         return [name for field in self.fields for name in (field.name, field.labels) if name]
 
     def compile_loops(self) -> None:
-        """Compile the loops that draw masks, on this thread: see `CpuRunners.compile_loops`."""
+        """Compile the loops that draw masks, on this thread: see `gpuflow.execute.cpu.compile_loops`."""
         if any(field.type == "mask" for field in self.fields):
             compile_loops()
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
-from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu import CpuRunners, compile_loops
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode_workers import DecodeWorkers, decode
 from gpuflow.loader.plan import LoaderPlan
@@ -98,7 +98,7 @@ class ChunkDecoder:
         self.meter = Meter("decode", plan.threads, before=reader.meter.after, ranges=nvtx(plan.nvtx))
         self._runners = CpuRunners(plan.program)
         if plan.gpu is None and not plan.processes:
-            self._runners.compile_loops()
+            compile_loops(plan.program)
         on_gpu = plan.device_stream is not None
         if plan.processes:
             make = memory.shared_and_pinned if on_gpu else memory.shared

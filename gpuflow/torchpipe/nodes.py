@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError, PredictorError
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu import CpuRunner, compile_loops
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
@@ -165,6 +165,8 @@ class PreprocessNode:
         self._program, self._lock = program, threading.Lock()
         self._runner: CpuRunner | None = CpuRunner(program)
         on_gpu = self._device.type == "cuda"
+        if not on_gpu:
+            compile_loops(program)
         session = _session(parameters, program) if on_gpu or processes or "session" in parameters else None
         batch = int(parameters.get("batch", _MAX_BATCH))
         self._batched: Preprocessor | None = None
