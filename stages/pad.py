@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.moves import MIRRORS
 from gpuflow.pipeline.parameters import Padding, sides_of
 from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_mirrors, levels_of
 
@@ -54,6 +55,10 @@ class Pad(s.Geometry):
     @property
     def warps(self) -> s.Lookup | None:
         return None if self.pads else s.Lookup("nearest", self.border, (0,))
+
+    @property
+    def mirrors(self) -> bool:
+        return self.border in MIRRORS
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.moves import MIRRORS
 from gpuflow.pipeline.parameters import Padding, Size, sides_of, size_pair
 from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_mirrors, levels_of
 
@@ -72,6 +73,10 @@ class RandomCrop(s.Geometry):
     @property
     def warps(self) -> s.Lookup | None:
         return s.Lookup("nearest", self.border, (0,)) if self._may_pad and self.border != "constant" else None
+
+    @property
+    def mirrors(self) -> bool:
+        return self._may_pad and self.border in MIRRORS
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

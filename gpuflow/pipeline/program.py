@@ -521,14 +521,15 @@ class _Run:
         self._stages: list[tuple[s.Geometry, int]] = []
         self._filter: s.Lookup | None = None
         self._fill: tuple[float, ...] | None = None
-        self._resized = self._padded = False
+        self._resized = self._padded = self._mirrored = False
 
     def takes(self, stage: s.Geometry) -> bool:
         """Whether the run can go on with this stage."""
         if self._stages and not (stage.folds and self._stages[-1][0].folds):
             return False
         if stage.warps is not None:
-            return not self._resized and not self._padded and self._filter in (None, stage.warps)
+            mirrored = self._mirrored or (stage.mirrors and self._filter is not None)
+            return not (self._resized or self._padded or mirrored) and self._filter in (None, stage.warps)
         if self._filter is not None:
             return not stage.resizes and not (stage.pads and stage.padding_fill != (0,))
         if stage.resizes:
@@ -539,6 +540,7 @@ class _Run:
         """Go on with a stage that the run takes. before: the spec of its input."""
         self._stages.append((stage, occurrence))
         self._resized |= stage.resizes
+        self._mirrored |= stage.mirrors
         self._filter = self._filter or stage.warps
         if stage.pads and (self._filter is None or stage.pads_image(before)):
             self._padded, self._fill = True, stage.padding_fill

@@ -226,8 +226,8 @@ class Lookup(NamedTuple):
 
 
 class Geometry(Stage):
-    """Moves pixels. `resizes`, `pads`, `padding_fill` and `warps` declare, before anything runs, which moves `draw` may
-    return.
+    """Moves pixels. `resizes`, `pads`, `padding_fill`, `warps` and `mirrors` declare, before anything runs, which moves
+    `draw` may return.
 
     A stage that warps returns no `Resize`, and no `Pad` of border `constant`.
     """
@@ -254,6 +254,12 @@ class Geometry(Stage):
     def warps(self) -> Lookup | None:
         """How the stage's warps look pixels up; None if it returns none. A `Pad` of another border is a nearest one."""
         return None
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether it returns a `Pad` that mirrors the image. It has a step without other warps: what lies outside is
+        the mirrored image as it is here, and not the one before them."""
+        return False
 
     def draw(self, keys: StageKeys, height: Ints, width: Ints) -> tuple[Move, ...]:
         """The moves of each sample, whose images have these sizes [N] in pixels."""

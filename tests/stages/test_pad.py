@@ -9,7 +9,7 @@ import torch
 from torchvision.transforms import v2
 
 from gpuflow.errors import ConfigError
-from gpuflow.stages import CenterCrop, Decode, Flip, Pad, RandomCrop, Resize
+from gpuflow.stages import CenterCrop, Decode, Flip, Pad, RandomCrop, Resize, Rotate
 from tests.images import photo, png
 from tests.running import RGB, decoded, images, program_of, run
 
@@ -47,6 +47,28 @@ def test_two_paddings() -> None:
         expected = stage.torchvision()(expected)
     assert torch.equal(images(program, [data])[0], expected)
     assert [type(step).__name__ for step in program.steps] == ["SamplingStep"] * 3
+
+
+@pytest.mark.parametrize("border", ["reflect", "symmetric"])
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda border: Pad(padding=9, border=border),
+        lambda border: RandomCrop(size=(50, 60), padding=(9, 9, 0, 0), border=border),
+        lambda border: Rotate(degrees=(90, 90), interpolation="nearest", border=border),
+    ],
+    ids=["pad", "random_crop", "rotate"],
+)
+def test_an_image_that_is_mirrored_is_mirrored_as_it_is_there(border: Any, second: Any) -> None:
+    """As one warp, the pixels outside would be those of the image before the first of both."""
+    data, both = png(photo(30, 41)), (Pad(padding=8, border=border), second(border))
+    program = program_of(Decode(), *both, CenterCrop(size=(40, 50)))
+    first = images(program_of(Decode(), both[0], CenterCrop(size=(46, 57))), [data])[0]
+    alone = program_of(Decode(), both[1], CenterCrop(size=(40, 50)))
+    assert torch.equal(images(program, [data])[0], images(alone, [png(first.permute(1, 2, 0).numpy())])[0])
+    assert [type(step).__name__ for step in program.steps] == ["WarpStep"] * 2
+    one = program_of(Decode(), Flip(horizontal=1.0), both[0], Flip(vertical=1.0), CenterCrop(size=9))
+    assert len(one.steps) == 1, "crops and flips stay in its step"
 
 
 def test_an_image_that_is_too_small_to_reflect_is_a_bad_sample() -> None:
