@@ -114,10 +114,14 @@ async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: 
     _, options = parse_options_header(request.headers["content-type"])
     if b"boundary" not in options:
         raise _bad_form("its Content-Type names no boundary")
-    form = _Form(max_files=min(limits.max_images, limits.max_queue))
+    max_files = min(limits.max_images, limits.max_queue)
+    form, delimiter, delimiters = _Form(max_files=max_files), b"\r\n--" + options[b"boundary"], 0
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())
         async for piece in pieces:
+            delimiters += piece.count(delimiter)  # of each within a file the parser makes several calls of Python
+            if delimiters > max_files + 1:
+                raise _too_many(max_files)
             parser.write(piece)
     except FormParserError as error:
         raise _bad_form(str(error)) from error
@@ -155,9 +159,7 @@ class _Form:
     def _begin_part(self) -> None:
         self._disposition = b""
         if len(self.files) == self._max_files:
-            raise Refused(
-                413, "too_large", f"a request must have at most {self._max_files} images; send several requests"
-            )
+            raise _too_many(self._max_files)
 
     def _more_header(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -183,6 +185,10 @@ class _Form:
 
     def _end(self) -> None:
         self.ended = True
+
+
+def _too_many(most: int) -> Refused:
+    return Refused(413, "too_large", f"a request must have at most {most} images; send several requests")
 
 
 def _bad_form(reason: str) -> Refused:

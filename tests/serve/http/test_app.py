@@ -270,6 +270,7 @@ FORMS = [
     (form("abc"), 400, "the form cannot be read: "),
     (PHOTO, 400, "the form cannot be read: "),
     (form(*[FILE] * 4), 413, "a request must have at most 3 images; send several requests"),
+    (form(FILE + "\r\n--xy" * 1000), 413, "a request must have at most 3 images; send several requests"),
     (form(), 422, "the form has no file"),
 ]
 
