@@ -372,6 +372,7 @@ def _load(
         data, _ = read_yaml(str(dataset))
         return build(config_of(data["source"], run=data.get("run", {})))
     samples, classes = _samples(dataset)
+    classes = [name if name and name == name.strip() else json.dumps(name) for name in classes]  # listings strip blanks
     with tempfile.TemporaryDirectory() as folder:
         listing = Path(folder) / "samples.jsonl"
         with listing.open("w", encoding="utf-8") as file:

@@ -6,6 +6,7 @@ Parquet file cells are compressed together in row groups, of which a process kee
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -141,6 +142,8 @@ class _ArrowTable:
         pa = pyarrow()
         self.shard = shard
         self.mapped = pa.memory_map(shard.path).read_buffer()
+        if bytes(self.mapped[:6]) == b"ARROW1":
+            raise pa.ArrowInvalid("it has Arrow's file format, and not the stream format that datasets writes")
         if bytes(self.mapped[-8:]) != _END_OF_STREAM:
             raise pa.ArrowInvalid("it has no end, so a part of it is missing")
         self.schema = pa.ipc.open_stream(self.mapped).schema
@@ -168,13 +171,16 @@ class _ParquetTable:
 
 
 @contextmanager
-def _parquet_file(shard: Shard, metadata: Any = None) -> Iterator[Any]:
-    """A Parquet file, open. Raises SourceError at the end if it has changed since it was found."""
+def _parquet_file(shard: Shard, metadata: Any = None, base: str = "") -> Iterator[Any]:
+    """A Parquet file, open. Raises SourceError at the end if it has changed since it was found.
+
+    base: the directory that a relative path starts from; by default the current one.
+    """
     try:
-        with pyarrow().parquet.ParquetFile(shard.path, metadata=metadata) as file:
+        with pyarrow().parquet.ParquetFile(os.path.join(base, shard.path), metadata=metadata) as file:
             yield file
     finally:  # after the read: what was read before a change is right
-        [now] = LocalStorage().inspect([shard.path])
+        [now] = LocalStorage(os.fsencode(os.path.join(base, "")) if base else None).inspect([shard.path])
         if isinstance(now, Shard) and now != shard:
             raise shard.changed(now.size)
 
@@ -359,10 +365,12 @@ class ParquetCells:
     window: how many neighbouring rows are shuffled among each other.
     cache: the row groups that are kept: those of two windows, as the next one begins while the last batches of the one
         before are read again for bad samples.
+    base: the directory that relative paths start from, also after the process has changed to another one.
     """
 
     rows: _Rows
     column: str
+    base: str
     owners: NDArray[np.int64]
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -426,7 +434,7 @@ class ParquetCells:
     def _load(self, number: int) -> _Group:
         owner = int(self.owners[number])
         shard = self.rows.files[owner]
-        with _parquet_file(shard) as file:
+        with _parquet_file(shard, base=self.base) as file:
             table = file.read_row_group(number - int(self.firsts[owner]), columns=[self.column], use_threads=False)
         column = table.column(0)
         return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
@@ -464,6 +472,7 @@ def _parquet_cells(tables: Sequence[_ParquetTable], rows: _Rows, column: str, wi
     return ParquetCells(
         rows=rows,
         column=leaf,
+        base=os.getcwd(),
         owners=np.array(owners, np.int64),
         firsts=np.array(firsts, np.int64),
         ends=np.cumsum(sizes, dtype=np.int64),

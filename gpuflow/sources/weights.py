@@ -108,6 +108,9 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
     try:
         if place.lower().endswith(".npy"):
             array = np.load(place, allow_pickle=False)
+            if not isinstance(array, np.ndarray):
+                array.close()
+                raise ValueError("it is an archive of arrays (.npz)")
             if array.ndim != 1 or array.dtype.kind not in "iuf":
                 got = f"{array.dtype} of shape {list(array.shape)}"
                 raise SourceError(f"source.weights: {place} must be numbers in one axis, got {got}; correct the file")

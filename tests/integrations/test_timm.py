@@ -56,6 +56,18 @@ def test_batches_without_draws_are_timms(options: dict[str, Any], theirs: dict[s
     assert difference < 1.1 * level, "timm resizes PIL images, which are one level away"
 
 
+@pytest.mark.parametrize("names", [("cat ", "dog"), ("",)])
+def test_names_of_classes_may_be_empty_or_end_with_a_blank(names: tuple[str, ...], tmp_path: Path) -> None:
+    """timm gives a folder without classes, as its inference has, one without a name."""
+    make_photos(tmp_path / "made", classes=len(names), each=3)
+    (tmp_path / "photos").mkdir()
+    for i, name in enumerate(filter(None, names)):
+        (tmp_path / "made" / f"class_{i}").rename(tmp_path / "photos" / name)
+    root = tmp_path / "photos" if names[0] else tmp_path / "made" / "class_0"
+    loader = create_loader(dataset_of(root), input_size=(3, 32, 32), batch_size=4, **CPU)
+    assert sorted(label for _, labels in loader for label in labels.tolist()) == sorted([*range(len(names))] * 3)
+
+
 def test_labels_are_mixed_and_stay_probabilities_once_mixing_is_off(photos: Path) -> None:
     mixing = timm_data.FastCollateMixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=3)
     loader = create_loader(dataset_of(photos), 32, 4, is_training=True, collate_fn=mixing, **CPU)

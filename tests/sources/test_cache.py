@@ -227,6 +227,13 @@ def test_a_cache_without_room_for_a_window_is_a_warning(
 # The bound.
 
 
+def test_a_relative_folder_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache = DiskCache("kept", SIZE)
+    monkeypatch.chdir("/")
+    assert cache.folder == tmp_path / "kept"
+
+
 def test_the_entries_that_were_not_used_for_the_longest_time_make_room(folder: Path) -> None:
     cache = DiskCache(str(folder), 10 * ENTRY_ON_DISK)
     names = [f"{i:032x}" for i in range(14)]

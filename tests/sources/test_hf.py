@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import pickle
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,33 @@ def test_a_parquet_file(tmp_path: Path, read_all: ReadAll) -> None:
         SourceError, match=r"x\.parquet: must be a whole Parquet file, got an error: .*; copy or write it"
     ):
         open_source(SourceSpec(hf=str(path)))
+
+
+@with_pyarrow
+@forms
+def test_a_relative_path_stays_what_it_was_when_the_process_changes_its_directory(
+    write: Any, tmp_path: Path, read_all: ReadAll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [jpeg(0, i) for i in range(4)]
+    write(tmp_path / "x.parquet", {"image": data, "label": ["a", "b"] * 2})
+    monkeypatch.chdir(tmp_path)
+    source = open_source(SourceSpec(hf="x.parquet"))
+    monkeypatch.chdir("/")
+    assert read_all(source, range(4)) == data
+    assert read_all(pickle.loads(pickle.dumps(source)), range(4)) == data
+
+
+@with_pyarrow
+def test_arrows_file_format_is_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    folder = write_saved(tmp_path / "x", {"image": [jpeg(0, 0)], "label": ["a"]})
+    [path] = folder.glob("*.arrow")
+    data = pa.ipc.open_stream(path.read_bytes()).read_all()
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, data.schema) as writer:
+        writer.write_table(data)
+    with pytest.raises(SourceError, match="it has Arrow's file format, and not the stream format that datasets writes"):
+        open_source(SourceSpec(hf=str(folder)))
 
 
 # --- classes that `datasets` knows by name ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,12 @@ def test_weights_that_are_all_zero(listing: Path, tmp_path: Path) -> None:
     )
 
 
+def archive() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, np.ones(6))
+    return file.getvalue()
+
+
 FILES = [
     ("w.txt", "1\n2\n", {}, "must have one weight for each of the 6 samples, got 2; correct the file"),
     ("w.txt", "1\n2\nx\n", {}, ":3: must be a number, got 'x'; correct it"),
@@ -170,6 +177,7 @@ FILES = [
     ),
     ("w.txt", b"1\n\xe9\n", {}, ":2: text must be UTF-8, got byte 0xe9; convert the file"),
     ("w.npy", "text", {}, "cannot be read"),
+    ("w.npy", archive(), {}, "cannot be read: it is an archive of arrays (.npz); check the file"),
 ]
 
 

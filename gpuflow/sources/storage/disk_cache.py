@@ -92,7 +92,7 @@ class DiskCache:
     """
 
     def __init__(self, folder: str, size: int) -> None:
-        self.folder, self.size = Path(os.path.expanduser(folder)), size
+        self.folder, self.size = Path(os.path.abspath(os.path.expanduser(folder))), size
         self.opened_ns = time.time_ns()
         self.damaged = 0
         self._guard, self._counting = threading.Lock(), threading.Lock()
