@@ -351,7 +351,8 @@ class _Reader:
                     self._report(problem.below(*at, i))
         if len(stages) < len(entries) or head is None:
             return None
-        decoders = [i for i, stage in enumerate(stages) if "views" in at and isinstance(stage, Decoder)]
+        of_view = at[2:3] == ("views",)  # and not of a pipeline with that name
+        decoders = [i for i, stage in enumerate(stages) if of_view and isinstance(stage, Decoder)]
         for i in decoders:
             action = "write its parameters as decode: {...} next to views"
             place = (*at, i, stages[i].stage_name)

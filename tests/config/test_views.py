@@ -161,3 +161,11 @@ def test_decode_without_views_and_no_views_at_all_are_faults(file: Path) -> None
         read(file, text)
     with pytest.raises(ConfigError, match=r"pipelines\.train\.views must name at least one view, got none"):
         read(file, "source: {folder: x}\npipelines:\n  train: {views: {}}\n")
+
+
+def test_a_pipeline_may_have_the_name_views(tmp_path: Path) -> None:
+    stages = "[decode, {random_resized_crop: {size: 8}}, normalize]"
+    (tmp_path / "named.yaml").write_text(
+        f"source: {{folder: x}}\npipelines: {{views: {{stages: {stages}, batch: {{size: 2}}}}}}\n"
+    )
+    assert list(read_config(tmp_path / "named.yaml", STAGES).programs) == ["views"]
