@@ -6,7 +6,6 @@ Parquet file cells are compressed together in row groups, of which a process kee
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -160,27 +159,24 @@ class _ParquetTable:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        with _parquet_file(shard) as file:
+        with _parquet_file(shard, LocalStorage()) as file:
             self.schema, self.metadata = file.schema_arrow, file.metadata
         self.rows = self.metadata.num_rows
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        with _parquet_file(self.shard, self.metadata) as file:
+        with _parquet_file(self.shard, LocalStorage(), self.metadata) as file:
             for group in range(file.num_row_groups):
                 yield from file.read_row_group(group, columns=list(columns), use_threads=False).to_batches()
 
 
 @contextmanager
-def _parquet_file(shard: Shard, metadata: Any = None, base: str = "") -> Iterator[Any]:
-    """A Parquet file, open. Raises SourceError at the end if it has changed since it was found.
-
-    base: the directory that a relative path starts from; by default the current one.
-    """
+def _parquet_file(shard: Shard, local: LocalStorage, metadata: Any = None) -> Iterator[Any]:
+    """A Parquet file, open. Raises SourceError at the end if it has changed since it was found."""
     try:
-        with pyarrow().parquet.ParquetFile(os.path.join(base, shard.path), metadata=metadata) as file:
+        with pyarrow().parquet.ParquetFile(local.place(shard.path), metadata=metadata) as file:
             yield file
     finally:  # after the read: what was read before a change is right
-        [now] = LocalStorage(os.fsencode(os.path.join(base, "")) if base else None).inspect([shard.path])
+        [now] = local.inspect([shard.path])
         if isinstance(now, Shard) and now != shard:
             raise shard.changed(now.size)
 
@@ -365,12 +361,12 @@ class ParquetCells:
     window: how many neighbouring rows are shuffled among each other.
     cache: the row groups that are kept: those of two windows, as the next one begins while the last batches of the one
         before are read again for bad samples.
-    base: the directory that relative paths start from, also after the process has changed to another one.
+    local: where the files are, also after the process has changed to another directory.
     """
 
     rows: _Rows
     column: str
-    base: str
+    local: LocalStorage
     owners: NDArray[np.int64]
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -434,7 +430,7 @@ class ParquetCells:
     def _load(self, number: int) -> _Group:
         owner = int(self.owners[number])
         shard = self.rows.files[owner]
-        with _parquet_file(shard, base=self.base) as file:
+        with _parquet_file(shard, self.local) as file:
             table = file.read_row_group(number - int(self.firsts[owner]), columns=[self.column], use_threads=False)
         column = table.column(0)
         return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
@@ -472,7 +468,7 @@ def _parquet_cells(tables: Sequence[_ParquetTable], rows: _Rows, column: str, wi
     return ParquetCells(
         rows=rows,
         column=leaf,
-        base=os.getcwd(),
+        local=LocalStorage(),
         owners=np.array(owners, np.int64),
         firsts=np.array(firsts, np.int64),
         ends=np.cumsum(sizes, dtype=np.int64),

@@ -124,3 +124,13 @@ def test_remote_classes_and_images_are_sorted(monkeypatch: pytest.MonkeyPatch) -
         assert [source.path(i).removeprefix("memory://unordered/") for i in range(9)] == names
     finally:
         memory.rm("/unordered", recursive=True)
+
+
+def test_a_relative_path_is_inspected_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.tar").write_bytes(b"data")
+    monkeypatch.chdir(tmp_path)
+    storage = LocalStorage()
+    before = storage.inspect(["x.tar"])
+    monkeypatch.chdir("/")
+    assert storage.inspect(["x.tar"]) == before and isinstance(before[0], Shard)
+    assert storage.place("x.tar") == str(tmp_path / "x.tar") and storage.place("/y") == "/y"

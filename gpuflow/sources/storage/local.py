@@ -64,6 +64,10 @@ class LocalStorage:
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[bytes]]:
         return LocalStorage, (self._base,)  # a pickled copy in another process opens its own files
 
+    def place(self, path: str) -> str:
+        """Where a path is, also after the process has changed to another directory."""
+        return os.path.join(os.fsdecode(self._base), path)
+
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         base = self._base
         places = [path if path[:1] == b"/" else base + path for path in paths]
@@ -159,7 +163,7 @@ class LocalStorage:
 
     def _inspect(self, path: str) -> Shard | str:
         try:
-            status = os.stat(path)
+            status = os.stat(self.place(path))
         except OSError as fault:
             return _reason(fault)
         if S_IFMT(status.st_mode) != S_IFREG:
