@@ -132,7 +132,7 @@ def load(
     from gpuflow.runtime.ranks import Ranks
 
     ranks = Ranks.of_process() if rank is None or world_size is None else Ranks()
-    if rank is None and world_size is not None and world_size > 1 == ranks.world_size:
+    if rank is None and world_size is not None and world_size > 1 and ranks.world_size == 1:
         raise ValueError(f"rank must be given with world_size={world_size}: nothing says which rank this process is")
     return build_loader(
         read_config(path, stage_table(), overrides),

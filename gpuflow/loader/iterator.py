@@ -182,9 +182,9 @@ class EpochIterator(Iterator[Batch]):
                 self._stats.gpu_wait_share = self._gpu_wait.share
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
-            if len(kept) == 0 and self._plan.world_size == 1:
-                return None
             if len(kept) == 0:
+                if self._plan.world_size == 1:
+                    return None
                 raise LoaderError(
                     f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples on rank "
                     f"{self._plan.rank}, and all ranks make the same steps; run `gpuflow scan` to list them, or set "

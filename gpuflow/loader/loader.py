@@ -10,14 +10,14 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from gpuflow.errors import LoaderError, StateError, show
+from gpuflow.errors import LoaderError, StateError
 from gpuflow.loader.agreement import RankAgreement
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.batches_in_use import BatchesInUse
 from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.pipeline.rng import key64
+from gpuflow.pipeline.rng import epoch_number, key64
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.metrics import StageTotals, Stats
@@ -27,8 +27,8 @@ from gpuflow.sources.storage import CachedStorage
 __all__ = ["Loader", "LoaderTotals"]
 
 
-_EPOCHS = 1 << 62
-"""The number of epochs that may be named. Random keys hold the epoch, and the one that follows it, in 64 bits."""
+_EPOCH_BITS = 62
+"""Of an epoch that may be named. Random keys hold it, and the one that follows it, in 64 bits."""
 
 
 class LoaderTotals(NamedTuple):
@@ -164,13 +164,7 @@ class Loader:
         Raises:
             ValueError: it is not an integer, of Python, numpy or a tensor, within [0, 2**62).
         """
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            number = -1
-        if not 0 <= number < _EPOCHS:
-            raise ValueError(f"epoch must be an integer within [0, 2**62), got {show(epoch)}")
-        epoch = number  # which others' random keys and states equal
+        epoch = epoch_number(epoch, _EPOCH_BITS)
         progress = self._progress
         active = self._active() if self._active is not None else None
         if progress.begun and active is not None and not active.ended:
@@ -325,6 +319,6 @@ class Loader:
 def _whole(state: Mapping[str, Any], key: str) -> int:
     """A number of a state. Raises KeyError, TypeError or ValueError if there is none that `state_dict` could give."""
     value = operator.index(state[key])
-    if "epoch" in key and not 0 <= value < 2 * _EPOCHS:
+    if "epoch" in key and not 0 <= value < 2 << _EPOCH_BITS:
         raise ValueError(f"{key} is {value}")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
-from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem, show
+from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
 from gpuflow.execute.cpu import CpuRunners, compile_loops
 from gpuflow.execute.passes import Pass, passes_of
 from gpuflow.execute.targets import TargetMapper
@@ -26,6 +25,7 @@ from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields
 from gpuflow.loader.records import target_mapper, to_tensors
 from gpuflow.pipeline.record_values import RecordValue, values_of
 from gpuflow.pipeline.records import Column, Records
+from gpuflow.pipeline.rng import epoch_number
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
 from gpuflow.runtime.buffers import SlotPool
@@ -153,12 +153,7 @@ class Transform:
                 field that a stage cannot use, a box outside its image, or a keypoint of no known visibility.
             LoaderTimeout: threads that took longer than run.timeout_s.
         """
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            number = -1
-        if not 0 <= number < 2**63:
-            raise ValueError(f"epoch must be an integer within [0, 2**63), got {show(epoch)}")
+        number = epoch_number(epoch, 63)
         images = images if isinstance(images, torch.Tensor) else list(images)
         self._check(images)
         count = len(images)

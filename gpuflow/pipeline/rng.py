@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,12 +23,26 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from gpuflow.errors import show
 from gpuflow.pipeline.record_values import RecordValue
 from gpuflow.runtime.compiled import compiled
 
-__all__ = ["Keys", "StageKeys", "key64", "permute"]
+__all__ = ["Keys", "StageKeys", "epoch_number", "key64", "permute"]
 
 T = TypeVar("T")
+
+
+def epoch_number(epoch: object, bits: int) -> int:
+    """An epoch as an integer of Python, which keys take. Raises ValueError unless it is an integer of so many bits."""
+    try:
+        number = operator.index(epoch)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << bits:
+        raise ValueError(f"epoch must be an integer within [0, 2**{bits}), got {show(epoch)}")
+    return number
+
+
 _POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _ROUNDS = 8
 """Of the permutation, as in rng.c."""
