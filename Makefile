@@ -22,7 +22,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check collect docs bench chaos mutants test-latest test-integrations
+.PHONY: help demo test test-slow check collect docs bench chaos mutants test-latest test-integrations
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -32,8 +32,11 @@ demo: .venv/.installed  ## make sample photographs, train on them, compare loade
 	$(BIN)/gpuflow train configs/demo.yaml
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
 
-test: .venv/.installed  ## run the tests, files side by side
-	$(PYTEST) -m "not integrations"
+test: .venv/.installed  ## run the tests but the slow ones, files side by side
+	$(PYTEST) -m "not slow and not integrations"
+
+test-slow: .venv/.installed  ## run the slow tests, one of each file after the other
+	$(PYTEST) -m "slow and not integrations"
 
 check: .venv/.installed  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff check .

@@ -114,6 +114,14 @@ def test_the_workflow_runs_what_ci_runs() -> None:
     ]
 
 
+def test_every_test_runs_in_the_workflow() -> None:
+    """Those that .ci/run leaves out run in the other job."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert jobs["slow-tests"]["steps"][-1] == {"run": "make test-slow"}
+    left_out, taken = (MAKEFILE.split(f"\n{target}:")[1].split("\n\n")[0] for target in ("test", "test-slow"))
+    assert '-m "not slow and not integrations"' in left_out and '-m "slow and not integrations"' in taken
+
+
 def test_hooks_of_pre_commit_run_the_checks_and_download_nothing() -> None:
     [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"

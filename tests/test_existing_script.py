@@ -33,6 +33,7 @@ def test_one_line_changes_beside_the_import() -> None:
     assert sorted(added) == [IMPORT, 'loader = gpuflow.load("photos.yaml", "train")']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["before.py", "after.py"])
 def test_both_train(script: str, tmp_path: Path) -> None:
     make_photos(tmp_path / "photos", classes=3, each=12)

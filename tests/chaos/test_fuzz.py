@@ -13,6 +13,7 @@ import pytest
 from tests.chaos.fuzzing import TARGETS, fuzz, mutated
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*ends without the zeros that end a tar:UserWarning")
 @pytest.mark.parametrize("target", TARGETS)
 def test_only_errors_of_ours(target: str, directory: Path) -> None:

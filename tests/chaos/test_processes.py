@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.limits import in_child
 from tests.chaos.serving import service
 from tests.chaos.training import training
 
 
+@pytest.mark.slow
 def test_no_file_can_be_opened(directory: Path) -> None:
     assert in_child("descriptors", 0, directory)["kept"] == 48
 
 
+@pytest.mark.slow
 def test_the_disk_is_full(directory: Path) -> None:
     assert in_child("disk", 0, directory)["steps"] > 4
 

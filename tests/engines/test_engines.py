@@ -907,6 +907,7 @@ def test_engines_share_the_cores_that_control_groups_grant(
     assert cores_per_instance(instances) == threads
 
 
+@pytest.mark.slow
 def test_programs_are_loaded_again_and_compiled_after_one_was_loaded(models: Models) -> None:
     """Each of them on a thread of its own crashed where torch sees no GPU; so this runs without one."""
     code = f"""

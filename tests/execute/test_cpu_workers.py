@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import pickle, threading
 import torch
@@ -37,5 +39,6 @@ assert len(sent) == 2 and "NoneType" in sent[1], sent
 """
 
 
+@pytest.mark.slow
 def test_one_thread_of_torch_for_each_thread_of_a_worker() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=120)

@@ -102,6 +102,7 @@ def test_every_stage_that_changes_images_has_pictures(scripts: dict[str, Any]) -
     assert {len(found) for found in pictures.PICTURES.values()} == {1, 3}
 
 
+@pytest.mark.slow
 def test_pictures_have_both_forms(tmp_path: Path) -> None:
     out = tmp_path / "pictures.npz"
     command = [
@@ -125,6 +126,7 @@ def test_pictures_have_both_forms(tmp_path: Path) -> None:
             assert np.abs(np.subtract(*both, dtype=np.int16)).max() <= 1
 
 
+@pytest.mark.slow
 def test_the_hosts_work_is_measured_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "host.csv"
     command = [sys.executable, str(AUGMENT / "host.py"), "--recipes", "geometry", "--batch", "4", "--calls", "3"]

@@ -57,6 +57,7 @@ def test_a_failure_says_how_to_replay_it() -> None:
     assert done("fuzz-tars", 7).replay == "python -m tests.chaos.rounds fuzz-tars 7"
 
 
+@pytest.mark.slow
 def test_rounds_run_and_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_functions_are_named_as_python_names_them(rules: Any) -> None:
     assert {mutant.function for mutant in rules.mutants_of("a.py", text)} == {"A", "A.f", "A.f.<locals>.g"}
 
 
+@pytest.mark.slow
 def test_every_mutant_of_every_module_is_another_valid_program_with_a_name_of_its_own(tool: Any) -> None:
     mutants = tool.chosen(ROOT)
     assert len({mutant.id for mutant in mutants}) == len(mutants) >= 300
@@ -102,6 +103,7 @@ run.run_all(copy, run.mutants_in(copy, "gpuflow/loader/sampler.py"), tests, call
 """
 
 
+@pytest.mark.slow
 def test_a_run_says_which_mutants_are_killed_survive_or_do_not_end(tmp_path: Path) -> None:
     for name, text in {
         "gpuflow/__init__.py": "",

@@ -253,6 +253,7 @@ def test_a_thread_computes_until_the_arm_ends(one_rank: Any) -> None:
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured_on_a_cpu_and_not_again(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shares"),
     [
@@ -344,6 +345,7 @@ def test_workloads_of_a_row(scripts: dict[str, Any]) -> None:
     assert chosen.workloads == ("compiled_resnet18", "alone")
 
 
+@pytest.mark.slow
 def test_the_script_measures_a_loader_on_the_cpu(
     scripts: dict[str, Any],
     picture: Path,
@@ -775,6 +777,7 @@ def test_what_progressive_photographs_cost_is_printed_and_written(
     assert "has no progressive JPEGs; photos.py makes them" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_loader_in_another_process_paces_a_training(
     scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

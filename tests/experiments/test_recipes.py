@@ -80,6 +80,7 @@ def test_a_resumed_epoch_of_classification_equals_an_uninterrupted_one(run: Any,
         loader.load_state_dict(states[0])
 
 
+@pytest.mark.slow
 def test_eight_views_lower_the_self_supervised_loss(self_supervised: Any, photos: Path) -> None:
     losses = self_supervised.train(photos, 8, 24, 8, "cpu")
     assert len(losses) == 8 and all(math.isfinite(loss) for loss in losses)

@@ -156,6 +156,7 @@ def test_a_failure_ends_the_measurement() -> None:
         MEASURE["closed_loop"](fail, [b"a"], clients=2, seconds=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["graph-cpu", "plain-batch", "engine only"])
 def test_an_arm_measures(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """graph-cpu in a separate process, as run.py starts it; the others in this one, which has imported torch."""

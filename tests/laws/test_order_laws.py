@@ -69,6 +69,7 @@ def drawn(request: pytest.FixtureRequest) -> list[Permutation]:
     return [permutation for seed in SEEDS for epoch in EPOCHS for permutation in draw(seed, epoch)]
 
 
+@pytest.mark.slow
 def test_each_is_a_permutation(drawn: list[Permutation]) -> None:
     for permutation in drawn:
         assert np.array_equal(np.sort(permutation), np.arange(SIZE))

@@ -214,6 +214,7 @@ NEUTRAL: tuple[s.Stage, ...] = (Flip(), torchvision("RandomHorizontalFlip", p=0.
 """Stages that draw random numbers but change nothing."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "neutral"),
     [(stage, neutral) for stage in EXAMPLES for neutral in NEUTRAL if type(stage) is not type(neutral)],

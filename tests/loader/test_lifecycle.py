@@ -328,6 +328,7 @@ def measured(config: Path) -> dict[str, list[list[int]]]:
     return {name: [list(map(int, row)) for row in rows] for name, rows in json.loads(done.stdout).items()}
 
 
+@pytest.mark.slow
 def test_a_hundred_cycles_leave_nothing(measured: dict[str, list[list[int]]]) -> None:
     rows = measured["cycles"]
     assert len(rows) == 20

@@ -313,6 +313,7 @@ loader.close()
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_can_exit_whatever_lock_was_held_at_the_fork(interpreter: Interpreter) -> None:
     done = interpreter.run(FORKS, seconds=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 3, 3, 3] True\n", "")

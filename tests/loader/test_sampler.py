@@ -75,6 +75,7 @@ def test_permute_is_the_same_in_every_process_and_version() -> None:
     assert again.stdout.split(maxsplit=1) == [str(key64("order", 0, 1)), f"{PERMUTED_10}\n"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7])
 def test_every_place_is_about_equally_likely(size: int) -> None:
     trials = 3000

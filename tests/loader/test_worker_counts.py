@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from gpuflow.loader.read_workers import ProcessStorage
 from tests.datasets import await_children, children
 
@@ -46,6 +48,7 @@ def test_as_many_reading_processes_as_were_asked_for() -> None:
         storage.close()
 
 
+@pytest.mark.slow
 def test_decoding_next_to_a_gpu_takes_only_idle_time() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], check=True, timeout=120, capture_output=True, text=True)
     assert done.stdout.split() == ["False", "True"]

@@ -57,6 +57,7 @@ CASES = {
 cases = pytest.mark.parametrize(("draw", "workloads", "arms"), CASES.values(), ids=CASES)
 
 
+@pytest.mark.slow
 @cases
 def test_same_results_same_bytes(draw: Draw, workloads: list[str], arms: tuple[str, ...], tmp_path: Path) -> None:
     path = results(tmp_path / "results.csv", *workloads, arms=arms)
@@ -67,6 +68,7 @@ def test_same_results_same_bytes(draw: Draw, workloads: list[str], arms: tuple[s
     assert b"<dc:date>" not in first[0].read_bytes()
 
 
+@pytest.mark.slow
 @cases
 def test_nothing_is_clipped(draw: Draw, workloads: list[str], arms: tuple[str, ...], tmp_path: Path) -> None:
     """A text that extends beyond the figure leaves ink at its edge."""

@@ -251,6 +251,7 @@ def test_a_rest_that_fills_no_step_is_left_out(config_file: Path, tmp_path: Path
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
     broken = make_photos(tmp_path / "photos", classes=3, each=PHOTOS // 3)[5]
     truncate(broken)
@@ -263,6 +264,7 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"], "no checkpoint"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all(config_file: Path) -> None:
     command = ("gpuflow", "train", config_file, "--device", "cpu", "train.epochs=100000")
     done = torchrun(*command, interrupt_at="epoch 1  val")

@@ -604,6 +604,7 @@ assert not heavy, heavy
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_header_of_an_exported_graph_says_how_to_run_it(models: Models, tmp_path: Path) -> None:
     """Its lines, in another directory and process, print the predictor's logits."""
     photo = next(models.photos.rglob("*.jpg"))

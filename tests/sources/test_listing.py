@@ -408,6 +408,7 @@ def test_a_listing_of_two_file_systems() -> None:
 # How fast.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["big.csv", "big.jsonl"])
 def test_a_million_rows(name: str, in_directory: Path) -> None:
     """Sooner than Python's json module parses one and a half million such rows, and in bounded memory."""

@@ -59,6 +59,7 @@ def test_expanded_results_are_torchvisions(angle: float, interpolation: str) -> 
         assert apart_from(expected, image, stage, special=angle % 30 == 0) <= (interpolation == "bilinear")
 
 
+@pytest.mark.slow
 def test_expanded_sizes_are_torchvisions() -> None:
     """But where a corner is so near the edge of a pixel that torchvision's float32 takes it to the other side."""
     rng, count, far = np.random.default_rng(0), 100, 0

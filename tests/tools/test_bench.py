@@ -77,6 +77,7 @@ def found_rates(config: Path) -> dict[tuple[str, str], Any]:
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", bench.ARMS)
 def test_every_arm_yields_batches(arm: str, found_rates: dict[tuple[str, str], Any]) -> None:
     found = found_rates[arm, ""]
@@ -162,6 +163,7 @@ def test_results_are_written_in_the_order_of_the_columns(tmp_path: Path) -> None
     assert line.startswith("a,w,m,1,u,1,1,1,")
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_and_a_chart(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

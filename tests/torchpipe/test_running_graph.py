@@ -480,6 +480,7 @@ submit(running, DATA[0]).result(20)
     )
 
 
+@pytest.mark.slow
 def test_memory_of_requests_is_freed() -> None:
     from tests.datasets import resident_kib
 

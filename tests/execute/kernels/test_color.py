@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise, StageKeys
@@ -12,6 +13,7 @@ from tests.execute.kernels.interpreted import differences_of
 ADJUSTMENTS = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Operation.HUE)
 
 
+@pytest.mark.slow
 def test_kernels_equal_their_references_bit_for_bit() -> None:
     differences = differences_of("interpret_color.py")
     examples = [example for stage in STAGES.values() for example in stage.examples()]

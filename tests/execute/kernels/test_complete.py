@@ -19,7 +19,10 @@ from tests.execute.kernels.interpreted import lines_of
 from tests.huffman import is_accepted, reads_to_its_end
 from tests.images import jpeg, photo, with_restarts
 
-pytestmark = pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: gpuflow[turbo]")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: gpuflow[turbo]"),
+]
 
 
 @pytest.fixture(scope="module")

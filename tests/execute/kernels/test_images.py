@@ -9,6 +9,8 @@ import pytest
 
 from tests.execute.kernels.interpreted import lines_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:

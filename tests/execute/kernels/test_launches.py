@@ -143,6 +143,7 @@ def source_of(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     return ASTSource(kernel, signature, constants), options
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(
     launches: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def test_without_memory_for_its_images_a_later_chunk_is_still_whole(
     assert cases[f"windows, {name}"]["no_memory"] == ["no room for images", True]
 
 
+@pytest.mark.slow
 def test_c_code_queues_the_same(cases: dict[str, dict[str, Any]]) -> None:
     """All but the transfers, and the first passes that Triton launches before they are known."""
     other = ("copies", "counts")
