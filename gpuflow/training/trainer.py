@@ -170,13 +170,20 @@ class Trainer:
                     loader.close()
 
     def _train_epoch(self, replica: nn.Module, group: Group, events: TrainerEvents, last_step: int) -> bool:
-        """Train until the epoch ends or `last_step` is reached; returns whether the epoch ended."""
+        """Train until the epoch ends or `last_step` is reached; returns whether the epoch ended.
+
+        A step whose batch is left out, because all of its samples are bad, counts too.
+
+        Raises LoaderError if all samples of a whole epoch are bad.
+        """
         loader = self.train_loader
         self.epoch = loader.state_dict()["epoch"]
         replica.train()
         totals = _PassTotals(self.device, self._ranks.world_size)
+        before, steps, batch = self.step, loader.steps_left, None
         events.begin_pass("train", self.epoch, min((self.epoch + 1) * len(loader), last_step) - self.step)
-        for images, labels in loader:
+        for batch in loader:
+            images, labels = batch
             for parameters in self._optimizer.param_groups:
                 parameters["lr"] = self._learning_rate()
             self._seed_step()
@@ -187,13 +194,17 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
-            self.step += 1
+            self.step = before + batch.step + 1
             correct = logits.argmax(dim=1) == (labels if labels.ndim == 1 else labels.argmax(dim=1))
             totals.add(loss.detach() * len(labels), correct.sum(), len(labels))
             events.step(*totals.so_far())
             if self.step >= last_step:
                 break
             self._save_if_due()
+        else:
+            self.step = before + steps
+        if batch is None and steps == len(loader):
+            raise LoaderError(f"{self._config.path}: all samples of train are bad; run `gpuflow scan` to list them")
         events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
 
@@ -256,6 +267,7 @@ class Trainer:
         totals = _PassTotals(self.device, self._ranks.world_size)
         events.begin_pass("val", self.epoch, len(self.val_loader))
         batch = None
+        self.val_loader.set_epoch(self.epoch)  # so that a resumed run draws the same
         for batch in self.val_loader:
             images, labels = batch
             logits = self.model(images)
@@ -376,6 +388,8 @@ class Trainer:
         try:
             self.model.load_state_dict(state["model"])
             self._optimizer.load_state_dict(state["optimizer"])
+            for parameters in self._optimizer.param_groups:  # what the configuration says now
+                parameters["weight_decay"] = self._spec.weight_decay
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
             rule = f"does not hold the weights of {self._spec.model} and its optimizer: {reason}"
@@ -386,15 +400,14 @@ class Trainer:
             reason = str(error).partition("; ")[0]
             action = "restore the files and the configuration that it was trained with, or set another train.out"
             raise StateError(f"{self.checkpoint}: {reason}; {action}") from error
-        self.step = self._steps_done()
+        self.step, loader = self._steps_done(), self.train_loader
+        if loader.steps_left == 0:  # what other ranks left of the epoch fills no step of these
+            loader.set_epoch(loader.upcoming_epoch + 1)
 
     def _steps_done(self) -> int:
-        """The number of finished steps, counted in steps of the present number of ranks."""
-        loader, left = self.train_loader, self.train_loader.steps_left
-        done = (loader.upcoming_epoch + 1) * len(loader) - left
-        if left == 0:  # what other ranks left of the epoch fills no step of these
-            loader.set_epoch(loader.upcoming_epoch + 1)
-        return done
+        """The number of finished steps before the next `for`, counted in steps of the present number of ranks."""
+        loader = self.train_loader
+        return (loader.upcoming_epoch + 1) * len(loader) - loader.steps_left
 
 
 class _PassTotals:

@@ -104,6 +104,56 @@ def test_a_run_trains_validates_and_saves(config_file: Path) -> None:
     assert names(trainer.checkpoint.parent) == [".lock", "last.pt"]
 
 
+SKIP = "pipelines.train.on_error=skip", "pipelines.train.batch.size=2", "run.max_bad=null"
+
+
+@pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+def test_batches_of_bad_images_alone_count_as_steps(tmp_path: Path, config_file: Path) -> None:
+    """The run has as many epochs as the file says, and ends with the same weights after an interruption at any step."""
+    make_photos(tmp_path / "some", classes=1, each=8)
+    files = sorted((tmp_path / "some").rglob("*.jpg"))
+    for path in files[2:]:
+        path.write_bytes(b"no image")
+    settings = *SKIP, f"source.folder={tmp_path / 'some'}", "train.epochs=3"
+    config = read(config_file, *settings, f"train.out={tmp_path / 'whole'}")
+    whole, record = Trainer(config, device="cpu"), Record()
+    whole.run(record)
+    assert whole.step == whole.train_loader.upcoming_epoch * len(whole.train_loader) == 12
+    assert [(epoch, steps) for name, epoch, steps in record.passes if name == "train"] == [(0, 4), (1, 4), (2, 4)]
+    for stop in range(1, 12, 2):
+        config = read(config_file, *settings, f"train.out={tmp_path / str(stop)}")
+        Trainer(config, device="cpu").run(Record(), max_steps=stop)
+        resumed = Trainer(config, device="cpu", resume=True)
+        resumed.run(Record())
+        assert resumed.step == 12 and same(weights(resumed), weights(whole)), stop
+
+
+@pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+def test_an_epoch_of_bad_images_alone_is_an_error(tmp_path: Path, config_file: Path) -> None:
+    make_photos(tmp_path / "bad", classes=1, each=4)
+    for path in (tmp_path / "bad").rglob("*.jpg"):
+        path.write_bytes(b"no image")
+    with pytest.raises(LoaderError) as caught:
+        Trainer(read(config_file, *SKIP, f"source.folder={tmp_path / 'bad'}"), device="cpu").run(Record())
+    assert str(caught.value) == f"{config_file}: all samples of train are bad; run `gpuflow scan` to list them"
+
+
+def test_a_resumed_run_has_the_weight_decay_that_the_file_says_now(config_file: Path) -> None:
+    Trainer(read(config_file), device="cpu").run(Record(), max_steps=1)
+    resumed = Trainer(read(config_file, "train.weight_decay=0.25"), device="cpu", resume=True)
+    assert [group["weight_decay"] for group in resumed._optimizer.param_groups] == [0.25]
+
+
+def test_a_resumed_run_validates_the_samples_of_the_same_epoch(config_file: Path) -> None:
+    """Which matters where validation draws."""
+    shuffled = "pipelines.val.shuffle=true", "pipelines.val.batch.drop_last=true", "pipelines.val.batch.size=5"
+    trainer = Trainer(read(config_file, *shuffled), device="cpu", resume=False)
+    trainer.run(Record(), max_steps=3)
+    resumed = Trainer(read(config_file, *shuffled), device="cpu", resume=True)
+    resumed.run(Record())
+    assert resumed.val_loader is not None and resumed.val_loader.upcoming_epoch == 2
+
+
 @pytest.mark.parametrize("model", ["shufflenet_v2_x0_5", "squeezenet1_1"])
 def test_resumed_at_any_step_ends_with_the_same_weights(model: str, config_file: Path) -> None:
     """shufflenet_v2_x0_5 has batch statistics, squeezenet1_1 draws dropout from torch's generator."""
