@@ -294,7 +294,8 @@ class CpuRunner:
         shown = y, x, height, width = warps.shown[i]
         if (height, width) != shape[:2]:
             result.fill(0)
-        warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
+        if height and width:  # a crop may show padding alone
+            warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
         return result
 
     def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], moves: _Moves, i: int, n: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import cv2
 import numpy as np
@@ -20,11 +21,13 @@ from gpuflow.stages import (
     Decode,
     Flip,
     Normalize,
+    Pad,
     Perspective,
     RandomCrop,
     RandomResizedCrop,
     Resize,
     Torchvision,
+    WarpAffine,
 )
 from tests.images import as_array, jpeg, photo, png
 from tests.running import alone, decoded, images, keys_of, levels_apart, program_of, resized, run
@@ -191,6 +194,20 @@ def test_one_pixel_images_go_through_everything() -> None:
             for stages in (TRAIN, (*TRAIN[:1], Resize(shorter=33), *TRAIN[1:]), VAL):
                 batch = images(program_of(*stages), [data] * 4)
                 assert batch.isfinite().all()
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+def test_a_crop_may_show_nothing_of_a_warped_image(interpolation: Any) -> None:
+    warp = WarpAffine(matrix=((0.8, -0.2, 1.0), (0.1, 1.2, 3.0)), size=8, interpolation=interpolation)
+    data = png(photo(40, 60))
+    (warped,) = images(program_of(Decode(), warp), [data])
+    (padding,) = images(program_of(Decode(), warp, Pad(padding=(0, 0, 0, 30), fill=9), CenterCrop(size=4)), [data])
+    assert padding.shape == (3, 4, 4) and (padding == 9).all()
+    padded = torch.nn.functional.pad(warped, (12, 12, 12, 12))
+    places = {bytes(padded[:, y : y + 4, x : x + 4].numpy().tobytes()) for y in range(29) for x in range(29)}
+    crops = images(program_of(Decode(), warp, RandomCrop(size=4, padding=12)), [data] * 60)
+    assert {bytes(crop.numpy().tobytes()) for crop in crops} <= places
+    assert any(not crop.any() for crop in crops) and any(bool(crop.any()) for crop in crops)
 
 
 def test_the_order_of_stages_is_kept() -> None:
