@@ -115,20 +115,20 @@ class Serving:
     def _program(self, prefix: Prefix) -> Program | str:
         """The program that the graph runs for a prefix, or a text that says why the graph has no such prefix.
 
-        If serving and training differ, the whole of serving is compared with the whole of training.
+        If serving and training differ, the whole of serving is compared with the whole of training. They do not if
+        serving lacks the last stage alone, and that can be a part of the model (`gpuflow export --fold-normalize`).
         """
         serve, stages = self.config.programs["serve"], self.config.programs[self.name].pipeline.stages
         served, count = serve.pipeline.stages, prefix.count
         if served == stages[:count]:
             return serve
-        if served == stages[: len(served)] and count > len(served):
-            return "serving ends before this stage: the model does the rest"
         if count == len(stages):
-            return serve
+            is_in_model = served == stages[:-1] and stages[-1].module() is not None
+            return "serving ends before this stage: the model does the rest" if is_in_model else serve
         if served[:count] == stages[:count]:
             return prefix.program
-        other = next(ours for ours, theirs in zip(served, stages, strict=False) if ours != theirs)
-        return f"serving has {other!r} at this stage"
+        other = next((ours for ours, theirs in zip(served, stages, strict=False) if ours != theirs), None)
+        return "serving ends before this stage" if other is None else f"serving has {other!r} at this stage"
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         program = self._program(prefix)

@@ -278,6 +278,12 @@ def test_a_naive_way_that_is_asked_for_may_not_fail(photos: Path, tmp_path: Path
         study(config, count=1, against=("val", "opencv"), ways={**ways_of(config, "val"), "opencv": Failing()})
 
 
+def test_serving_without_the_last_stage_is_a_breach(photos: Path, tmp_path: Path) -> None:
+    """Unless it is one that a model can have inside, as normalize."""
+    assert study(read(photos, tmp_path, [*RAW, {"equalize": {}}], RAW), count=1).breach
+    assert not study(read(photos, tmp_path, VAL, RAW), count=1).breach
+
+
 def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(GpuflowError) as caught:
         study(read(photos, tmp_path, VAL, RAW), count=0, against=("serve", "torchpipe_cpu"))

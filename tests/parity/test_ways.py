@@ -115,6 +115,18 @@ def test_where_the_model_does_the_rest(folder: Path) -> None:
     assert tensors(ways["serve"], prefixes[2])["jpeg gray"].dtype == torch.uint8
 
 
+def test_serving_that_lacks_a_stage_that_no_model_has_is_compared_as_a_whole(folder: Path) -> None:
+    equalize: dict[str, Any] = {"equalize": {}}
+    for missing in ([equalize], [equalize, VAL[3]]):
+        ways, prefixes = setup(folder, val=[*RAW, *missing], serve=RAW)
+        assert ways["serve"].refuses(prefixes[2]) is None
+        assert [ways["serve"].refuses(one) for one in prefixes[3:-1]] == ["serving ends before this stage"] * (
+            len(missing) - 1
+        )
+        assert ways["serve"].refuses(prefixes[-1]) is None
+        assert tensors(ways["serve"], prefixes[-1])["jpeg gray"].dtype == torch.uint8
+
+
 def test_where_serving_has_more_stages(folder: Path) -> None:
     ways, prefixes = setup(folder, val=RAW, serve=VAL)
     assert tensors(ways["serve"], prefixes[2])["jpeg gray"].dtype == torch.float32
