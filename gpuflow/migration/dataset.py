@@ -176,7 +176,12 @@ def _encoded(data: Any) -> bytes | NDArray[np.uint8] | None:
 def _label(label: Any) -> NDArray[Any] | None:
     """A number or an array of numbers as int64 or float32; None for anything else, and for numbers that they cannot
     hold."""
-    array = np.asarray(label)
+    if isinstance(label, torch.Tensor):
+        label = label.detach().float() if label.dtype == torch.bfloat16 else label.detach()
+    try:
+        array = np.asarray(label)
+    except (TypeError, ValueError):  # such as lists of different lengths, or a tensor on a GPU
+        return None
     if array.dtype.kind == "f":
         return None if loses_digits(array).any() else array.astype(np.float32)
     if array.dtype.kind not in "biu" or (array.dtype.kind == "u" and (array > np.iinfo(np.int64).max).any()):

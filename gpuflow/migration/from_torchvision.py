@@ -620,7 +620,9 @@ def _to_image(reader: _Reader, t: Any) -> None:
 
 
 def _to_scaled(reader: _Reader, t: Any) -> None:
-    if not reader.scaled:
+    """Only the ToTensor of torchvision.transforms refuses tensors; the others leave them as they are."""
+    leaves_tensors = type(t).__name__ == "MaybeToTensor" or type(t).__module__.startswith("torchvision.transforms.v2")
+    if not reader.scaled and not (reader.tensor and leaves_tensors):
         reader.tensor = reader.scaled = True
 
 

@@ -87,7 +87,8 @@ class SamplerDraws:
     def samplers(self) -> list[Any]:
         """The batch sampler, and the sampler that it groups."""
         batch_sampler = self._dataloader.batch_sampler
-        return [batch_sampler, *filter(None, [getattr(batch_sampler, "sampler", None)])]
+        grouped = getattr(batch_sampler, "sampler", None)  # which may be an array
+        return [batch_sampler] if grouped is None else [batch_sampler, grouped]
 
     def _batches(self) -> tuple[NDArray[np.int64], list[int]]:
         dataloader, count = self._dataloader, len(self)

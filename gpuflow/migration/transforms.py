@@ -101,8 +101,9 @@ def _parts(transform: Any) -> list[Any] | None:
 
 
 def _known(transform: Any) -> Any:
-    """The same with torchvision's ToTensor in place of TensorToTensor."""
-    if isinstance(transform, TensorToTensor):
+    """The same with the ToTensor of torchvision.transforms in place of TensorToTensor and of that of v2, which leaves
+    tensors as they are: gpuflow.wrap's images were no tensors where these transforms come from."""
+    if isinstance(transform, (TensorToTensor, v2.ToTensor)):
         return v1.ToTensor()
     parts = _parts(transform)
     return transform if parts is None else v1.Compose(list(map(_known, parts)))

@@ -185,6 +185,14 @@ def test_a_fill_that_is_no_level_runs_by_name() -> None:
     ]
 
 
+def test_to_tensor_of_v2_leaves_a_tensor_as_it_is() -> None:
+    """That of torchvision.transforms refuses tensors."""
+    with pytest.warns(UserWarning, match="deprecated"):
+        to_tensor = v2.ToTensor()
+    assert stages_of(read(v2.ToImage(), to_tensor, v2.Pad(2, fill=9))) == [{"pad": {"padding": 2, "fill": 9}}]
+    assert stages_of(read(to_tensor)) == [ZERO_TO_ONE]
+
+
 def test_floats_that_become_levels_again() -> None:
     """Numbers behind the second conversion are levels, and a type that is there already needs no conversion."""
     to_levels = v2.ToDtype(torch.uint8, scale=True)

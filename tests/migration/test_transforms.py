@@ -52,6 +52,8 @@ def test_lists_nested_ones_and_single_transforms_are_taken() -> None:
     assert entries(nested) == entries([nested]) == [flip, unchanged]
     assert entries(torch.nn.Sequential(v2.RandomHorizontalFlip())) == entries(v1.RandomHorizontalFlip()) == [flip]
     assert entries([]) == entries(v1.Compose([v1.ToPILImage()])) == []
+    with pytest.warns(UserWarning, match="deprecated"):
+        assert entries([v2.RandomHorizontalFlip(), v2.ToTensor()]) == [flip, unchanged]
 
 
 def test_tensors_are_resized_as_tensors_and_pil_images_with_antialiasing() -> None:

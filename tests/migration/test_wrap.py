@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -280,6 +281,19 @@ class Drawn(Dataset[tuple[bytes, int]]):
         return (data.getvalue()[:20] if index == 0 else data.getvalue()), label
 
 
+@pytest.mark.parametrize(
+    "label", [torch.tensor(3.0, dtype=torch.bfloat16), torch.tensor(3.0, requires_grad=True), torch.tensor(3.0)]
+)
+def test_a_label_may_be_any_tensor_of_one_number(label: torch.Tensor, config: Path) -> None:
+    with gpuflow.wrap(DataLoader(Encoded(label=lambda index: label), batch_size=3), config) as loader:
+        assert next(iter(loader)).labels.tolist() == [3.0] * 3
+
+
+def test_a_label_that_is_no_array_is_an_error(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must give \(bytes, label\) for each sample, and sample 0 is"):
+        gpuflow.wrap(DataLoader(Encoded(label=lambda index: [[1], [2, 3]]), batch_size=3), config)
+
+
 @pytest.mark.filterwarnings("ignore:1 of 4 samples are bad so far:UserWarning")
 def test_labels_belong_to_their_images_where_an_index_gives_another_sample_each_time(config: Path) -> None:
     sampler = WeightedRandomSampler([1.0] * 4, 60)  # so that the same index is read again while batches wait
@@ -533,6 +547,12 @@ def test_a_faulty_sampler_is_an_error(sampler: Any, text: str, photos: ImageFold
         with pytest.raises(LoaderError) as caught:
             iter(loader)
         assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("order", [np.arange(COUNT)[::-1].copy(), torch.arange(COUNT).flip(0)])
+def test_a_sampler_may_be_an_array(order: Any, photos: ImageFolder, config: Path) -> None:
+    with gpuflow.wrap(DataLoader(photos, batch_size=4, sampler=order), config) as loader:
+        assert torch.cat([batch.indices for batch in loader]).tolist() == order.tolist()
 
 
 def test_states_of_others_are_refused(photos: ImageFolder, config: Path) -> None:
