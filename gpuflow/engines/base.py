@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,7 +77,10 @@ class ModelInfo:
 
     @classmethod
     def of(cls, fields: Any) -> ModelInfo:
-        """From the values of a mapping; unknown keys are ignored. Raises ValueError if they are of other types."""
+        """From the values of a mapping; unknown keys are ignored. Raises ValueError if they are of other types.
+
+        In names of classes that are not UTF-8, as those of folders may be, U+FFFD stands for what is no text.
+        """
         if not isinstance(fields, Mapping):
             raise ValueError(f"its metadata must be a mapping, got {show(fields)}")
         for key, rule, fits in (
@@ -87,11 +91,15 @@ class ModelInfo:
                 raise ValueError(f"{key} in its metadata must be {rule}, got {show(value)}")
         classes, stages = fields.get("classes"), fields.get("stages")
         return cls(
-            classes=None if classes is None else tuple(classes),
+            classes=None if classes is None else tuple(map(_readable, classes)),
             preprocessing=fields.get("preprocessing"),
             stages=None if stages is None else tuple(stages),
             folded=fields.get("folded"),
         )
+
+
+def _readable(name: str) -> str:
+    return re.sub("[\ud800-\udfff]", "\ufffd", name)
 
 
 def _is_text(value: object) -> bool:

@@ -93,7 +93,8 @@ class Load:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_sendable = url.isascii() and url.isprintable() and " " not in url
+        return is_sendable and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         return False
 

@@ -195,6 +195,13 @@ def test_info_survives_json() -> None:
     assert '"gpuflow": "' in info.to_json()
 
 
+def test_names_of_classes_that_are_not_utf_8_can_be_written_and_sent() -> None:
+    """A folder's name may be any bytes; Python has lone surrogates for those that are no text."""
+    info = ModelInfo.of({"classes": [b"caf\xe9".decode("utf-8", "surrogateescape"), "tea"]})
+    assert info.classes == ("caf\ufffd", "tea")
+    assert ModelInfo.from_json(info.to_json().encode().decode()) == info
+
+
 BAD_METADATA = {
     "[1]": "its metadata must be a mapping, got [1]",
     "{bad": "Expecting property name enclosed in double quotes",

@@ -148,6 +148,8 @@ def test_a_percentile_is_the_least_latency_that_so_many_do_not_exceed(latencies:
     [
         ({"url": "127.0.0.1:8888"}, "--url: must be like http://127.0.0.1:8888, got '127.0.0.1:8888'"),
         ({"url": "http://x:port"}, "--url: must be like http://127.0.0.1:8888, got 'http://x:port'"),
+        ({"url": "http://x/a b"}, "--url: must be like http://127.0.0.1:8888, got 'http://x/a b'"),
+        ({"url": "http://x/\u00fc"}, "--url: must be like http://127.0.0.1:8888, got 'http://x/\u00fc'"),
         ({"clients": 0}, "Load.clients must be >= 1, got 0"),
         ({"request_batch": 0}, "Load.request_batch must be >= 1, got 0"),
         ({"seconds": 0.0}, "Load.seconds must be a number of seconds > 0, got 0.0"),
