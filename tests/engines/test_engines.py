@@ -544,6 +544,7 @@ def test_noise_is_the_same_at_every_call_and_of_the_pipelines_kind() -> None:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_code_runs_on_any_thread() -> None:
     """It is compiled once, on a thread that never ends: torch crashes if one thread compiles after another one ended.
 

@@ -133,12 +133,14 @@ print(sorted(results))
 """
 
 
+@pytest.mark.slow
 def test_two_threads_may_meet_an_operator_for_the_first_time_at_once() -> None:
     """torch looks an operator up at its first call, without a lock; here that takes long enough for both to do it."""
     done = python(MEET, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 4]\n", "")
 
 
+@pytest.mark.slow
 def test_worker_processes_share_one_import_of_torchvision() -> None:
     """It takes 1.4 s of processor time, which each worker would need after it has said that it is ready."""
     code = """

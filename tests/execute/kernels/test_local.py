@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpuflow.pipeline.stage import Local
 from gpuflow.stages import STAGES
 from tests.execute.kernels.interpreted import differences_of
 
 
+@pytest.mark.slow
 def test_kernels_equal_their_reference() -> None:
     """Sharpening bit for bit, blurring within a level; two launches for any number of images."""
     differences = differences_of("interpret_local.py")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.execute.kernels.interpreted import differences_of
 
 
+@pytest.mark.slow
 def test_kernel_equals_the_cpus_form() -> None:
     differences = differences_of("interpret_warp.py")
     assert len(differences) >= 40

@@ -243,6 +243,7 @@ def never() -> Predictor:
     raise AssertionError("must not be called")
 
 
+@pytest.mark.slow
 def test_a_port_in_use_and_an_unknown_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
