@@ -222,6 +222,8 @@ class Trainer:
             samples, size = self.train_loader.samples_per_epoch, self.train_loader.batch_size
             if size == 1:
                 action = "set pipelines.train.batch.size to 2 or more"
+            elif self._config.on_error_of("train") == "skip" and self.train_loader.stats()["bad"]:
+                action = "set pipelines.train.on_error: replace, or remove the images that `gpuflow scan` lists"
             elif samples <= size:
                 action = "add images to the pipeline train"
             else:
@@ -250,7 +252,7 @@ class Trainer:
         self.model.train()
         self._seed_step()
         for images, _ in islice(loader, math.ceil(_STATISTICS_SAMPLES / loader.batch_size)):
-            self.model(images)
+            self._logits(self.model, images)
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         loader.load_state_dict(state)

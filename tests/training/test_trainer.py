@@ -138,6 +138,19 @@ def test_an_epoch_of_bad_images_alone_is_an_error(tmp_path: Path, config_file: P
     assert str(caught.value) == f"{config_file}: all samples of train are bad; run `gpuflow scan` to list them"
 
 
+@pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+def test_a_batch_of_which_one_image_is_left_says_how_to_avoid_that(tmp_path: Path, config_file: Path) -> None:
+    make_photos(tmp_path / "two", classes=1, each=2)
+    sorted((tmp_path / "two").rglob("*.jpg"))[0].write_bytes(b"no image")
+    settings = *SKIP, f"source.folder={tmp_path / 'two'}", "train.model=resnet18"
+    with pytest.raises(GpuflowError) as caught:
+        Trainer(read(config_file, *settings), device="cpu").run(Record())
+    assert str(caught.value) == (
+        f"{config_file}: a batch of epoch 0 has one image (2 samples in batches of 2), with which resnet18 cannot "
+        "train; set pipelines.train.on_error: replace, or remove the images that `gpuflow scan` lists"
+    )
+
+
 def test_a_resumed_run_has_the_weight_decay_that_the_file_says_now(config_file: Path) -> None:
     Trainer(read(config_file), device="cpu").run(Record(), max_steps=1)
     resumed = Trainer(read(config_file, "train.weight_decay=0.25"), device="cpu", resume=True)
