@@ -11,6 +11,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
+from gpuflow.pipeline.stage import Warp
 from gpuflow.stages import CenterCrop, Decode, Perspective
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of
@@ -61,6 +62,18 @@ def test_corners_on_a_line_leave_the_image_as_it_is(size: tuple[int, int]) -> No
     move = warp_of(Perspective(distortion_scale=1.0, probability=1.0), 200, *size)
     assert move.active is not None and not move.active.all()
     assert np.isfinite(move.matrix).all() and (np.abs(np.linalg.det(move.matrix)) > 1e-9).all()
+
+
+def test_an_upper_left_pixel_from_infinitely_far_leaves_the_image_as_it_is() -> None:
+    """Such a map has no matrix whose last number is 1."""
+    stage, count, size = Perspective(distortion_scale=0.5, probability=1.0), 20_000, np.full(20_000, 4)
+    (warp,) = stage.draw(keys_of(count).stage("perspective", 0), size, size)
+    assert isinstance(warp, Warp) and warp.active is not None
+    left = warp.matrix[~warp.active]
+    assert 100 < len(left) < count / 5 and (left == np.eye(3)).all()
+    assert np.abs(warp.matrix).max() < 1e6
+    data = png(photo(4, 4))
+    assert torch.isfinite(images(program_of(Decode(), stage, CenterCrop(size=4)), [data] * 300).float()).all()
 
 
 def test_corners_have_torchvisions_distribution() -> None:
