@@ -21,8 +21,7 @@ from gpuflow.pipeline.rng import epoch_number, key64
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.metrics import StageTotals, Stats
-from gpuflow.sources import Source, fingerprint_of
-from gpuflow.sources.storage import CachedStorage
+from gpuflow.sources import Source, cache_counts, fingerprint_of
 
 __all__ = ["Loader", "LoaderTotals"]
 
@@ -281,8 +280,8 @@ class Loader:
             extra = {"engine_images": plan.gpu.engine_images, "cpu_images": plan.gpu.cpu_images}
         if plan.share is not None:
             extra["cpu_share"] = round(plan.share.part, 4)
-        if isinstance(plan.source.storage, CachedStorage):
-            extra["cache"] = plan.source.storage.counts()
+        if (counts := cache_counts(plan.source)) is not None:
+            extra["cache"] = counts
         if workers := self._feed.workers.counts():
             extra["processes"] = workers
         return {**self._stats.read(), **extra, "bad": plan.bad.count, "bad_distinct": plan.bad.distinct}

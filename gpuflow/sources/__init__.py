@@ -29,6 +29,7 @@ from gpuflow.sources.record_source import (
     without_records,
 )
 from gpuflow.sources.split import Subset, subset
+from gpuflow.sources.storage import CachedStorage
 from gpuflow.sources.tar import open_tar
 from gpuflow.sources.weights import read_weights
 
@@ -45,6 +46,7 @@ __all__ = [
     "SourceSpec",
     "Subset",
     "WeightsSpec",
+    "cache_counts",
     "fields_of",
     "fingerprint_of",
     "has_labels",
@@ -84,6 +86,17 @@ def open_source(spec: SourceSpec) -> Source:
 def unwrapped(source: Source) -> Source:
     """The source that a part is of; another source as it is."""
     return source.source if isinstance(source, Subset) else source
+
+
+def cache_counts(source: Source) -> dict[str, int] | None:
+    """What came from `source.cache` and from the server, see `CachedStorage.counts`; of a mix that of all its sources.
+
+    None without a cache.
+    """
+    whole = unwrapped(source)
+    storages = [part.storage for part in (whole.parts if isinstance(whole, MixSource) else [whole])]
+    counts = [storage.counts() for storage in storages if isinstance(storage, CachedStorage)]
+    return {name: sum(each[name] for each in counts) for name in counts[0]} if counts else None
 
 
 def window_of(spec: SourceSpec, source: Source | None = None) -> int:

@@ -69,6 +69,16 @@ def test_a_cache_changes_no_batch(
         assert interleave([epoch_rows(zero), epoch_rows(one)]) == flat(expected[0])
 
 
+def test_the_counts_of_a_mix_are_those_of_all_its_sources(memory: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    memory.pipe({f"/{place}/{'ab'[i % 2]}/{i}.jpg": jpeg(i % 2, i) for place in ("one", "two") for i in range(4)})
+    cache = {"cache": {"dir": str(tmp_path / "cache"), "size": "16 MiB"}}
+    mix = [{"source": {"folder": f"memory://{place}", **cache}} for place in ("one", "two")]
+    file = write_config(tmp_path / "mix.yaml", "", source={"mix": mix})
+    with gpuflow.load(file, "train", device="cpu") as loader:
+        read = {row[0] for row in flat(epoch_rows(loader))}
+        assert loader.stats()["cache"]["misses"] == len(read) > 4
+
+
 def test_the_cache_of_another_version_is_an_error_that_names_the_file(
     memory: fsspec.AbstractFileSystem, tmp_path: Path
 ) -> None:

@@ -82,7 +82,8 @@ class FileServer:
     `failures[path]` answers are `status` before the file is served; `requests` counts what was asked for. Each answer
     takes `seconds`; `most_at_once` is the most that were under way. Links to files in `gone` are dead, and a directory
     `up` lies in `endless` and in each other directory `up`. With `tags` each file has an ETag of its content. An answer
-    to a GET of a file in `held` stops in the middle: it sets `reached`, and waits until `go_on` is set.
+    to a GET of a file in `held` stops in the middle: it sets `reached`, and waits until `go_on` is set. A GET of a file
+    in `replaced` gets what is there, as from a proxy.
     """
 
     def __init__(self) -> None:
@@ -94,6 +95,7 @@ class FileServer:
         self.ranges = True
         self.tags = False
         self.held: set[str] = set()
+        self.replaced: dict[str, bytes] = {}
         self.reached, self.go_on = threading.Event(), threading.Event()
         self.requests: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
@@ -118,6 +120,8 @@ class FileServer:
                 if data is None:
                     page = owner.page(self.path)
                     return self._answer(200 if page else 404, page, {"Content-Type": "text/html"})
+                if self.command == "GET" and self.path in owner.replaced:
+                    return self._answer(200, owner.replaced[self.path])
                 tag = {"ETag": f'"{zlib.crc32(data)}"'} if owner.tags else {}
                 span = self.headers.get("Range")
                 if span is None or not owner.ranges:

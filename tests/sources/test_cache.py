@@ -178,6 +178,22 @@ def test_a_changed_file_is_downloaded_again(
     assert used(folder) == on_disk(folder) == size, "the new copy takes the place of the old one"
 
 
+@pytest.mark.parametrize("kind", ["folder", "listing"])
+def test_an_answer_of_another_length_is_not_kept(
+    server: FileServer, make_tar: MakeTar, read_all: ReadAll, folder: Path, kind: str
+) -> None:
+    server.tags = True
+    server.files.update(files(make_tar))
+    expected = read_all(open_source(spec_of(kind, server.url, None)))
+    server.replaced["/photos/b/3.jpg"] = b"<html>please log in</html>"
+    found = read_all(opened(kind, server.url, folder)[0])
+    (wrong,) = [i for i, answer in enumerate(found) if answer != expected[i]]
+    assert found[wrong] == server.replaced.pop("/photos/b/3.jpg")
+    source, storage = opened(kind, server.url, folder)
+    assert read_all(source) == expected
+    assert storage.counts()["misses"] == 1 and read_all(opened(kind, server.url, folder)[0]) == expected
+
+
 def test_files_of_a_server_that_names_no_version_are_not_kept(
     server: FileServer, make_tar: MakeTar, read_all: ReadAll, folder: Path
 ) -> None:

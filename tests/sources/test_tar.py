@@ -18,7 +18,7 @@ from gpuflow.errors import SourceError
 from gpuflow.loader.sampler import ShardedOrder
 from gpuflow.sources import Source, SourceSpec, open_source
 from gpuflow.sources.tar import expand_braces
-from tests.sources.conftest import ReadAll, tar_bytes
+from tests.sources.conftest import FileServer, ReadAll, tar_bytes
 
 MakeTar = Callable[..., bytes]
 Members = Sequence[tuple[str, bytes]]
@@ -282,6 +282,17 @@ def test_another_shard_of_the_same_size_and_time_is_indexed_again(make_tar: Make
         Path("00.tar").write_bytes(make_tar([("x.jpg", b"x"), ("x.cls", first), ("y.jpg", b"y"), ("y.cls", second)]))
         os.utime("00.tar", ns=(1, 1))
         assert open_source(SourceSpec(tar="00.tar")).labels.tolist() == [int(first), int(second)]
+
+
+def test_the_index_of_a_shard_whose_server_names_no_version_is_not_kept(
+    server: FileServer, make_tar: MakeTar, cache_home: Path
+) -> None:
+    for tags, kept in ((False, 0), (True, 2)):
+        server.tags = tags
+        for first, second in ((b"0", b"1"), (b"1", b"0")):
+            server.files["/0.tar"] = make_tar([("x.jpg", b"x"), ("x.cls", first), ("y.jpg", b"y"), ("y.cls", second)])
+            assert open_source(SourceSpec(tar=f"{server.url}/0.tar")).labels.tolist() == [int(first), int(second)]
+        assert len(list((cache_home / "gpuflow").glob("*.npz"))) == kept
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"\x80\x04N.", None])

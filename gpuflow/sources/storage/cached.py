@@ -47,7 +47,8 @@ class _Entry:
     """A whole file, or a block of a shard.
 
     name: that of the entry in the cache. start, end: of a block. version: of the object; None if it is not known.
-    asked_ns: when the server was asked for the version of this file alone; 0 if it was not.
+    size: of a whole file in bytes, as the server says; None if it did not. asked_ns: when the server was asked for the
+    version of this file alone; 0 if it was not.
     """
 
     name: str
@@ -55,6 +56,7 @@ class _Entry:
     start: int | None = None
     end: int | None = None
     version: bytes | None = None
+    size: int | None = None
     asked_ns: int = 0
 
 
@@ -118,10 +120,10 @@ class CachedStorage:
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         urls = list(map(os.fsdecode, paths))
         digests = list(map(_digest, urls))
-        versions = self._listed.versions(digests)
+        listed = self._listed.find(digests)
         entries = [
-            _Entry(digest.hex(), url, version=version)
-            for digest, url, version in zip(digests, urls, versions, strict=True)
+            _Entry(digest.hex(), url, version=version, size=size)
+            for digest, url, (version, size) in zip(digests, urls, listed, strict=True)
         ]
         known, found = self._with_versions(entries)
         answers = dict(zip(known, self._answers([_Piece(entry) for entry in known.values()]), strict=True)) | found
@@ -174,7 +176,8 @@ class CachedStorage:
         found = self._storage.find(root)
         listed = [file for file in found if file.stamp]
         digests = [_digest(f"{root}/{file.path}") for file in listed]
-        self._listed = _Listed(digests, [_version(file.size, file.stamp) for file in listed])
+        versions = [_version(file.size, file.stamp) for file in listed]
+        self._listed = _Listed(digests, versions, [file.size for file in listed])
         return found
 
     def load(self, path: str) -> bytes:
@@ -212,7 +215,8 @@ class CachedStorage:
         now = time.time_ns()
         for i, info in zip(ask, self._storage.ask([entries[i].url for i in ask]), strict=True):
             if info is not None and self._are_versioned([info]):
-                known[i] = replace(entries[i], version=_version(info.size, info.stamp), asked_ns=now)
+                version = _version(info.size, info.stamp)
+                known[i] = replace(entries[i], version=version, size=info.size, asked_ns=now)
         return known, found
 
     def _are_versioned(self, files: Sequence[Shard]) -> bool:
@@ -261,6 +265,8 @@ class CachedStorage:
     def _download(self, entries: Sequence[_Entry], *, alone: bool) -> Iterator[tuple[_Entry, _Answer | None]]:
         """Yield what is in each entry; None for one that another thread or process downloads at this time.
 
+        A file of another size than the server says is not stored: it may be a text of a proxy, or cut short.
+
         alone: download each of them, and store none that another one may store.
         """
         mine: dict[_Entry, Claim | None] = {}
@@ -279,7 +285,7 @@ class CachedStorage:
                         continue
                 mine[entry] = claim
             for (entry, claim), answer in zip(mine.items(), self._get(list(mine)), strict=True):
-                if claim is not None and isinstance(answer, bytes):
+                if claim is not None and isinstance(answer, bytes) and entry.size in (None, len(answer)):
                     assert entry.version is not None
                     self._cache.store(claim, answer, entry.version, entry.asked_ns)
                 yield entry, answer
@@ -309,27 +315,30 @@ class CachedStorage:
 
 @final
 class _Listed:
-    """The versions of listed files, 24 bytes each, where a mapping would need ten times as much.
+    """The versions and sizes of listed files, 32 bytes each, where a mapping would need ten times as much.
 
     Args:
-        digests, versions: of each file; its digest is that of its URL.
+        digests, versions, sizes: of each file; its digest is that of its URL.
     """
 
-    def __init__(self, digests: Sequence[bytes] = (), versions: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self, digests: Sequence[bytes] = (), versions: Sequence[bytes] = (), sizes: Sequence[int] = ()
+    ) -> None:
         keys = _keys(digests)
         order = np.argsort(keys)
-        self._keys = keys[order]
+        self._keys, self._sizes = keys[order], np.array(sizes, np.int64)[order]
         self._versions = np.frombuffer(b"".join(versions), np.uint8).reshape(-1, VERSION_BYTES)[order]
 
-    def versions(self, digests: Sequence[bytes]) -> list[bytes | None]:
-        """The version of each file; None if it was not listed."""
+    def find(self, digests: Sequence[bytes]) -> list[tuple[bytes | None, int | None]]:
+        """The version and the size of each file; None for one that was not listed."""
         if not len(self._keys):
-            return [None] * len(digests)
+            return [(None, None)] * len(digests)
         keys = _keys(digests)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         known = self._keys[places] == keys
         return [
-            self._versions[place].tobytes() if is_known else None for place, is_known in zip(places, known, strict=True)
+            (self._versions[place].tobytes(), int(self._sizes[place])) if is_known else (None, None)
+            for place, is_known in zip(places, known, strict=True)
         ]
 
 
