@@ -262,11 +262,13 @@ def _identity(config: Config, name: str, source: Source, batch_size: int) -> str
 
 
 def _shared_name(config: Config, name: str) -> str:
-    """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere."""
-    spec = config.source
-    specs = spec.mixed or (spec,)
+    """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere.
+
+    It has nothing that ranks are to agree on, because loaders of other names are not compared.
+    """
+    specs = config.source.mixed or (config.source,)
     place = " ".join(os.path.basename(each.where.rstrip("/")) for each in specs)
-    return f"{name}/{key64(spec.kind, place, spec.split):016x}"
+    return f"{name}/{key64(place):016x}"
 
 
 def _former_identity(config: Config, name: str, source: Source) -> str:

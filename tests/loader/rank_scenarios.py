@@ -124,6 +124,7 @@ def main(rank: int, directory: Path) -> None:
         "other_order": "pipelines.train.shuffle=false",
         "other_steps": "pipelines.train.batch.drop_last=true",
         "other_stages": "pipelines.train.stages.flip.horizontal=0.3",
+        "other_split": "source.split={train: 0.5, val: 0.5}",
     }.items():
         dist.barrier()  # so that no rank has made its next loader when the other one looks at this one
         report[scenario] = loaded(same, overrides=[override] * rank)

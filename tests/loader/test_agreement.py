@@ -143,7 +143,7 @@ def test_a_subgroup_is_not_compared(reports: Reports) -> None:
     assert [len(one["samples"]) for one in each(reports, "other_files_of_a_subgroup")] == [PHOTOS, PHOTOS + 1]
 
 
-@pytest.mark.parametrize("scenario", ["other_seed", "other_order", "other_steps", "other_stages"])
+@pytest.mark.parametrize("scenario", ["other_seed", "other_order", "other_steps", "other_stages", "other_split"])
 def test_a_rank_with_another_configuration_is_told_so_at_once(scenario: str, reports: Reports) -> None:
     """The other one may have made such a loader before, and need not wait then."""
     one = reports[1][scenario]
