@@ -106,7 +106,8 @@ class MaskMap:
             return
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]
-        numbers = np.int16 if self._small and constant else np.int32
+        is_short = self._small and constant and max(height, width) < np.iinfo(np.int16).max
+        numbers: type[np.int16 | np.int32] = np.int16 if is_short else np.int32
         seen = seen_points(matrix, across, down, (height, width), lookup)
         columns, rows = (_floors(line, numbers) for line in seen)
         if constant:

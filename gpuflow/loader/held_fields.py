@@ -14,7 +14,7 @@ from gpuflow.pipeline.records import GEOMETRIC, Column, Field, Ragged
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec
 
-__all__ = ["columns_of", "keypoints_of", "moved_fields"]
+__all__ = ["columns_of", "keypoints_of", "moved_fields", "without_tensors"]
 
 _OF_COCO = tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
 
@@ -76,6 +76,16 @@ def columns_of(
     return tuple(chosen), columns
 
 
+def without_tensors(name: str, given: Any, count: int) -> list[Any]:
+    """The `count` values of a field, one for each image, with arrays in place of tensors. Raises ValueError."""
+    return [_as_array(value) if isinstance(value, torch.Tensor) else value for value in _values(name, given, count)]
+
+
+def _as_array(value: torch.Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu().numpy()
+    return array
+
+
 def _values(name: str, given: Any, count: int) -> list[Any]:
     rule = f"fields[{name!r}] must have {count} values, one for each image, got"
     try:
@@ -91,7 +101,7 @@ def _array(name: str, i: int, value: Any, *shape: int | str) -> NDArray[Any]:
     """Sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
     form = ", ".join(map(str, shape))
     if isinstance(value, torch.Tensor):
-        array = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu().numpy()
+        array = _as_array(value)
     else:
         try:
             array = np.asarray(value)

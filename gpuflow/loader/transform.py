@@ -21,7 +21,7 @@ from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Prob
 from gpuflow.execute.cpu import CpuRunners, compile_loops
 from gpuflow.execute.passes import Pass, passes_of
 from gpuflow.execute.targets import TargetMapper
-from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields
+from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields, without_tensors
 from gpuflow.loader.records import target_mapper, to_tensors
 from gpuflow.pipeline.record_values import RecordValue, values_of
 from gpuflow.pipeline.records import Column, Records
@@ -191,9 +191,7 @@ class Transform:
             if name not in fields:
                 shown = ", ".join(fields) or "none"
                 raise ValueError(f"fields must have {name!r}, which a stage takes from each record, got {shown}")
-            given = [value.cpu().numpy() if isinstance(value, torch.Tensor) else value for value in fields[name]]
-            if len(given) != count:
-                raise ValueError(f"fields[{name!r}] must have {count} values, one for each image, got {len(given)}")
+            given = without_tensors(name, fields[name], count)
             columns[name] = keypoints_of(name, given) if name in keypoints else given
         values, errors = values_of(wanted, Records(columns, [None] * count))
         _raise_first([None if error is None else BadSampleError("record", error) for error in errors])

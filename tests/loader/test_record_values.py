@@ -359,6 +359,7 @@ def test_a_transform_takes_the_fields_values(listing: Path, tmp_path: Path) -> N
                 batch.fields,
                 {"align": np.array([matrix_of(i) for i in indices])},
                 {"align": torch.from_numpy(np.array([matrix_of(i) for i in indices]))},
+                {"align": [torch.from_numpy(matrix_of(i)).requires_grad_() for i in indices]},
             ):
                 assert torch.equal(transform(images, epoch=0, positions=indices, fields=fields), batch.images)
 
@@ -384,13 +385,14 @@ def test_a_transform_takes_points_from_keypoints(listing: Path, tmp_path: Path) 
         (None, ValueError, "fields must have 'align', which a stage takes from each record, got none"),
         ({"label": [1]}, ValueError, "fields must have 'align', which a stage takes from each record, got label"),
         ({"align": [None]}, ValueError, "fields['align'] must have 2 values, one for each image, got 1"),
+        ({"align": 3}, ValueError, "fields['align'] must have 2 values, one for each image, got 3"),
         (
             {"align": [np.eye(2, 3), np.zeros((2, 3))]},
             gpuflow.BadSampleError,
             "images[1] (sample 1): record: align must be invertible, got [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]",
         ),
     ],
-    ids=["none", "another", "count", "singular"],
+    ids=["none", "another", "count", "no list", "singular"],
 )
 def test_a_transform_without_usable_values_says_so(
     listing: Path, tmp_path: Path, fields: Any, kind: type[Exception], text: str
