@@ -24,6 +24,7 @@ def test_the_disk_is_full(directory: Path) -> None:
     assert in_child("disk", 0, directory)["steps"] > 4
 
 
+@pytest.mark.slow
 def test_a_training_is_killed_and_resumed(directory: Path) -> None:
     assert training(0, directory)["kills"] > 0
 

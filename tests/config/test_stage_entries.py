@@ -355,6 +355,7 @@ def around(stage: Stage) -> Iterator[Stage]:
         yield Resize(height=1, width=1)  # within any decode.max_pixels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_any_stage_reads_back_equal_from_yaml(name: str) -> None:
     @settings(max_examples=30)

@@ -81,6 +81,7 @@ def test_targets_equal_torchvisions(name: str, folder: Path) -> None:
     assert found * 0.5 < kept <= found and (name == "train" or kept == found)
 
 
+@pytest.mark.slow
 def test_a_detector_learns(folder: Path) -> None:
     losses = RUN["train"](folder, 6, 64, 2, "cpu")
     assert all(np.isfinite(losses))

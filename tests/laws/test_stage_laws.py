@@ -375,6 +375,7 @@ def check_regions(stages: Sequence[s.Stage], seed: int) -> None:
         assert apart.max() <= 1 if exact else apart.mean() <= 2
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(first=crops, stages=st.lists(st.one_of(geometry, others), max_size=4), seed=st.integers(0, 2**32))
 def test_folded_stages_of_every_kind_equal_one_after_the_other_on_regions_of_jpegs(

@@ -202,6 +202,7 @@ def test_two_ranks_train_one_model(config_file: Path, tmp_path: Path) -> None:
     assert sorted(began + train.samples[1]) == list(range(PHOTOS))
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_from_one_process_on_two(config_file: Path, tmp_path: Path) -> None:
     """Shufflenet has batch statistics, which differ between the ranks: those of rank 0 are validated and saved."""
     model = "train.model=shufflenet_v2_x0_5"

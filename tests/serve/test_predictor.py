@@ -127,6 +127,7 @@ def test_labels_instead_of_logits(files: list[Path]) -> None:
         assert predictor([]).shape == (0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 2])
 def test_what_a_stage_raises_for_an_image_is_a_fault_of_it_in_serving_and_in_training(
     tmp_path: Path, processes: int
