@@ -194,6 +194,25 @@ def test_an_answer_of_another_length_is_not_kept(
     assert storage.counts()["misses"] == 1 and read_all(opened(kind, server.url, folder)[0]) == expected
 
 
+def test_files_whose_size_a_listing_does_not_say_are_kept(
+    memory: fsspec.AbstractFileSystem,
+    make_tar: MakeTar,
+    read_all: ReadAll,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory.pipe(files(make_tar))
+    find = type(memory).find
+
+    def without_sizes(self: Any, *arguments: Any, **named: Any) -> Any:
+        return {path: {**info, "size": None} for path, info in find(self, *arguments, **named).items()}
+
+    monkeypatch.setattr(type(memory), "find", without_sizes)
+    expected = read_all(opened("folder", "memory:/", folder)[0])
+    source, storage = opened("folder", "memory:/", folder)
+    assert read_all(source) == expected and storage.counts()["misses"] == 0
+
+
 def test_files_of_a_server_that_names_no_version_are_not_kept(
     server: FileServer, make_tar: MakeTar, read_all: ReadAll, folder: Path
 ) -> None:

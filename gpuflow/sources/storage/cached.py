@@ -330,14 +330,14 @@ class _Listed:
         self._versions = np.frombuffer(b"".join(versions), np.uint8).reshape(-1, VERSION_BYTES)[order]
 
     def find(self, digests: Sequence[bytes]) -> list[tuple[bytes | None, int | None]]:
-        """The version and the size of each file; None for one that was not listed."""
+        """The version and the size of each file; None for one that was not listed, or without a size (0)."""
         if not len(self._keys):
             return [(None, None)] * len(digests)
         keys = _keys(digests)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         known = self._keys[places] == keys
         return [
-            (self._versions[place].tobytes(), int(self._sizes[place])) if is_known else (None, None)
+            (self._versions[place].tobytes(), int(self._sizes[place]) or None) if is_known else (None, None)
             for place, is_known in zip(places, known, strict=True)
         ]
 
