@@ -80,6 +80,14 @@ def files(make_tar: MakeTar) -> dict[str, bytes]:
     return {**photos, "/list.csv": listing.encode(), "/0.tar": shard(make_tar, 0), "/1.tar": shard(make_tar, 1)}
 
 
+def nothing_is_downloaded_again(read_all: ReadAll, folder: Path, expected: list[bytes | str]) -> None:
+    """The files of memory:/photos are read through the cache twice, the second time from it alone."""
+    assert read_all(opened("folder", "memory:/", folder)[0]) == expected
+    source, storage = opened("folder", "memory:/", folder)
+    assert read_all(source) == expected
+    assert storage.counts()["misses"] == 0
+
+
 def held(folder: Path) -> list[Path]:
     """The entries and downloads of a cache."""
     return [path for name in ("entries", "partial") for path in sorted((folder / name).rglob("*")) if path.is_file()]
@@ -137,10 +145,7 @@ def test_a_listing_of_the_server_has_the_versions(
     memory.pipe(files(make_tar))
     expected = read_all(open_source(spec_of("folder", "memory:/", None)))
     monkeypatch.setattr(type(memory), "info", None)
-    assert read_all(opened("folder", "memory:/", folder)[0]) == expected
-    source, storage = opened("folder", "memory:/", folder)
-    assert read_all(source) == expected
-    assert storage.counts()["misses"] == 0
+    nothing_is_downloaded_again(read_all, folder, expected)
 
 
 def test_a_file_that_is_not_listed_is_asked_for_once_a_run(
@@ -202,15 +207,14 @@ def test_files_whose_size_a_listing_does_not_say_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory.pipe(files(make_tar))
+    expected = read_all(open_source(spec_of("folder", "memory:/", None)))
     find = type(memory).find
 
     def without_sizes(self: Any, *arguments: Any, **named: Any) -> Any:
         return {path: {**info, "size": None} for path, info in find(self, *arguments, **named).items()}
 
     monkeypatch.setattr(type(memory), "find", without_sizes)
-    expected = read_all(opened("folder", "memory:/", folder)[0])
-    source, storage = opened("folder", "memory:/", folder)
-    assert read_all(source) == expected and storage.counts()["misses"] == 0
+    nothing_is_downloaded_again(read_all, folder, expected)
 
 
 def test_files_of_a_server_that_names_no_version_are_not_kept(
