@@ -35,7 +35,7 @@ demo: .venv/.installed  ## make sample photographs, train on them, compare loade
 test: .venv/.installed  ## run the tests but the slow ones, files side by side
 	$(PYTEST) -m "not slow and not integrations"
 
-test-slow: .venv/.installed  ## run the slow tests, one of each file after the other
+test-slow: .venv/.installed  ## run the slow tests, files side by side
 	$(PYTEST) -m "slow and not integrations"
 
 check: .venv/.installed  ## lint, formatting, types, which package imports which

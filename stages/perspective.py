@@ -16,7 +16,7 @@ from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, ch
 __all__ = ["Perspective"]
 
 _LARGEST = 1e12
-"""A map with a larger number is one whose last number is 0, but for rounding."""
+"""The last number of a map is 1. In one with a larger number than this it is 0 but for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -89,15 +89,16 @@ class Perspective(s.Geometry):
             flat |= x * w == y * z
         active = (numbers[:, 0] < self.probability) & ~flat & (start != end).any(axis=(1, 2))
         matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
-        found, is_map = _map_of_corners(end[active], start[active])
+        found = _map_of_corners(end[active], start[active])
+        is_map = np.abs(found).max(axis=(1, 2), initial=0) < _LARGEST
         active[active] = is_map
-        matrix[active] = found
+        matrix[active] = found[is_map]
         return (s.Warp(matrix, height, width, *self.warps, active=active),)
 
 
-def _map_of_corners(start: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[s.Matrices, NDArray[np.bool_]]:
-    """The projective maps [M, 3, 3] of four points to four others, each [N, 4, 2], and for which of the N there is one
-    whose last number is 1, [N]."""
+def _map_of_corners(start: NDArray[np.int64], end: NDArray[np.int64]) -> s.Matrices:
+    """The projective maps [N, 3, 3] of four points to four others, each [N, 4, 2], whose last number is 1. Where no map
+    has that, the others are infinite, or very large by rounding."""
     (x, y), one = np.moveaxis(start, 2, 0).astype(np.float64), np.ones((len(start), 4))
     none, rows = np.zeros_like(one), []
     for axis, at in enumerate(np.moveaxis(end, 2, 0)):
@@ -105,9 +106,8 @@ def _map_of_corners(start: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[s
         rows.append(np.stack([*linear, -at * x, -at * y], axis=2))
     wanted = np.concatenate([end[:, :, 0], end[:, :, 1]], axis=1).astype(np.float64)
     systems = np.concatenate(rows, axis=1)
-    is_map: NDArray[np.bool_] = np.linalg.det(systems) != 0
-    found = np.linalg.solve(systems[is_map], wanted[is_map, :, None])[:, :, 0]
-    finite = np.abs(found).max(axis=1, initial=0) < _LARGEST
-    is_map[is_map] = finite
-    matrix: s.Matrices = np.concatenate([found, np.ones((len(found), 1))], axis=1).reshape(-1, 3, 3)
-    return matrix[finite], is_map
+    solvable = np.linalg.det(systems) != 0
+    found = np.full((len(start), 8), np.inf)
+    found[solvable] = np.linalg.solve(systems[solvable], wanted[solvable, :, None])[:, :, 0]
+    matrix: s.Matrices = np.concatenate([found, one[:, :1]], axis=1).reshape(-1, 3, 3)
+    return matrix

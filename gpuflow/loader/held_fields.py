@@ -14,7 +14,7 @@ from gpuflow.pipeline.records import GEOMETRIC, Column, Field, Ragged
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec
 
-__all__ = ["columns_of", "keypoints_of", "moved_fields", "without_tensors"]
+__all__ = ["columns_of", "for_numpy", "keypoints_of", "moved_fields", "without_tensors"]
 
 _OF_COCO = tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
 
@@ -81,8 +81,13 @@ def without_tensors(name: str, given: Any, count: int) -> list[Any]:
     return [_as_array(value) if isinstance(value, torch.Tensor) else value for value in _values(name, given, count)]
 
 
+def for_numpy(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers as numpy takes them: without a gradient, and float32 instead of bfloat16."""
+    return (value.float() if value.dtype == torch.bfloat16 else value).detach()
+
+
 def _as_array(value: torch.Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu().numpy()
+    array: NDArray[Any] = for_numpy(value).cpu().numpy()
     return array
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from torchvision.datasets import DatasetFolder
 
 from gpuflow.errors import ConfigError, LoaderError, Problem, is_system_fault, show, system_fault
+from gpuflow.loader.held_fields import for_numpy
 from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.fingerprint import fingerprint
@@ -176,10 +177,8 @@ def _encoded(data: Any) -> bytes | NDArray[np.uint8] | None:
 def _label(label: Any) -> NDArray[Any] | None:
     """A number or an array of numbers as int64 or float32; None for anything else, and for numbers that they cannot
     hold."""
-    if isinstance(label, torch.Tensor):
-        label = label.detach().float() if label.dtype == torch.bfloat16 else label.detach()
     try:
-        array = np.asarray(label)
+        array = np.asarray(for_numpy(label) if isinstance(label, torch.Tensor) else label)
     except (TypeError, ValueError):  # such as lists of different lengths, or a tensor on a GPU
         return None
     if array.dtype.kind == "f":

@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 
 def epoch_number(epoch: object, bits: int) -> int:
-    """An epoch as an integer of Python, which keys take. Raises ValueError unless it is an integer of so many bits."""
+    """An epoch as an `int`, also where it is an integer of numpy or a tensor. Raises ValueError unless it is an integer
+    from 0 to 2**bits - 1."""
     try:
         number = operator.index(epoch)  # type: ignore[arg-type]
     except TypeError:

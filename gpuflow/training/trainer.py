@@ -204,7 +204,7 @@ class Trainer:
         else:
             self.step = before + steps
         if batch is None and steps == len(loader):
-            raise LoaderError(f"{self._config.path}: all samples of train are bad; run `gpuflow scan` to list them")
+            raise self._all_bad("train")
         events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
 
@@ -277,10 +277,13 @@ class Trainer:
             totals.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
             events.step(*totals.so_far())
         if batch is None:
-            raise LoaderError(f"{self._config.path}: all samples of val are bad; run `gpuflow scan` to list them")
+            raise self._all_bad("val")
         result = totals.result(group)
         events.end_pass("val", self.epoch, result)
         return result
+
+    def _all_bad(self, name: str) -> LoaderError:
+        return LoaderError(f"{self._config.path}: all samples of {name} are bad; run `gpuflow scan` to list them")
 
     def _highest_rate(self) -> float:
         """`train.lr`, by default in proportion to the samples of a step."""
@@ -402,14 +405,15 @@ class Trainer:
             reason = str(error).partition("; ")[0]
             action = "restore the files and the configuration that it was trained with, or set another train.out"
             raise StateError(f"{self.checkpoint}: {reason}; {action}") from error
-        self.step, loader = self._steps_done(), self.train_loader
-        if loader.steps_left == 0:  # what other ranks left of the epoch fills no step of these
-            loader.set_epoch(loader.upcoming_epoch + 1)
+        self.step = self._steps_done()
 
     def _steps_done(self) -> int:
-        """The number of finished steps before the next `for`, counted in steps of the present number of ranks."""
-        loader = self.train_loader
-        return (loader.upcoming_epoch + 1) * len(loader) - loader.steps_left
+        """The number of finished steps, counted in steps of the present number of ranks."""
+        loader, left = self.train_loader, self.train_loader.steps_left
+        done = (loader.upcoming_epoch + 1) * len(loader) - left
+        if left == 0:  # what other ranks left of the epoch fills no step of these
+            loader.set_epoch(loader.upcoming_epoch + 1)
+        return done
 
 
 class _PassTotals:

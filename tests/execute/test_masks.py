@@ -219,7 +219,7 @@ PROGRAMS: dict[str, tuple[s.Stage, ...]] = {
         Resize(height=3, width=40_000, interpolation="nearest"),
     ),
     "larger, then a turn": (CenterCrop(size=(80, 90)), Turn(angle=33)),
-    "wider than short numbers count, then a turn": (
+    "wider than 16 bits count, then a turn": (
         Resize(height=20, width=50_000, interpolation="nearest"),
         Turn(angle=0.01),
         CenterCrop(size=(20, 50_000)),

@@ -330,7 +330,7 @@ class _Listed:
         self._versions = np.frombuffer(b"".join(versions), np.uint8).reshape(-1, VERSION_BYTES)[order]
 
     def find(self, digests: Sequence[bytes]) -> list[tuple[bytes | None, int | None]]:
-        """The version and the size of each file; None for one that was not listed, or without a size (0)."""
+        """The version and the size of each file; None for what the listing did not say. It says 0 for no size."""
         if not len(self._keys):
             return [(None, None)] * len(digests)
         keys = _keys(digests)
