@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpuflow.errors import ConfigError, StateError
+from gpuflow.errors import ConfigError, LoaderError, StateError
 from tests.datasets import nothing_left_behind
 from tests.integrations.killing import make_data, run, steps, weights_equal
 
@@ -128,6 +128,35 @@ def test_a_file_without_val_trains_without_validation(tmp_path: Path) -> None:
     assert len(model.seen["train"]) == 8 and not model.seen["val"]
     with pytest.raises(ConfigError, match="test"):
         trainer(tmp_path).test(model, DataModule(make_data(tmp_path)))
+
+
+SKIP_IN_TRAINING = "pipelines.train.on_error=skip"
+LAST_STEP_IS_BAD = ["pipelines.train.shuffle=false", "pipelines.train.batch.size=29", SKIP_IN_TRAINING]
+
+
+def damage_last_photo(folder: Path) -> None:
+    max(folder.glob("photos/*/*")).write_bytes(b"not an image")
+
+
+def test_a_step_that_is_left_out_is_an_error_because_lightning_would_not_validate(tmp_path: Path) -> None:
+    file, model = make_data(tmp_path), Model()
+    damage_last_photo(tmp_path)
+    data = DataModule(file, overrides=LAST_STEP_IS_BAD)
+    with pytest.raises(LoaderError, match=r"step 1 of epoch 0 holds nothing but bad samples, and Lightning counts"):
+        trainer(tmp_path, num_sanity_val_steps=0).fit(model, data)
+    replaced = DataModule(file, overrides=[*LAST_STEP_IS_BAD[:-1], "pipelines.train.on_error=replace"])
+    assert not model.seen["val"]
+    trainer(tmp_path, num_sanity_val_steps=0).fit(model, replaced)
+    assert model.seen["val"]
+
+
+def test_samples_and_steps_that_are_left_out_within_validation(tmp_path: Path) -> None:
+    file, model = make_data(tmp_path), Model()
+    damage_last_photo(tmp_path)
+    skipping = [entry.replace(".train.", ".val.") for entry in LAST_STEP_IS_BAD]
+    trainer(tmp_path, num_sanity_val_steps=0).fit(model, DataModule(file, overrides=[*skipping, SKIP_IN_TRAINING]))
+    assert model.seen["val"] == [list(range(29))]
+    assert sorted(index for step in model.seen["train"] for index in step) == list(range(29))
 
 
 def test_the_loaders_end_with_an_error_in_the_loop(tmp_path: Path) -> None:
