@@ -200,6 +200,9 @@ def _check_dataloader(dataloader: Any) -> None:
     """Raise ConfigError if this is no DataLoader whose batches gpuflow can make."""
     if not isinstance(dataloader, DataLoader):
         raise _problem(("dataloader",), "must be a torch.utils.data.DataLoader", type(dataloader).__name__)
+    if type(dataloader).__iter__ is not DataLoader.__iter__:
+        action = "wrap the DataLoader before another library prepares it, on several ranks with a DistributedSampler"
+        raise _problem(("dataloader",), "must iterate as a DataLoader does", type(dataloader).__name__, action)
     if isinstance(dataloader.dataset, IterableDataset):
         action = "use gpuflow.load with source.tar for shards"
         raise _problem(

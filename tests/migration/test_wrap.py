@@ -361,6 +361,13 @@ def test_batches_are_on_the_gpu_of_the_local_rank(photos: ImageFolder, config: P
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+class Prepared(DataLoader[Any]):
+    """Iterates in another way, as what Accelerate makes of a DataLoader does."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 class Endless:
     """A batch sampler without a length, or with a wrong one."""
 
@@ -387,6 +394,12 @@ def faults(photos: ImageFolder) -> dict[str, tuple[Any, dict[str, Any], str]]:
     resize = gpuflow.cv2_resize((32, 32))
     return {
         "no DataLoader": (photos, {}, "dataloader must be a torch.utils.data.DataLoader, got 'ImageFolder'"),
+        "other batches": (
+            Prepared(photos),
+            {},
+            "dataloader must iterate as a DataLoader does, got 'Prepared'; wrap the DataLoader before another library "
+            "prepares it, on several ranks with a DistributedSampler",
+        ),
         "iterable": (
             DataLoader(Stream()),
             {},
@@ -470,8 +483,8 @@ def faults(photos: ImageFolder) -> dict[str, tuple[Any, dict[str, Any], str]]:
 
 
 NAMES = (
-    *("no DataLoader", "iterable", "no batches", "collate_fn", "no length", "no samples", "pixels", "transform"),
-    *("share", "type", "rank", "resize on GPU", "size", "crop", "different"),
+    *("no DataLoader", "other batches", "iterable", "no batches", "collate_fn", "no length", "no samples"),
+    *("pixels", "transform", "share", "type", "rank", "resize on GPU", "size", "crop", "different"),
 )
 
 
