@@ -239,7 +239,8 @@ class Trainer:
 
         Those that it keeps while it trains are averages over the last steps. Early in a run the weights change faster,
         and validation and serving with such averages would give losses far above that of guessing. The batches are the
-        first ones of the next epoch, so that a resumed run takes the same ones; the loader is then set back.
+        first ones of the epoch that has ended: a resumed run takes the same ones, and each of them was read before. The
+        loader is then set back.
         """
         norms = [layer for layer in self.model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
         if not norms:
@@ -251,6 +252,7 @@ class Trainer:
             norm.momentum = None  # an average in which every batch counts the same
         self.model.train()
         self._seed_step()
+        loader.set_epoch(self.epoch)
         for images, _ in islice(loader, math.ceil(_STATISTICS_SAMPLES / loader.batch_size)):
             self._logits(self.model, images)
         for norm, momentum in zip(norms, momenta, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -363,10 +364,27 @@ def test_statistics_after_an_epoch_are_those_of_its_last_weights(config_file: Pa
     convolution, norm = again.model.conv1, again.model.bn1
     assert isinstance(norm, torch.nn.BatchNorm2d) and isinstance(convolution, torch.nn.Conv2d)
     with again.train_loader as loader, torch.no_grad():
+        loader.set_epoch(0)
         means = [convolution(images).mean((0, 2, 3)) for images, _ in loader]
     assert norm.running_mean is not None
     torch.testing.assert_close(norm.running_mean, torch.stack(means).mean(0), rtol=1e-4, atol=1e-4)
     assert norm.momentum == 0.1
+
+
+def test_statistics_need_no_sample_that_the_epoch_has_not_read(photos: Path, config_file: Path) -> None:
+    """`drop_last` leaves out two of twelve samples, of which the next epoch reads at least one in its first batch."""
+    overrides = ["train.model=resnet18", "train.epochs=1", "pipelines.train.batch={size: 10, drop_last: true}"]
+    overrides += ["pipelines.train.on_error=raise", f"source.folder={config_file.parent / 'copy'}"]
+    shutil.copytree(photos, config_file.parent / "copy")
+    with Trainer(read(config_file, *overrides), device="cpu").train_loader as loader:
+        first, second = ({index for batch in loader for index in batch.indices.tolist()} for _ in range(2))
+        unread = second - first
+        for index in unread:
+            Path(loader.dataset.path(index)).write_bytes(b"not an image")
+    trainer = Trainer(read(config_file, *overrides), device="cpu")
+    with pytest.warns(UserWarning, match="samples are bad"):  # of the pipeline val, which has these files, too
+        trainer.run(TrainerEvents(), max_steps=1)
+    assert unread and trainer.checkpoint.exists()
 
 
 # --- saving within an epoch -------------------------------------------------------------------------------------------
