@@ -37,8 +37,10 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
     ) -> ConfigError:
         return ConfigError([Problem(f"{path}{line}:", rule, value, action, code=code)])
 
+    text = ""
     try:
-        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        loader = _Loader(text)
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
         lines = dict(_lines(loader, node))
@@ -59,6 +61,10 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
         raise error(
             f"is not valid YAML: {cause.problem}", action=_advice(cause), line=line, code="config.yaml"
         ) from cause
+    except yaml.reader.ReaderError as cause:
+        line = f":{text.count(chr(10), 0, cause.position) + 1}"
+        rule = f"is not valid YAML: it has the control character U+{cause.character:04X}"
+        raise error(rule, action="remove it", line=line, code="config.yaml") from cause
     except RecursionError:
         raise error(_CYCLE, code="config.yaml") from None
     except (yaml.YAMLError, ValueError) as cause:
@@ -104,6 +110,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         if node is not None:
             _refuse_alias_bomb(node)
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as cause:  # such as a date without such a day, or a number of 5,000 digits
+            raise yaml.MarkedYAMLError(
+                problem=f"{cause}; put it in quotes if it is text", problem_mark=node.start_mark
+            ) from cause
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

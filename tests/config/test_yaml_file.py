@@ -86,7 +86,11 @@ def test_a_missing_file(here: Path) -> None:
             "'tag:yaml.org,2002:python/name:os.system'",
         ),
         ("a: !stage {}\n", "x.yaml:1: is not valid YAML: could not determine a constructor for the tag '!stage'"),
-        ("a: 2020-99-99\n", "x.yaml: is not valid YAML: month must be in 1..12"),
+        (
+            "a: 1\nb: 2020-99-99\n",
+            "x.yaml:2: is not valid YAML: month must be in 1..12; put it in quotes if it is text",
+        ),
+        ("a: 1\nb: \a\n", "x.yaml:2: is not valid YAML: it has the control character U+0007; remove it"),
         ("a: &a [*a]\n", "x.yaml: is nested too deeply, or an alias stands inside what it names"),
         ("a: &a {b: *a}\n", "x.yaml: is nested too deeply, or an alias stands inside what it names"),
         ("a: " + "[" * 3000, "x.yaml: is nested too deeply, or an alias stands inside what it names"),
