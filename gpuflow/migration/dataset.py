@@ -154,8 +154,8 @@ class DatasetSource:
             shown = ", ".join(show(part) if isinstance(part, float) else type(part).__name__ for part in pair)
             raise _refused(
                 f"must give (bytes, label) for each sample, and sample {index} is ({shown})",
-                action="pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number that "
-                "int64 or float32 holds",
+                action="pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number or "
+                "tensor that int64 or float32 holds",
             )
         return data, label
 
@@ -176,7 +176,9 @@ def _encoded(data: Any) -> bytes | NDArray[np.uint8] | None:
 
 def _label(label: Any) -> NDArray[Any] | None:
     """A number or an array of numbers as int64 or float32; None for anything else, and for numbers that they cannot
-    hold."""
+    hold. Tuples and lists are something else, because a DataLoader gives these one tensor for each of their places."""
+    if isinstance(label, (tuple, list)):
+        return None
     try:
         array = np.asarray(for_numpy(label) if isinstance(label, torch.Tensor) else label)
     except (TypeError, ValueError):  # such as lists of different lengths, or a tensor on a GPU

@@ -61,14 +61,21 @@ class SamplerDraws:
         self._state = {"order": order, "generators": generators, "begun": begun}
         return indices, sizes
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, within_epoch: bool) -> dict[str, Any]:
         """A hash of the order of the epoch that was drawn last, and torch's generators before it was drawn; whether an
-        epoch was drawn before it."""
-        return dict(self._state)
+        epoch was drawn before it. Between epochs the generators as they are, without an order."""
+        return dict(self._state) if within_epoch else {"generators": self._generators(), "begun": self._begun}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Have the next epoch drawn as the one of this state. Raises StateError if it is none."""
+    def restore(self, state: Mapping[str, Any], *, within_epoch: bool) -> None:
+        """Have the next epoch drawn as the one of this state. Raises StateError if it is none.
+
+        Between epochs this sets the generators that the DataLoader and its samplers were given, and not torch's own.
+        """
         try:
+            if not within_epoch:
+                self._set_generators([str(text) for text in state["generators"]], with_torchs_own=False)
+                self._begun = bool(state["begun"])
+                return
             self._state = {
                 "order": str(state["order"]),
                 "generators": [str(text) for text in state["generators"]],
@@ -124,14 +131,15 @@ class SamplerDraws:
         states = [one.get_state() for one in (torch.default_generator, *self._own_generators())]
         return [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
 
-    def _set_generators(self, texts: list[str]) -> None:
+    def _set_generators(self, texts: list[str], *, with_torchs_own: bool = True) -> None:
         own = self._own_generators()
         if len(texts) != 1 + len(own):
             raise StateError("the state was taken with a sampler of other generators; build the DataLoader as before")
         try:
             states = [torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for text in texts]
             for generator, state in zip([torch.default_generator, *own], states, strict=True):
-                generator.set_state(state)
+                if with_torchs_own or generator is not torch.default_generator:
+                    generator.set_state(state)
         except (ValueError, RuntimeError) as error:
             raise StateError(f"the state's generators are damaged: {error}; pass what state_dict() returned") from error
 

@@ -156,9 +156,12 @@ class WrappedLoader:
         what it drew. So an epoch of samplers that draw from torch (DataLoader(shuffle=True), WeightedRandomSampler) or
         are functions of `set_epoch` (DistributedSampler) is resumed exactly. For a sampler that draws from elsewhere,
         the `for` after `load_state_dict` raises StateError, unless it gives the same order again.
+
+        Between epochs it holds the generators that the DataLoader and its samplers were given. Without one the next
+        epoch is drawn from torch's own, which is the script's to save and restore (torch.get_rng_state).
         """
         state = self._loader.state_dict()
-        return {**state, "sampler": self._draws.state() if state["position"] else None}
+        return {**state, "sampler": self._draws.state(within_epoch=bool(state["position"]))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state` was taken: with the same number of ranks, dataset and batches.
@@ -167,8 +170,9 @@ class WrappedLoader:
             StateError: it is of another seed, dataset or preprocessing, or no state at all.
         """
         self._loader.load_state_dict(state)
-        if state["position"]:
-            self._draws.restore(state.get("sampler") or {})
+        within_epoch, draws = bool(state["position"]), state.get("sampler")
+        if within_epoch or draws is not None:  # earlier versions wrote None between epochs
+            self._draws.restore(draws or {}, within_epoch=within_epoch)
 
     # --- statistics and shutdown ----------------------------------------------------------------------------------
 

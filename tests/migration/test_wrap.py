@@ -159,7 +159,29 @@ def test_a_resumed_epoch_equals_an_uninterrupted_one(name: str, photos: ImageFol
             )
             return
         assert [rows(batch) for batch in loader] == whole[2:]
-        assert states[-1]["position"] == 0 and states[-1]["sampler"] is None
+        assert (states[-1]["position"], list(states[-1]["sampler"])) == (0, ["generators", "begun"])
+
+
+@pytest.mark.parametrize("name", ["persistent workers", "generator"])
+def test_a_resumed_run_draws_the_next_epoch_from_the_generator_that_the_dataloader_was_given(
+    name: str, photos: ImageFolder, config: Path
+) -> None:
+    with gpuflow.wrap(LOADERS[name](photos), config, transforms_gpu=GPU) as loader:
+        list(loader)
+        state = json.loads(json.dumps(loader.state_dict()))
+        torch.manual_seed(7)
+        second = [rows(batch) for batch in loader]
+        torch.manual_seed(8)
+        before = torch.get_rng_state()
+        loader.load_state_dict(state)
+        assert torch.equal(torch.get_rng_state(), before), "torch's own is the script's"
+        torch.manual_seed(7)
+        assert [rows(batch) for batch in loader] == second
+    with gpuflow.wrap(LOADERS[name](photos), config, transforms_gpu=GPU) as loader:
+        loader.load_state_dict(state)
+        torch.manual_seed(7)
+        assert [rows(batch) for batch in loader] == second
+        loader.load_state_dict({**state, "sampler": None})  # as earlier versions wrote it
 
 
 def test_pixels_are_those_of_load_and_do_not_depend_on_the_number_of_ranks(
@@ -289,9 +311,11 @@ def test_a_label_may_be_any_tensor_of_one_number(label: torch.Tensor, config: Pa
         assert next(iter(loader)).labels.tolist() == [3.0] * 3
 
 
-def test_a_label_that_is_no_array_is_an_error(config: Path) -> None:
+@pytest.mark.parametrize("label", [[[1], [2, 3]], (1, 2), [1, 2], "a"])
+def test_a_label_that_is_no_number_and_no_array_is_an_error(config: Path, label: Any) -> None:
+    """A DataLoader gives a tuple or list of labels as one tensor for each place, and not as one for all."""
     with pytest.raises(ConfigError, match=r"must give \(bytes, label\) for each sample, and sample 0 is"):
-        gpuflow.wrap(DataLoader(Encoded(label=lambda index: [[1], [2, 3]]), batch_size=3), config)
+        gpuflow.wrap(DataLoader(Encoded(label=lambda index: label), batch_size=3), config)
 
 
 @pytest.mark.filterwarnings("ignore:1 of 4 samples are bad so far:UserWarning")
@@ -431,7 +455,7 @@ def faults(photos: ImageFolder) -> dict[str, tuple[Any, dict[str, Any], str]]:
             DataLoader(pixels),
             {},
             "dataloader.dataset must give (bytes, label) for each sample, and sample 0 is (Image, int); "
-            "pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number that "
+            "pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number or tensor that "
             "int64 or float32 holds",
         ),
         "transform": (
