@@ -57,11 +57,12 @@ PROCESSORS = {
 _KEYS = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
     *("image_mean", "image_std", "do_pad", "pad_size", "crop_pct", "default_to_square"),
+    "use_square_size",
 )
 _IGNORED = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "do_convert_rgb", "data_format", "device"),
     *("input_data_format", "return_tensors", "disable_grouping", "_valid_processor_keys", "auto_map", "backend"),
-    *("image_seq_length", "use_square_size", "_commit_hash", "transformers_version"),
+    *("image_seq_length", "_commit_hash", "transformers_version"),
 )
 """Keys that change no pixel of an RGB image."""
 _MATCHES = (
@@ -127,6 +128,8 @@ class _Reader:
     def _resize(self) -> list[Entry]:
         processor, filters = self._processor, self._filters()
         size = self._get("size", processor.size)
+        if self._get("use_square_size", False):
+            self._gap("use_square_size", "makes images square, of the side that the class has without 'size'", "resize")
         if isinstance(size, int):
             square = self._get("default_to_square", processor.square)
             size = {"height": size, "width": size} if square else {"shortest_edge": size}
@@ -179,7 +182,7 @@ class _Reader:
     def _filters(self) -> dict[str, Any]:
         """The key `interpolation`, unless it is the default."""
         resample = self._get("resample", self._processor.resample)
-        if resample not in range(len(_NAMES)):
+        if type(resample) is not int or resample not in range(len(_NAMES)):
             raise self._document.error("must be a filter of Pillow, 0 to 5", "resample", value=resample)
         if resample in (_BILINEAR, _BICUBIC):
             return {} if resample == _BILINEAR else {"interpolation": "bicubic"}

@@ -241,6 +241,8 @@ class _Reader:
     def to_pil(self, transform: Any) -> None:
         if self.scaled:
             self.refuse(transform, "makes levels of floats again")
+        elif transform.mode not in (None, "RGB"):
+            self.refuse(transform, f"takes the channels for {transform.mode}")
         self.tensor = False
 
     def level(self, value: float) -> int | None:
@@ -425,9 +427,12 @@ def _warped(reader: _Reader, t: Any, stage: str, keys: dict[str, Any]) -> _Equal
     """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
     if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(reader, t)) is None:
         return None
-    if getattr(t, "expand", False):
+    center, expand = getattr(t, "center", None), getattr(t, "expand", False)
+    if center is not None and expand:  # which moves the image out of the frame
+        return None
+    if expand:
         keys = {**keys, "expand": True}
-    elif (center := getattr(t, "center", None)) is not None:
+    if center is not None:
         keys = {**keys, "center": [number(x) for x in center]}
     reader.pillow_warps = reader.pillow_warps or not reader.tensor
     return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **fill})

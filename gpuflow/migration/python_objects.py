@@ -58,6 +58,9 @@ def _attribute(name: str) -> Any:
     except ModuleNotFoundError as cause:
         action = "run gpuflow in the directory of that file, or set PYTHONPATH"
         raise error(f"no module {cause.name!r} can be imported", action) from cause
+    except SystemExit as cause:
+        action = "put what the program does under if __name__ == '__main__'"
+        raise error(f"the code of module {module_name!r} ends the program", action) from cause
     except Exception as cause:  # the module's code may raise anything
         raise error(f"the code of module {module_name!r} raises {type(cause).__name__}: {cause}") from cause
     for part in path.split("."):

@@ -162,6 +162,18 @@ def test_a_module_whose_code_fails(imported: Run, tmp_path: Path, monkeypatch: p
     )
 
 
+def test_a_module_whose_code_ends_the_program(imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ending_module.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = imported("ending_module:x")
+    assert done.code == 1
+    assert (
+        "error: ending_module:x: the code of module 'ending_module' ends the program; put what the program does under "
+        "if __name__ == '__main__'\n" in done.err
+    )
+
+
 def test_a_file_whose_name_is_not_text(imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path(os.fsdecode(b"caf\xe9.json")).write_text(json.dumps(VIT))

@@ -149,6 +149,10 @@ def test_a_folder_and_which_processor_is_matched(tmp_path: Path) -> None:
             "x.json:16: resample is lanczos, which the stage resize does not have; nearest: interpolation: ",
         ),
         (
+            {"use_square_size": True},
+            "x.json:22: use_square_size makes images square, of the side that the class has without 'size'; ",
+        ),
+        (
             {"image_processor_type": "LevitImageProcessor"},
             "x.json:10: image_processor_type is LevitImageProcessor, which may do more than resize, crop and normalize",
         ),
@@ -212,6 +216,7 @@ def sizes_of_transformers(height: Any, width: Any, shorter: int, most: int) -> A
             "image_processor_type: ViTImageProcessor",
         ),
         ({**VIT, "resample": 9}, "x.json:16: resample must be a filter of Pillow, 0 to 5, got 9"),
+        ({**VIT, "resample": 0.0}, "x.json:16: resample must be a filter of Pillow, 0 to 5, got 0.0"),
         ({**VIT, "image_mean": [0.5]}, "x.json:5: image_mean must be three numbers, got [0.5]"),
         (
             {**VIT, "size": {"width": 3}},
@@ -389,6 +394,11 @@ def test_serialised_transforms_of_albumentations(tmp_path: Path, transform: dict
             {"name": "Resize", "height": 3, "width": 3, "interpolation": 3},
             "x.json:12: transform.transforms[0].interpolation is OpenCV's number 3, a filter that the stage resize "
             "does not have; nearest: resize: {interpolation: bilinear, antialias: true} (up to ",
+        ),
+        (
+            {"name": "Resize", "height": 3, "width": 3, "interpolation": 0},
+            "x.json:12: transform.transforms[0].interpolation takes OpenCV's nearest pixels, of two that are equally "
+            "near often the other one; nearest: resize: {interpolation: nearest, antialias: false}",
         ),
     ],
 )

@@ -179,6 +179,20 @@ def test_what_floats_can_be_and_levels_cannot_runs_by_name(transform: Any, param
     assert stages_of(found) == [ZERO_TO_ONE, {"torchvision": {"name": type(transform).__name__, **parameters}}]
 
 
+def test_a_centre_of_a_rotation_that_expands_runs_by_name() -> None:
+    """torchvision moves the image out of the frame then."""
+    found = read(v2.RandomRotation(30, expand=True, center=(8, 9)))
+    (stage,) = stages_of(found)
+    assert (texts(found), stage["torchvision"]["name"]) == ([], "RandomRotation")
+    assert (stage["torchvision"]["expand"], stage["torchvision"]["center"]) == (True, [8, 9])
+
+
+def test_channels_of_another_mode_of_pillow() -> None:
+    assert texts(read(v2.PILToTensor(), v2.ToPILImage(mode="RGB"))) == []
+    (text,) = texts(read(v2.PILToTensor(), v2.ToPILImage(mode="YCbCr")))
+    assert "ToPILImage takes the channels for YCbCr" in text
+
+
 def test_a_fill_that_is_no_level_runs_by_name() -> None:
     assert stages_of(read(v2.PILToTensor(), v2.Pad(2, fill=0.5))) == [
         {"torchvision": {"name": "Pad", "padding": 2, "fill": 0.5}}
