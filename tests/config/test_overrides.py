@@ -68,7 +68,10 @@ def test_overrides_of_stages_that_are_no_more_than_a_name() -> None:
         ("=3", ": must be of the form key.key=value, such as run.threads=8"),
         ("", ": must be of the form key.key=value, such as run.threads=8"),
         ("run.threads={", ": the value is not valid YAML: expected the node content, but found '<stream end>'"),
-        ("run.threads=2020-99-99", ": the value is not valid YAML: month must be in 1..12"),
+        (
+            "run.threads=2020-99-99",
+            ": the value is not valid YAML: month must be in 1..12; put it in quotes if it is text",
+        ),
         ("run.threads={a: 1, a: 2}", ": the value is not valid YAML: key 'a' stands twice, first on line 1; keep one"),
         (
             "run.threads=!!python/name:os.system",
