@@ -40,19 +40,10 @@ COMPUTING_SHARE, COMPUTING_SECONDS = 0.3, 0.001
 BEFORE_CAPTURE = 12
 """The steps that DDP needs before a graph can be captured."""
 WAIT_SECONDS = 120.0
-PIPELINED_BY = "gpuflow.runtime.hardware_queues.are_all_used"
-"""The function by which a loader decides whether nvJPEG's calls are pipelined."""
 Record = dict[str, Any]
 
 
 # --- arms -------------------------------------------------------------------------------------------------------------
-
-
-class Setting(NamedTuple):
-    """What the loaders differ in, see `Arm`."""
-
-    calls: str = "auto"
-    pipelined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +51,21 @@ class Arm:
     """One way to train.
 
     fed: on the loader's batches; otherwise on a batch that stays on the GPU. ddp: with DistributedDataParallel.
-    calls: `run.decoder_calls` of the loader. pipelined: as `BatchedDecoder` takes it. without: parts of the loader that
-        are left out, of `PARTS`.
+    calls: `run.decoder_calls` of the loader. without: parts of the loader that are left out, of `PARTS`.
     other_thread: what another thread does meanwhile, see `Rank.other_thread`.
     """
 
     fed: bool = False
     ddp: bool = True
     calls: str = "auto"
-    pipelined: bool = True
     without: tuple[str, ...] = ()
     other_thread: str = "nothing"
-
-    @property
-    def setting(self) -> Setting:
-        return Setting(self.calls, self.pipelined)
 
 
 ARMS = {
     "resident": Arm(),
     "gpuflow": Arm(fed=True),
     "gpuflow with two calls": Arm(fed=True, calls="2"),
-    "gpuflow not pipelined": Arm(fed=True, pipelined=False),
     "gpuflow without decoding": Arm(fed=True, without=("decoding",)),
     "gpuflow without decoding and sampling": Arm(fed=True, without=("decoding", "sampling")),
     "decoding only": Arm(other_thread="decoding"),
@@ -393,19 +377,17 @@ class Rank:
         shape = (job.batch, 3, 224, 224)
         resident = torch.randn(shape, device=device).to(torch.bfloat16, memory_format=torch.channels_last)
         self.resident = itertools.repeat(resident)
-        settings = sorted({Setting()} | {arm.setting for arm in arms})  # in one order, because the ranks' loaders agree
-        self._loaders = {one: self._opened(one, stack) for one in settings}
-        self._batches = {setting: self._endless(loader, stack) for setting, loader in self._loaders.items()}
-        for setting in sorted({arm.setting for arm in arms if arm.fed}):
+        self._loaders = {calls: self._opened(calls, stack) for calls in {"auto"} | {arm.calls for arm in arms}}
+        self._batches = {calls: self._endless(loader, stack) for calls, loader in self._loaders.items()}
+        for calls in sorted({arm.calls for arm in arms if arm.fed}):
             for _ in range(job.warm_up):
-                next(self._batches[setting])
+                next(self._batches[calls])
 
-    def _opened(self, setting: Setting, stack: ExitStack) -> gpuflow.Loader:
+    def _opened(self, calls: str, stack: ExitStack) -> gpuflow.Loader:
         job = self._job
-        keys = {"source.folder": job.photos, "pipelines.train.batch.size": job.batch}
-        overrides = [f"{key}={value}" for key, value in (keys | {"run.decoder_calls": setting.calls}).items()]
-        with contextlib.nullcontext() if setting.pipelined else patch(PIPELINED_BY, lambda: False):
-            loader = gpuflow.load(CONFIG, device=self._device, overrides=overrides)
+        keys = {"source.folder": job.photos, "pipelines.train.batch.size": job.batch, "run.decoder_calls": calls}
+        overrides = [f"{key}={value}" for key, value in keys.items()]
+        loader = gpuflow.load(CONFIG, device=self._device, overrides=overrides)
         stack.callback(loader.close)
         return loader
 
@@ -416,7 +398,7 @@ class Rank:
         return batches
 
     def batches_of(self, arm: Arm) -> Iterator[torch.Tensor]:
-        return self._batches[arm.setting] if arm.fed else self.resident
+        return self._batches[arm.calls] if arm.fed else self.resident
 
     def other_thread(self, what: str) -> AbstractContextManager[Callable[[], object]]:
         """What another thread does meanwhile. Gives a function to call before each step."""
@@ -426,7 +408,7 @@ class Rank:
             case "computing":
                 return computing(COMPUTING_SHARE)
             case "decoding" | "calls in C":
-                loader = self._loaders[Setting()]
+                loader = self._loaders["auto"]
                 source = loader.dataset
                 files = [Path(source.path(index)).read_bytes() for index in range(self._job.batch)]
                 decode = one_chunk(loader._plan.gpu, files, self._device)
@@ -528,7 +510,7 @@ def main(number: int, job: Job, port: int) -> None:
     join_group(number, job.ranks, device, port)
     with ExitStack() as stack:
         rank = Rank(job, device, stack)
-        for name in {ARMS[one].setting: one for _, names in job.arms for one in names if ARMS[one].fed}.values():
+        for name in {ARMS[one].calls: one for _, names in job.arms for one in names if ARMS[one].fed}.values():
             rank.measure_all(name, job.settling)
         rate = rank.measure_all("resident", WARM_UP_STEPS)["images_per_s"] / job.ranks
         steps = max(2, round(job.seconds * rate / job.batch))

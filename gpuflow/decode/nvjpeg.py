@@ -3,9 +3,9 @@
 Chroma is upsampled with libjpeg's triangle filter (NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION), which keeps the pixels
 within one level of libjpeg-turbo. Source of the calls and constants: `nvjpeg.h` of CUDA 13.
 
-On the engines nvJPEG gives each engine one image at a time (NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE), or two: then it sends
-an image while the one before is converted. Two need twice as many of nvJPEG's streams, which must not share hardware
-queues with the training (measured in experiments/gpu_path/NOTES.md and experiments/real_data/NOTES.md).
+On the engines a batch is not pipelined over nvJPEG's own streams (NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE): those streams
+would share hardware queues with the training, and each would wait for the other (measured in
+experiments/gpu_path/NOTES.md).
 """
 
 from __future__ import annotations
@@ -124,17 +124,14 @@ class BatchedDecoder:
     """One batched nvJPEG decoder, by default on the GPU's JPEG engines. Not thread-safe.
 
     backend: of BACKENDS, or see `for_chunks_of`.
-    pipelined: each engine has two images at a time; see this module's docstring. CUDA kernels take no notice of it.
 
     Raises NvjpegError if the GPU has no engines (status 7 or 9).
     """
 
-    def __init__(
-        self, library: NvjpegLibrary, color: str, backend: str = "hardware", *, pipelined: bool = False
-    ) -> None:
+    def __init__(self, library: NvjpegLibrary, color: str, backend: str = "hardware") -> None:
         self._library, self._format = library, FORMATS[color]
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-        flags = _FLAG_INTERPOLATION | (_FLAG_NO_PIPELINE if backend == "hardware" and not pipelined else 0)
+        flags = _FLAG_INTERPOLATION | (_FLAG_NO_PIPELINE if backend == "hardware" else 0)
         status = library.create(_BACKENDS[backend], None, None, flags, ctypes.byref(self._handle))
         self._check("nvjpegCreateEx", status)
         self._check("nvjpegJpegStateCreate", library.create_state(self._handle, ctypes.byref(self._state)))

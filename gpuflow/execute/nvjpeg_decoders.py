@@ -25,7 +25,6 @@ from gpuflow.errors import DecoderError, SystemFault
 from gpuflow.execute.decode_calls import CALL_IMAGES
 from gpuflow.execute.device_stream import DeviceStream, take_free
 from gpuflow.execute.gpu_call import GpuCall
-from gpuflow.runtime import hardware_queues
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
 
@@ -130,7 +129,7 @@ class NvjpegDecoder:
         self._refused, self._without_memory = 0, 0
         self._reported = set[int]()
         """The statuses of nvJPEG that were logged."""
-        self._make = partial(BatchedDecoder, library, color, backend, pipelined=hardware_queues.are_all_used())
+        self._make = partial(BatchedDecoder, library, color, backend)
         self._states = {self_test.SAMPLING: _State(self._make())}
         self._stream = device_stream.on_new_stream().stream if second else device_stream.stream
         self._filler = self._test_file() if backend == "cuda" else None

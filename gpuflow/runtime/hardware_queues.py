@@ -6,15 +6,14 @@ import logging
 import os
 import sys
 
-__all__ = ["QUEUES", "VARIABLE", "are_all_used", "request_queues", "warn_if_late"]
+__all__ = ["QUEUES", "VARIABLE", "request_queues", "warn_if_late"]
 
 _LOG = logging.getLogger(__name__)
 VARIABLE, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 """CUDA's variable, whose default is 8, and its largest value. nvJPEG, the loader, a training and NCCL have more streams
 than 8. With 8 queues a call of nvJPEG next to a training took up to 38 ms, with 32 up to 16 (measured in
 experiments/ranks/NOTES.md)."""
-_late, _warned = False, False
-"""Whether this process used the GPU before it imported gpuflow; whether that was logged."""
+_late = False
 
 
 def request_queues() -> None:
@@ -32,17 +31,11 @@ def request_queues() -> None:
         os.environ[VARIABLE] = str(QUEUES)
 
 
-def are_all_used() -> bool:
-    """Whether CUDA uses as many hardware queues in this process as it can, as far as the environment says."""
-    number = os.environ.get(VARIABLE, "")
-    return not _late and number.isdigit() and int(number) >= QUEUES
-
-
 def warn_if_late() -> None:
     """Log once that this process used the GPU before it imported gpuflow, so that CUDA uses few hardware queues."""
-    global _warned
-    if _late and not _warned:
-        _warned = True
+    global _late
+    if _late:
+        _late = False
         _LOG.warning(
             "this process used the GPU before it imported gpuflow, so decoding and training share hardware queues and "
             "may wait for each other; import gpuflow first, or set %s=%d",

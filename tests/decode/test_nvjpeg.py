@@ -141,16 +141,9 @@ def test_a_part_that_nvjpeg_refuses() -> None:
     assert engines.batch_size == 0, "the next call initializes the state again"
 
 
-def test_pipelined_engines() -> None:
+def test_cuda_kernels_are_asked_for_the_same_pixels() -> None:
     library: Any = FakeLibrary()
-    BatchedDecoder(library, "rgb", pipelined=True)
-    assert library.calls[0] == ("create", 3, 1 << 5)
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_cuda_kernels_are_asked_for_the_same_pixels(pipelined: bool) -> None:
-    library: Any = FakeLibrary()
-    BatchedDecoder(library, "rgb", "cuda", pipelined=pipelined)
+    BatchedDecoder(library, "rgb", "cuda")
     assert library.calls[0] == ("create", 2, 1 << 5)
 
 

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -206,21 +205,17 @@ def test_callers_of_a_service_get_their_own_images(kind: str, tmp_path: Path) ->
 
 
 def new_decoder(backend: str) -> Any:
-    """backend: "not pipelined" are the engines with one image at a time."""
     from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.execute.nvjpeg_decoders import NvjpegDecoder
 
-    pipelined = backend != "not pipelined"
-    kind = backend if pipelined else "hardware"
     try:
-        with patch("gpuflow.runtime.hardware_queues.are_all_used", lambda: pipelined):
-            return NvjpegDecoder(DeviceStream(torch.device("cuda")), find_nvjpeg(), "rgb", kind, second=False)
+        return NvjpegDecoder(DeviceStream(torch.device("cuda")), find_nvjpeg(), "rgb", backend, second=False)
     except NvjpegError as error:
-        pytest.skip(f"this GPU has no {kind} backend of nvJPEG: {error}")
+        pytest.skip(f"this GPU has no {backend} backend of nvJPEG: {error}")
 
 
-@pytest.mark.parametrize("backend", ["hardware", "not pipelined", "cuda", "cuda_few"])
+@pytest.mark.parametrize("backend", ["hardware", "cuda", "cuda_few"])
 def test_calls_of_any_size_give_the_same_pixels(backend: str) -> None:
     """nvJPEG's CUDA kernels get a few values of most photographs otherwise in calls of few images."""
     from gpuflow.execute.nvjpeg_decoders import JpegBatch
@@ -249,7 +244,7 @@ def test_calls_of_any_size_give_the_same_pixels(backend: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["4:2:0", "4:4:4"])
-@pytest.mark.parametrize("backend", ["hardware", "not pipelined", "cuda", "cuda_few"])
+@pytest.mark.parametrize("backend", ["hardware", "cuda", "cuda_few"])
 def test_calls_in_a_row_of_one_decoder_keep_their_images_apart(backend: str, sampling: str) -> None:
     """Also if the GPU is busy when they are queued, and all have as many files."""
     from gpuflow.execute.nvjpeg_decoders import JpegBatch

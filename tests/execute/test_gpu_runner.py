@@ -66,7 +66,7 @@ def number_in(data: bytes) -> int:
 class NumberDecoder:
     """Replaces `BatchedDecoder`: writes each file's number, as four bytes, where the part of its image belongs."""
 
-    def __init__(self, *arguments: Any, pipelined: bool) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.batch_size = 0
 
     def parameters(self, count: int) -> ctypes.Array[ctypes.c_void_p]:

@@ -18,7 +18,6 @@ import torch
 from gpuflow.decode import self_test
 from gpuflow.errors import DecoderError, LoaderTimeout, SystemFault, is_system_fault
 from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoder, NvjpegDecoderPool
-from gpuflow.runtime.hardware_queues import QUEUES, VARIABLE
 from tests.host_stream import HostStream
 
 
@@ -69,12 +68,10 @@ class SlowLibrary:
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
         self.most, self.calls, self.made = 0, 0, 0
-        self.flags: set[int] = set()
         self.streams: set[int] = set()
 
-    def create(self, backend: int, device: Any, pinned: Any, flags: int, handle: Any) -> int:
+    def create(self, *arguments: Any) -> int:
         self.made += 1
-        self.flags.add(flags)
         return 0
 
     def create_state(self, *arguments: Any) -> int:
@@ -162,20 +159,6 @@ def test_the_second_decoder_is_freed_when_the_gpu_no_longer_waits_and_made_again
         assert (library.most, library.made) == (2, again)
 
 
-@pytest.mark.parametrize("queues", [8, QUEUES])
-def test_engines_are_pipelined_if_their_streams_need_not_share_queues(
-    monkeypatch: pytest.MonkeyPatch, queues: int
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(queues))
-    library = SlowLibrary()
-    substitutes: tuple[Any, Any] = (DeviceStream(), library)
-    decoder = NvjpegDecoder(*substitutes, "rgb", "hardware", second=False)
-    numbers = np.ones(4, np.uint64)
-    decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), SAMPLING + 1))
-    assert (library.made, len(library.flags)) == (2, 1), "a decoder for each sampling"
-    assert [flags & 1 for flags in library.flags] == [int(queues < QUEUES)], "NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE"
-
-
 @pytest.mark.parametrize(("backend", "waits"), [("hardware", 1), ("cuda", 3), ("cuda_few", 3)])
 def test_cuda_kernels_have_one_call_at_a_time(backend: str, waits: int) -> None:
     """The engines may have several, unless their state is set up anew for another number of images."""
@@ -227,7 +210,7 @@ class FaultyLibrary(SlowLibrary):
         self.most_decoders = 1 << 10
 
     def create(self, *arguments: Any) -> int:
-        super().create(*arguments)
+        super().create()
         return 0 if self.made <= self.most_decoders else NO_MEMORY
 
     def initialize(self, handle: Any, state: Any, count: int, *arguments: Any) -> int:
