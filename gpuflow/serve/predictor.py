@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, overloa
 import torch
 
 from gpuflow.config.resources import serving_processes_of, threads_of
+from gpuflow.decode.optional_headers import LABELS
+from gpuflow.decode.preset import Preset
 from gpuflow.engines import (
     Engine,
     ModelInfo,
@@ -118,7 +120,9 @@ class Predictor:
         classes: the names of the model's outputs.
         timeout_seconds: limit for each answer.
 
-    gives_images: whether the graph can return the model's input. formats: what `decode.formats` names.
+    gives_images: whether the graph can return the model's input. has_preset: whether a preset decodes. formats: what
+    its decoder takes besides the ordinary formats: what `decode.formats` names, or for a preset all that gpuflow knows;
+    its operators take others, too.
     """
 
     def __init__(
@@ -134,7 +138,9 @@ class Predictor:
         self.image, self.pipeline = image, pipeline
         self.classes, self.preprocessing = classes, graph.preprocessing
         first_stage = pipeline.stages[0] if pipeline is not None else None
-        self.formats = first_stage.formats if isinstance(first_stage, Decoder) else ()
+        self.has_preset = isinstance(first_stage, Preset)
+        named = first_stage.formats if isinstance(first_stage, Decoder) else ()
+        self.formats = tuple(LABELS) if self.has_preset else named
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
         first, last = (dict(node.parameters) for node in (graph.nodes[0], graph.nodes[-1]))

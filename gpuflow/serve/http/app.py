@@ -261,12 +261,13 @@ class Service:
 
     def _pixels(self, data: bytes) -> int | BadSampleError:
         """The pixels of an image, or the error that it is too large for the limits; 0 for a header that cannot be read,
-        of which the decoder says why. Of a long image, which a resize may enlarge a lot, the most that it ever has."""
+        of which the decoder says why. A preset would decode such a file of any size, so there it is the error, too. Of
+        a long image, which a resize may enlarge a lot, the most that it ever has."""
         limits, file, predictor = self.limits, np.frombuffer(data, np.uint8), self._loading.result()
         try:
             header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=predictor.formats)
         except BadSampleError as error:
-            return error if error.code == "sample.too_large" else 0
+            return error if predictor.has_preset or error.code == "sample.too_large" else 0
         short, long = sorted((header.height, header.width))
         if predictor.pipeline is not None and long > _LONG * short:
             return most_pixels(predictor.pipeline, *header.upright_size)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import gzip
+import io
 import json
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -17,8 +19,10 @@ import numpy as np
 import pytest
 import requests
 import torch
+from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+import gpuflow.serve
 from gpuflow.decode.codecs import probe
 from gpuflow.serve.http import app
 from gpuflow.serve.http.app import RequestLimits, create_app
@@ -26,10 +30,10 @@ from gpuflow.serve.matrices import most_pixels
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
 from tests import images
-from tests.datasets import RAW, VAL, jpeg, program, python
+from tests.datasets import RAW, VAL, jpeg, program, python, write_config
 from tests.hostile import BAD, HOSTILE
 from tests.images import patch_png, png
-from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate
+from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate, mean_color
 from tests.serve.services import Live, answer_of, predictor_of, served, wait
 
 PHOTO = jpeg(0, 0)
@@ -74,6 +78,25 @@ def test_an_image_as_the_body(live: Live, kind: str) -> None:
     assert [(entry["label"], entry["probability"]) for entry in predictions] == list(expected)
     assert [CLASSES[entry["index"]] for entry in predictions] == [label for label, _ in expected]
     assert answer.headers["Server-Timing"].startswith("total;dur=")
+
+
+def encoded(form: str, side: int) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (side, side)).save(data, form)
+    return data.getvalue()
+
+
+def test_a_preset_decodes_no_file_of_an_unknown_size_or_above_the_limit(tmp_path: Path) -> None:
+    """torchpipe's operators would decode files of any size, and of formats that gpuflow does not know."""
+    serve = {"preset": "torchpipe_cpu", "height": 20, "width": 30}
+    config = write_config(tmp_path / "x.yaml", "photos", serve=serve)
+    limits = RequestLimits(max_pixels=2000)
+    with gpuflow.serve.load(config, model=mean_color) as predictor, served(predictor, limits) as live:
+        for form in ("JPEG", "PNG", "GIF", "TIFF", "JPEG2000"):
+            assert live.ask(encoded(form, 44)).status_code == 200, form
+            assert "= 2,025 pixels are more than" in error(live.ask(encoded(form, 45)))[2], form
+        for data in (encoded("PPM", 44), encoded("JPEG", 44)[:-2]):
+            assert error(live.ask(data))[:2] == (422, "bad_image")
 
 
 def test_the_number_of_labels(live: Live) -> None:
