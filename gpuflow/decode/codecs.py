@@ -64,9 +64,10 @@ _CODE_SHARES, _ALL_CODES = 1 << np.arange(15, -1, -1), 1 << 16
 must not use all of them."""
 _DC_SYMBOLS = 16
 """The number of categories of DC differences."""
-_MAX_SEGMENTS, _MAX_CHUNKS = 10_000, 200_000
-"""The largest number of marker segments of a JPEG before its first scan, and of chunks of a PNG. A file with more is
-bad: reading it would only take time."""
+_MAX_SEGMENTS, _MAX_CHUNKS, _MAX_OTHER_CHUNKS = 10_000, 200_000, 1_000
+"""The largest number of marker segments of a JPEG before its first scan, of chunks of a PNG or WebP, and of those of a
+PNG without pixels. A file with more is bad: reading it would only take time, and libpng writes a line to stderr for
+each chunk that it does not like."""
 
 
 def probe(
@@ -318,7 +319,7 @@ def _huffman_tables(body: memoryview) -> set[int] | None:
 
 def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
     width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
-    turn, at, name, alpha = 1, 8, b"", kind >= _PNG_ALPHA
+    turn, at, name, alpha, others = 1, 8, b"", kind >= _PNG_ALPHA, 0
     for _ in range(_MAX_CHUNKS):
         length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
         if at + 12 + length > len(view):  # OpenCV would allocate and fill up to 2 GiB for the chunk
@@ -327,6 +328,9 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
             break
         if name == b"acTL":
             refuse(ANIMATION)
+        others += name != b"IDAT"
+        if others > _MAX_OTHER_CHUNKS:
+            refuse(f"more than {_MAX_OTHER_CHUNKS:,} chunks without pixels")
         alpha = alpha or name == b"tRNS"
         if name == b"eXIf" and orientation:
             turn = _tiff_orientation(view[at + 8 : at + 8 + length])

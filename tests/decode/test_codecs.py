@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -338,6 +339,18 @@ UNDECODABLE: dict[str, tuple[bytes, str]] = {
         "the BMP decoder gave up; the data is damaged",
     ),
 }
+
+
+def test_a_png_of_very_many_chunks_without_pixels_is_bad() -> None:
+    """libpng writes a line to stderr for each empty tEXt chunk."""
+    empty = struct.pack(">I4sI", 0, b"tEXt", zlib.crc32(b"tEXt"))
+    first = len(b"\x89PNG\r\n\x1a\n") + 12 + 13
+    others = sum(PNG.count(name) for name in (b"PLTE", b"tEXt")) + 1  # and IHDR
+    most = np.frombuffer(PNG[:first] + (1000 - others) * empty + PNG[first:], np.uint8)
+    assert probe(most).format == "png"
+    more = np.frombuffer(PNG[:first] + (1001 - others) * empty + PNG[first:], np.uint8)
+    with pytest.raises(BadSampleError, match="more than 1,000 chunks without pixels"):
+        probe(more)
 
 
 def test_a_webp_of_very_many_chunks_is_bad_where_its_orientation_is_looked_for() -> None:
