@@ -74,22 +74,23 @@ def run(
         name: of the configuration.
         port: 0 selects a free one.
         cors: the origins whose pages may send requests.
-        report: gets a line at the start, when the model is loaded, at each signal and at the end.
+        report: gets a line at the start, when the model is loaded, at each signal and at the end. A line that it cannot
+            write, because the disk is full or its reader has ended, is left out.
 
     Raises:
         ValueError: host and port cannot be listened on, or `cors` is not valid. Also anything that `load` raises.
     """
     check_origins(cors)
-    listener = _listen(host, port)
+    listener, say = _listen(host, port), _written_or_left_out(report)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     QuickSwitching()  # until the process ends
     loading = DaemonPool(1, "load").submit(load)
     app = create_app(loading, limits, cors=cors)
     service: Service = app.state.service
     server = make_server(app, access_log=access_log, log_config=_LOGGING)
-    report(f"serving {name} at {_url(listener)}; loading the model")
+    say(f"serving {name} at {_url(listener)}; loading the model")
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, listener, service, loading, report))
+        runner.run(_serve(server, listener, service, loading, say))
     if loading.done():
         loading.result()
     _end(0)  # Python's own exit would wait for threads that load or hang, or abort threads that return to Python
@@ -244,6 +245,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _written_or_left_out(report: Callable[[str], None]) -> Callable[[str], None]:
+    """`report` without the errors of a full disk or of a pipe that nobody reads, for which rich raises SystemExit."""
+
+    def say(text: str) -> None:
+        with contextlib.suppress(OSError, SystemExit):
+            report(text)
+
+    return say
+
+
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
@@ -251,6 +262,7 @@ def _url(listener: socket.socket) -> str:
 
 def _end(code: int) -> NoReturn:
     """End the process without waiting for its threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # such as a full disk
+            stream.flush()
     os._exit(code)

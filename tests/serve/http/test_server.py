@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import gpuflow.serve
 from gpuflow.cli import app
 from gpuflow.serve.http.limits import RequestLimits
-from gpuflow.serve.http.server import run
+from gpuflow.serve.http.server import _written_or_left_out, run
 from gpuflow.serve.predictor import Predictor
 from tests.datasets import jpeg
 from tests.serve.models import Models
@@ -112,6 +112,19 @@ def test_options_become_limits(monkeypatch: pytest.MonkeyPatch, models: Models) 
         max_body_bytes=1_500_000, max_queue=3, max_pixels=2_000_000, timeout_s=2.0, max_connections=7
     )
     assert given["cors"] == ["https://a.org", "http://b.org:8080"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BrokenPipeError(), SystemExit(1)])
+def test_a_line_that_cannot_be_written_is_left_out(error: BaseException) -> None:
+    """A full disk, or a pipe whose reader has ended; otherwise no signal would end the service."""
+    asked = []
+
+    def report(text: str) -> None:
+        asked.append(text)
+        raise error
+
+    _written_or_left_out(report)("ready")
+    assert asked == ["ready"]
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
