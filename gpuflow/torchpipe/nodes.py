@@ -43,6 +43,8 @@ _FILE_THREADS = 16
 """The largest number of threads that check or rewrite the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
 _EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
+_LONGEST_DECODE_SECONDS = 60.0
+"""A decoder that takes longer for an image hangs: one of 50 million pixels takes about four seconds."""
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
 """The random keys of one image, which serving stages do not use."""
 
@@ -162,7 +164,7 @@ class PreprocessNode:
         processes = int(parameters.get("processes", 0))
         self._spec, self._device = program.result, torch.device("cpu" if processes else parameters["device"])
         self._raises = parameters["on_error"] == "raise"
-        self._program, self._lock = program, threading.Lock()
+        self._program, self._lock, self._begun = program, threading.Lock(), 0.0
         self._runner: CpuRunner | None = CpuRunner(program)
         on_gpu = self._device.type == "cuda"
         if not on_gpu:
@@ -228,14 +230,22 @@ class PreprocessNode:
         slots = np.empty((1, *slot_shape(self._spec)), STORAGE[self._spec.dtype])
         try:
             with self._lock:
+                self._begun = time.monotonic()
                 (fault,) = self._runner.run([np.frombuffer(data, np.uint8)], _ONE, slots)
             return fault if fault is not None else as_batch(slots, self._spec).to(self._device)
         except BaseException as error:  # as above
             return _failed(error)
 
     def check(self) -> None:
-        """Decode gpuflow's own test image, with a new runner if this one fails. Raises DecoderError if both fail."""
-        with self._lock:
+        """Decode gpuflow's own test image, with a new runner if this one fails. A node that is decoding works.
+
+        Raises DecoderError if both fail, or if the node has decoded one image for longer than any takes.
+        """
+        if not self._lock.acquire(blocking=False):
+            if (seconds := time.monotonic() - self._begun) > _LONGEST_DECODE_SECONDS:
+                raise DecoderError(f"a decoder has decoded one image for {seconds:.0f} s; restart the service")
+            return
+        try:
             if self._runner is None or self._batched is not None:
                 return
             try:
@@ -243,6 +253,8 @@ class PreprocessNode:
             except DecoderError:
                 self._runner = CpuRunner(self._program)
                 self._runner.check()
+        finally:
+            self._lock.release()
 
     def release(self) -> None:
         self._runner = self._batched = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, ConfigError, PredictorError
+from gpuflow.errors import BadSampleError, ConfigError, DecoderError, PredictorError
 from gpuflow.pipeline.stage import Stage
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from gpuflow.torchpipe import nodes as serve_nodes
@@ -248,6 +249,39 @@ def test_a_model_that_keeps_failing_is_reported_until_it_works(monkeypatch: pyte
         SESSIONS["test"].check()
     fails = False
     run()
+    SESSIONS["test"].check()
+
+
+def test_a_decoder_that_is_busy_works_unless_it_never_ends(
+    monkeypatch: pytest.MonkeyPatch, on_thread: OnThread
+) -> None:
+    SESSIONS["test"] = Session([])
+    node = preprocess_node(on_thread, session="test")
+    now = 1000.0
+    monkeypatch.setattr("gpuflow.torchpipe.nodes.time", SimpleNamespace(monotonic=lambda: now))
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def run(self, files: Any, keys: Any, slots: Any) -> list[None]:
+            entered.set()
+            assert go_on.wait(30)
+            return [None]
+
+        def check(self) -> None:
+            pass
+
+    monkeypatch.setattr(node, "_runner", Slow())
+    decoding = threading.Thread(target=node.images, args=([GOOD],))
+    decoding.start()
+    try:
+        assert entered.wait(30)
+        SESSIONS["test"].check()
+        now += 61
+        with pytest.raises(DecoderError, match="has decoded one image for 61 s; restart the service"):
+            SESSIONS["test"].check()
+    finally:
+        go_on.set()
+        decoding.join(30)
     SESSIONS["test"].check()
 
 
