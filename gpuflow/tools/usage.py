@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -21,26 +22,35 @@ class Usage:
 
 
 def usage_of(pids: Iterable[int]) -> Usage | None:
-    """Processor time and memory of these processes; None if one of them has ended."""
+    """Processor time and memory of these processes, and of those that they started; None if one of them has ended."""
     cpu_s, rss_bytes = 0.0, 0
     try:
-        for pid in pids:
-            process = psutil.Process(pid)
-            times = process.cpu_times()
-            cpu_s += times.user + times.system
-            rss_bytes += process.memory_info().rss
+        named = {psutil.Process(pid) for pid in pids}
+        started = {child for process in named for child in process.children(recursive=True)} - named
+        for process in named:
+            used = _usage(process)
+            cpu_s, rss_bytes = cpu_s + used.cpu_s, rss_bytes + used.rss_bytes
     except psutil.NoSuchProcess:
         return None
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            used = _usage(process)
+            cpu_s, rss_bytes = cpu_s + used.cpu_s, rss_bytes + used.rss_bytes
     return Usage(cpu_s=cpu_s, rss_bytes=rss_bytes)
+
+
+def _usage(process: psutil.Process) -> Usage:
+    times = process.cpu_times()
+    return Usage(cpu_s=times.user + times.system, rss_bytes=process.memory_info().rss)
 
 
 def listeners(host: str, port: int) -> tuple[int, ...]:
     """The processes of this user that listen on a TCP port of this machine; none if the host is not this machine."""
     try:
-        local = ip_address(socket.gethostbyname(host)).is_loopback
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
         return ()
-    if not local:
+    if not any(ip_address(address).is_loopback for address in addresses):
         return ()
     return tuple(sorted(process.pid for process in psutil.process_iter() if _listens(process, port)))
 

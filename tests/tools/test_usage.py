@@ -16,7 +16,7 @@ from gpuflow.tools.usage import listeners, usage_of
 def test_processor_time_and_memory_of_this_process() -> None:
     before, start = usage_of([os.getpid()]), time.process_time()
     assert before is not None
-    assert abs(before.cpu_s - start) < 0.1, "clocks that tick every 10 ms"
+    assert before.cpu_s > start - 0.1, "clocks that tick every 10 ms; other tests may have started processes"
     while time.process_time() < start + 0.2:
         pass
     after = usage_of([os.getpid()])
@@ -24,13 +24,25 @@ def test_processor_time_and_memory_of_this_process() -> None:
     assert 0.15 < after.cpu_s - before.cpu_s < 0.4
     with open("/proc/self/status") as file:
         resident = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
-    assert after.rss_bytes == pytest.approx(resident, rel=0.2)
+    assert after.rss_bytes > 0.8 * resident
 
 
 def test_processes_together() -> None:
     one, two = usage_of([os.getpid()]), usage_of([os.getpid(), os.getppid()])
     assert one is not None and two is not None
     assert two.rss_bytes > one.rss_bytes
+
+
+def test_processes_that_a_process_started_count() -> None:
+    code = "kept = b'x' * (80 << 20); print(flush=True); input()"
+    before = usage_of([os.getpid()])
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        during = usage_of([os.getpid()])
+        child.stdin.close()
+    assert before is not None and during is not None
+    assert during.rss_bytes - before.rss_bytes > 60 << 20
 
 
 def test_a_process_that_is_gone() -> None:
@@ -46,6 +58,7 @@ def test_who_listens(family: socket.AddressFamily) -> None:
     with server:
         port = server.getsockname()[1]
         assert listeners("localhost", port) == (os.getpid(),)
+        assert listeners(server.getsockname()[0], port) == (os.getpid(),)
         with socket.create_connection(server.getsockname()[:2]) as connection:
             assert listeners("127.0.0.1", connection.getsockname()[1]) == (), "a connection does not listen"
     assert listeners("localhost", port) == ()
