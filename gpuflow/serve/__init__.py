@@ -77,6 +77,7 @@ def load(
         ConfigError: the file, with every located problem; a model file that is missing, does not take such images, or
             was trained with other preprocessing.
         MissingExtra: torchpipe, or the model's library, is not installed.
+        PredictorError: this process was forked from one that had loaded a predictor.
     """
     from gpuflow.config import read_config
     from gpuflow.serve.predictor import open_predictor

@@ -43,7 +43,7 @@ from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.serve.matrices import matrices_of, require_known_moves
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain, images_at_a_time
-from gpuflow.torchpipe.running_graph import RunningGraph, unchanged
+from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked, unchanged
 
 if TYPE_CHECKING:
     from gpuflow.config import Config, ModelSpec, ServeSpec
@@ -516,6 +516,7 @@ def open_predictor(
 ) -> Predictor:
     """The predictor of a configuration's block `serve`. See `gpuflow.serve.load`."""
     block = check_block(config, needs_model=model is None and not preprocess_only).model
+    refuse_forked()
     program = config.programs["serve"]
     target = Ranks.from_environment().device(device)
     engines: Sequence[Engine] = ()

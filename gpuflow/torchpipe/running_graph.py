@@ -34,7 +34,7 @@ from gpuflow.torchpipe.request_queue import Request, RequestGroup, RequestQueue
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
 
-__all__ = ["RunningGraph", "register", "unchanged"]
+__all__ = ["RunningGraph", "refuse_forked", "register", "unchanged"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,8 @@ _EXIT_SECONDS = 10.0
 _MAX_CALLERS = 64
 
 _open: weakref.WeakSet[RunningGraph] = weakref.WeakSet()
+_loaded_in: set[int] = set()
+"""The ids of the processes that have loaded a predictor: this one, and those that it was forked from."""
 
 
 def unchanged(image: torch.Tensor) -> torch.Tensor:
@@ -57,6 +59,22 @@ def register() -> None:
     """
     classes = (PreprocessNode, ModelNode, PredictNode)
     register_nodes(dict(zip(OURS, classes, strict=True)), at_exit=_close_all)
+
+
+def refuse_forked() -> None:
+    """Record that this process loads a predictor.
+
+    Raises:
+        PredictorError: a process that this one was forked from has loaded one. The threads that torch, onnxruntime and
+            torchpipe started there do not exist here, and the libraries would hang or end the process.
+    """
+    pid = os.getpid()
+    if before := _loaded_in - {pid}:
+        raise PredictorError(
+            f"process {pid} cannot load a predictor: process {min(before)}, which it was forked from, has loaded one; "
+            "fork before the first one is loaded, or start processes by spawn"
+        )
+    _loaded_in.add(pid)
 
 
 def _close_all() -> None:
@@ -165,7 +183,7 @@ class RunningGraph:
         if os.getpid() != self._pid:
             raise PredictorError(
                 f"the predictor was made in process {self._pid} and does not work in its forked child {os.getpid()}; "
-                "load it after the fork, or start processes by spawn"
+                "fork before the first one is loaded, or start processes by spawn"
             )
         requests: list[Request] = []
         for begin in range(0, len(files), self._batch):

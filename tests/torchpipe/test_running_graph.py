@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -19,7 +20,7 @@ from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
 from gpuflow.torchpipe.running_graph import RunningGraph, register
-from tests.datasets import Entries, deadline, jpeg, program
+from tests.datasets import Entries, deadline, jpeg, program, write_config
 from tests.forking import Forked, Interpreter
 from tests.hostile import BAD
 from tests.running import program_of
@@ -476,7 +477,41 @@ submit(running, DATA[0]).result(20)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "the predictor was made in process P and does not work in its forked child C; "
-        "load it after the fork, or start processes by spawn True\n5\n"
+        "fork before the first one is loaded, or start processes by spawn True\n5\n"
+    )
+
+
+def test_a_child_forked_before_the_first_predictor_loads_one_and_a_later_child_gets_an_error(
+    script: Script, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "x.yaml", "photos", serve={"stages": list(STAGES)})
+    done = script(f"""
+import gpuflow.serve
+from gpuflow.errors import PredictorError
+from tests.serve.fakes import mean_color
+
+def load_in_child():
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        try:
+            with gpuflow.serve.load({str(config)!r}, model=mean_color) as predict:
+                print(tuple(predict(DATA[0]).shape), flush=True)
+        except PredictorError as error:
+            print(str(error).replace(str(parent), "P").replace(str(os.getpid()), "C"), flush=True)
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+load_in_child()
+for _ in range(2):
+    with gpuflow.serve.load({str(config)!r}, model=mean_color) as predict:
+        predict(DATA[0])
+load_in_child()
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "(3,)\n5\n"
+        "process C cannot load a predictor: process P, which it was forked from, has loaded one; "
+        "fork before the first one is loaded, or start processes by spawn\n5\n"
     )
 
 
