@@ -51,8 +51,9 @@ def atomic_write(
     """Open a temporary file in the directory of `path`, which replaces `path` when the block ends without an exception.
 
     Readers see the old file or the new one, never a part, and so does a machine that loses power. After an exception of
-    any kind the old file is as it was and the temporary one is gone. Where several write at once, the last to end wins.
-    The new file has the permissions of the old one; without an old one, those that the umask gives.
+    any kind the old file is as it was and the temporary one is gone; an OSError that names no file, such as that of a
+    full disk, gets `path`. Where several write at once, the last to end wins. The new file has the permissions of the
+    old one; without an old one, those that the umask gives.
 
     Args:
         path: the file to write. Its directory must exist.
@@ -84,8 +85,10 @@ def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
             os.fsync(file.fileno())
         partial.replace(path)
         _sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as that of a write to a full disk
+            error.filename = str(path)
         raise
 
 

@@ -6,6 +6,7 @@ images, and on real ones that pass through the pipeline. A file that fails is de
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
 from gpuflow.engines.base import METADATA_KEY, black_images
 from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint
-from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem, SourceError
+from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem, SourceError, system_fault
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader.assemble import open_split
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
@@ -95,6 +96,7 @@ def export_model(
     Raises:
         ConfigError: checkpoint, options or data do not fit the configuration, or torch cannot export the model.
         GpuflowError: the exported model gives other logits. `out` is not changed.
+        SystemFault: the disk is full. `out` is not changed.
     """
     if opset is not None and not _OPSETS[0] <= opset <= _OPSETS[1]:
         raise ConfigError([Problem("--opset", f"must be within {_OPSETS[0]} and {_OPSETS[1]}, got {opset}")])
@@ -116,13 +118,13 @@ def export_model(
         program, model, info = _folded(config, whole, trained, info)
     samples = _samples(config, whole, data)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out, suffix=out.suffix) as file:
+    with _locating(out), atomic_write(out, suffix=out.suffix) as file:
         partial = Path(file.name)
         images = black_images(2, program.result, _CPU)
         if out.suffix == ".onnx":
             _write_onnx(model, images, partial, info, opset)
         else:
-            _write_program(model, images, partial, info)
+            partial.write_bytes(_program_bytes(model, images, info))
         checks = _check(partial, program, whole, model, trained, samples)
         for check in checks:
             if not check.difference <= check.allowed:  # also true for NaN
@@ -177,11 +179,23 @@ def _exporting() -> Iterator[None]:
         ) from error
 
 
-def _write_program(model: nn.Module, images: torch.Tensor, path: Path, info: ModelInfo) -> None:
+@contextmanager
+def _locating(out: Path) -> Iterator[None]:
+    """Name the file in errors of a full disk, and say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise system_fault(error, str(out))  # noqa: B904  # which sets the cause, or is the error itself
+
+
+def _program_bytes(model: nn.Module, images: torch.Tensor, info: ModelInfo) -> bytes:
+    """A `.pt2` file, made in memory: torch ends the process where it cannot write one to a full disk."""
+    data = io.BytesIO()
     with _exporting():
         batch = torch.export.Dim("batch")
         program = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
-        torch.export.save(program, path, extra_files={EXTRA_FILE: info.to_json()})
+        torch.export.save(program, data, extra_files={EXTRA_FILE: info.to_json()})
+    return data.getvalue()
 
 
 def _write_onnx(model: nn.Module, images: torch.Tensor, path: Path, info: ModelInfo, opset: int | None) -> None:
@@ -203,7 +217,7 @@ def _write_onnx(model: nn.Module, images: torch.Tensor, path: Path, info: ModelI
             verbose=False,
         )
         program.model.metadata_props[METADATA_KEY] = info.to_json()
-        program.save(path, external_data=False)
+    program.save(path, external_data=False)
     written = program.model.opset_imports[""]
     if opset not in (None, written):
         raise ConfigError([Problem("--opset", f"is {opset}, but torch could only write {written}; use that")])

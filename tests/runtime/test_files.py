@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -109,6 +110,19 @@ with atomic_write(sys.argv[1]) as file:
 """
     assert python(code, str(path)).returncode == 9
     assert path.read_bytes() == b"old"
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # every longer file fails as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large") as caught, atomic_write(path) as file:
+            file.write(bytes(100_001))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(path)
+    assert names(tmp_path) == []
 
 
 def test_a_place_that_is_a_directory(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import sys
 import zipfile
 from collections.abc import Callable
@@ -20,10 +22,10 @@ from torch import nn
 
 import gpuflow
 from gpuflow.config import Config, read_config
-from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, SourceError
+from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, SourceError, SystemFault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.stage import Pipeline
-from gpuflow.serve.export import TOLERANCE, Check, export_model
+from gpuflow.serve.export import TOLERANCE, Check, _locating, export_model
 from gpuflow.stages import STAGES
 from tests.commands import Run, command_here
 from tests.datasets import make_photos, truncate
@@ -214,6 +216,26 @@ def test_images_of_half_precision_are_not_what_a_file_takes(models: Models, fold
         "file; export with dtype: float32 in normalize, or serve the checkpoint itself"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["m.pt2", "m.onnx"])
+def test_a_file_for_which_the_disk_has_no_space(name: str, models: Models, tmp_path: Path) -> None:
+    out = tmp_path / name
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # every longer file fails as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            export_model(models.read(), out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_fault_of_the_system() -> None:
+    with pytest.raises(SystemFault) as caught, _locating(Path("made/m.pt2")):
+        raise OSError(errno.ENOSPC, "No space left on device", "made/.m.pt2.01234567.pt2")
+    assert str(caught.value) == f"[Errno {errno.ENOSPC}] No space left on device; free disk space: 'made/m.pt2'"
 
 
 # --- checking ---------------------------------------------------------------------------------------------------------
