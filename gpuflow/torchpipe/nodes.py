@@ -7,6 +7,7 @@ stays empty, because torchpipe fails a whole batch for an exception that a node 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -164,7 +165,7 @@ class PreprocessNode:
         processes = int(parameters.get("processes", 0))
         self._spec, self._device = program.result, torch.device("cpu" if processes else parameters["device"])
         self._raises = parameters["on_error"] == "raise"
-        self._program, self._lock, self._begun = program, threading.Lock(), 0.0
+        self._program, self._lock, self._begun = program, threading.Lock(), math.inf
         self._runner: CpuRunner | None = CpuRunner(program)
         on_gpu = self._device.type == "cuda"
         if not on_gpu:
@@ -231,7 +232,10 @@ class PreprocessNode:
         try:
             with self._lock:
                 self._begun = time.monotonic()
-                (fault,) = self._runner.run([np.frombuffer(data, np.uint8)], _ONE, slots)
+                try:
+                    (fault,) = self._runner.run([np.frombuffer(data, np.uint8)], _ONE, slots)
+                finally:
+                    self._begun = math.inf
             return fault if fault is not None else as_batch(slots, self._spec).to(self._device)
         except BaseException as error:  # as above
             return _failed(error)
@@ -241,7 +245,7 @@ class PreprocessNode:
 
         Raises DecoderError if both fail, or if the node has decoded one image for longer than any takes.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):  # an image is being decoded, or another check runs
             if (seconds := time.monotonic() - self._begun) > _LONGEST_DECODE_SECONDS:
                 raise DecoderError(f"a decoder has decoded one image for {seconds:.0f} s; restart the service")
             return

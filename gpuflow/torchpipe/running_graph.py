@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 _EXIT_SECONDS = 10.0
 _MAX_CALLERS = 64
+_WORKS_SECONDS = 10.0
+"""For how long an answered image shows that torchpipe's operators decode, while further ones wait."""
 
 _open: weakref.WeakSet[RunningGraph] = weakref.WeakSet()
 _loaded_in: set[int] = set()
@@ -124,6 +127,7 @@ class RunningGraph:
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False
         self._requests: set[Request] = set()
+        self._decoded_at = -math.inf  # by torchpipe's operators
         self._session = SESSIONS[name] = Session(engines)
         head, last = (nodes[f"{name}.{node.name}"] for node in (graph.nodes[0], graph.nodes[-1]))
         # A list becomes one batch of the model, which torchpipe's own batching between two nodes would not ensure.
@@ -242,17 +246,20 @@ class RunningGraph:
             else:
                 answer = request.fault or PredictorError(f"torchpipe: {str(error).strip().splitlines()[-1]}")
         request.release_data()
+        if not isinstance(answer, Exception):
+            self._decoded_at = time.monotonic()
         if not request.answered:
             request.set_result(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image.
+        """Have every instance that decodes decode gpuflow's own test image. One that is decoding works.
 
         Raises:
             DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
         """
         self._session.check()
-        if self._preset is not None:
+        busy = bool(self._requests) and time.monotonic() - self._decoded_at < _WORKS_SECONDS
+        if self._preset is not None and not busy:  # the test image would wait for the images before it
             try:
                 self._pipe.run({"data": self_test.JPEG.tobytes()})  # through the model, too
             except Exception as error:  # whatever torchpipe's operators raise

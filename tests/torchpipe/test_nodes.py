@@ -285,6 +285,33 @@ def test_a_decoder_that_is_busy_works_unless_it_never_ends(
     SESSIONS["test"].check()
 
 
+def test_two_checks_at_once_find_no_fault_long_after_the_last_image(
+    monkeypatch: pytest.MonkeyPatch, on_thread: OnThread
+) -> None:
+    SESSIONS["test"] = Session([])
+    node = preprocess_node(on_thread, session="test")
+    now = 1000.0
+    monkeypatch.setattr("gpuflow.torchpipe.nodes.time", SimpleNamespace(monotonic=lambda: now))
+    assert isinstance(node.images([GOOD])[0], torch.Tensor)
+    now += 3600
+    entered, go_on = threading.Event(), threading.Event()
+
+    class SlowCheck:
+        def check(self) -> None:
+            entered.set()
+            assert go_on.wait(30)
+
+    monkeypatch.setattr(node, "_runner", SlowCheck())
+    checking = threading.Thread(target=SESSIONS["test"].check)
+    checking.start()
+    try:
+        assert entered.wait(30)
+        SESSIONS["test"].check()
+    finally:
+        go_on.set()
+        checking.join(30)
+
+
 def test_logits_may_be_modified() -> None:
     with torch.inference_mode():
         constant = torch.zeros(1, 3)

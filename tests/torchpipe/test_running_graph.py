@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -387,6 +388,37 @@ def test_a_native_node_may_be_the_first() -> None:
     reasons = [str(future.exception()) for future in futures[1:3]]
     assert reasons == ["preset: empty: the file has no bytes", f"preset: {CANNOT_DECODE}"]
     assert futures[3].exception() is None
+    assert running.close(20)
+
+
+def test_torchpipes_operators_that_are_busy_work_while_they_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their test image would wait for all images before it."""
+    now = 1000.0
+    monkeypatch.setattr("gpuflow.torchpipe.running_graph.time", SimpleNamespace(monotonic=lambda: now))
+    running, gate, checks = preset(), Gate(), []
+
+    class BusyPipe:
+        def run(self, item: dict[str, Any]) -> torch.Tensor:
+            if "request" not in item:
+                checks.append(now)
+            elif item["data"] == DATA[1]:
+                gate(1)
+            return torch.zeros(3)
+
+    monkeypatch.setattr(running, "_pipe", BusyPipe())
+    running.check()
+    assert checks == [1000.0], "while nothing waits"
+    submit(running, DATA[0]).result(timeout=20)
+    waiting = submit(running, DATA[1])
+    assert gate.reached.wait(20)
+    now += 9
+    running.check()
+    assert checks == [1000.0]
+    now += 2
+    running.check()
+    assert checks == [1000.0, 1011.0], "no image was decoded for 10 s"
+    gate.open()
+    waiting.result(timeout=20)
     assert running.close(20)
 
 

@@ -202,7 +202,7 @@ class Service:
         return JSONResponse({"status": "alive"})
 
     async def readyz(self, request: Request) -> Response:
-        """200 while requests are admitted and every decoder decodes a test image, otherwise 503."""
+        """200 while requests are admitted and every idle decoder decodes a test image, otherwise 503."""
         refused = self._refusal()
         if refused is not None:
             return JSONResponse({"status": refused.kind}, status_code=503, headers=refused.headers)
