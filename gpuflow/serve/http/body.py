@@ -47,8 +47,8 @@ def check_headers(request: Request, limits: RequestLimits) -> None:
     kind = _media_type(request)
     if kind not in _KNOWN and not kind.startswith("image/"):
         raise _unsupported(f"got {kind!r}")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if {name.strip() for name in encoding.split(",")} - {"", "identity"}:
         reason = f"a body must not be compressed, got Content-Encoding {encoding!r}; send the image file as it is"
         raise Refused(415, "unsupported_type", reason, {"Accept-Encoding": "identity"})
     announced = request.headers.get("content-length", "0")

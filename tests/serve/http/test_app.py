@@ -269,6 +269,18 @@ def test_a_compressed_body_is_refused(live: Live) -> None:
     assert live.ask(PHOTO, Content_Encoding="identity").ok
 
 
+def test_a_second_line_that_says_that_a_body_is_compressed(live: Live) -> None:
+    head = (
+        f"POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: {len(PHOTO)}\nContent-Encoding: identity\n"
+    )
+    for encoding, expected in (("gzip", 415), ("identity", 200)):
+        with live.connect(f"{head}Content-Encoding: {encoding}", PHOTO) as connection:
+            status, _, body = answer_of(connection)
+        assert status == expected, body
+        if status == 415:
+            assert b"got Content-Encoding 'identity, gzip'" in body
+
+
 def test_a_file_whose_name_is_not_ascii(live: Live) -> None:
     """Some clients send only `filename*=`."""
     head = "--x\r\nContent-Disposition: form-data; name=\"a\"; filename*=utf-8''%C3%A9.jpg\r\n\r\n"
