@@ -746,7 +746,7 @@ def serve(
 ) -> None:
     """Serve the file's block `serve` over HTTP: POST an image to /predict, or open the page at /.
 
-    The first Ctrl-C or SIGTERM answers what was taken and then exits 0; the second exits at once.
+    The first Ctrl-C, SIGTERM or SIGHUP answers what was taken and then exits 0; the second exits at once.
     """
     from gpuflow.serve.http.app import RequestLimits
     from gpuflow.serve.http.server import run

@@ -261,6 +261,7 @@ SERVICES: dict[str, tuple[Callable[[], Predictor], RequestLimits]] = {
     "hanging model": (_hanging_model, RequestLimits()),
     "hanging model, timeout 1 s": (_hanging_model, RequestLimits(timeout_s=1.0)),
     "endless load": (_endless_load, RequestLimits()),
+    "endless load under nohup": (_endless_load, RequestLimits()),
     "few files": (_slow_model, RequestLimits()),
 }
 FILES = {"few files": 160}
@@ -281,6 +282,8 @@ def parent() -> None:
                 os.dup2(log, descriptor)
             signal.signal(signal.SIGUSR1, lambda *_: GATE.open())
             sys.argv = ["gpuflow", *order["command"]]
+            nohup = sys.argv[1].endswith("under nohup")
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
             if sys.argv[1] in SERVICES:
                 load, limits = SERVICES[sys.argv[1]]
                 if sys.argv[1] in FILES:

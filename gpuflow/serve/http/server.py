@@ -1,7 +1,7 @@
 """The process of `gpuflow serve`: opens the port, loads the model, and answers all admitted requests before it ends.
 
-The port is open before the model is loaded. After the first SIGTERM or Ctrl-C new requests are refused and admitted
-ones are answered, each within its time limits; the second signal ends the process at once.
+The port is open before the model is loaded. After the first SIGTERM, SIGHUP or Ctrl-C new requests are refused and
+admitted ones are answered, each within its time limits; the second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -137,8 +137,9 @@ async def _serve(
         service.draining = True
         signalled.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            loop.add_signal_handler(number, on_signal, number)
     serving, stopping = loop.create_task(server.serve([listener])), loop.create_task(signalled.wait())
     loaded = asyncio.wrap_future(loading)
     events: set[asyncio.Future[Any]] = {serving, stopping, loaded}

@@ -206,6 +206,27 @@ def test_a_signal_while_the_model_is_loaded(starter: ServiceStarter) -> None:
         assert process.lines[1:] == [TERM.format(0), "stopped; all requests answered"]
 
 
+def test_a_terminal_that_is_closed_ends_the_service_as_sigterm_does(starter: ServiceStarter) -> None:
+    with starter.start("hanging model, timeout 1 s") as process, ThreadPoolExecutor(1) as pool:
+        url = process.ready().url
+        late = pool.submit(post, url)
+        wait(lambda: queue_length(url) == 1)
+        process.signal(signal.SIGHUP)
+        assert late.result(timeout=20).status_code == 504
+        assert process.wait() == 0
+        assert process.lines[-2:] == [TERM.format(1).replace("TERM", "HUP"), "stopped; all requests answered"]
+
+
+def test_nohup_keeps_the_service_when_its_terminal_is_closed(starter: ServiceStarter) -> None:
+    with starter.start("endless load under nohup") as process:
+        url = process.url
+        process.signal(signal.SIGHUP)
+        assert post(url).json()["error"]["kind"] == "loading"
+        process.signal()
+        assert process.wait() == 0
+        assert process.lines[1:] == [TERM.format(0), "stopped; all requests answered"]
+
+
 def test_a_body_that_is_on_its_way_at_the_signal_is_still_answered(starter: ServiceStarter) -> None:
     with starter.start("slow model") as process:
         host, port = process.ready().url.removeprefix("http://").split(":")
