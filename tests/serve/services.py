@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -263,7 +264,24 @@ SERVICES: dict[str, tuple[Callable[[], Predictor], RequestLimits]] = {
     "endless load": (_endless_load, RequestLimits()),
     "endless load under nohup": (_endless_load, RequestLimits()),
     "few files": (_slow_model, RequestLimits()),
+    "slow model, log of one line": (_slow_model, RequestLimits()),
 }
+
+
+class _Report:
+    """Prints lines. most: how many; further ones fail as on a full disk."""
+
+    def __init__(self, most: int | None) -> None:
+        self._left = most
+
+    def __call__(self, text: str) -> None:
+        if self._left is not None:
+            if self._left == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self._left -= 1
+        print(text, flush=True)
+
+
 FILES = {"few files": 160}
 """How many files some services may open."""
 
@@ -288,7 +306,8 @@ def parent() -> None:
                 load, limits = SERVICES[sys.argv[1]]
                 if sys.argv[1] in FILES:
                     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[sys.argv[1]],) * 2)
-                run(load, name="x.yaml", port=0, limits=limits, report=lambda text: print(text, flush=True))
+                most = 1 if sys.argv[1].endswith("log of one line") else None
+                run(load, name="x.yaml", port=0, limits=limits, report=_Report(most))
             return cli.main()
         print(pid, flush=True)
 

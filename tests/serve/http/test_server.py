@@ -206,6 +206,17 @@ def test_a_signal_while_the_model_is_loaded(starter: ServiceStarter) -> None:
         assert process.lines[1:] == [TERM.format(0), "stopped; all requests answered"]
 
 
+def test_a_service_whose_log_is_full_answers_and_ends(starter: ServiceStarter) -> None:
+    with starter.start("slow model, log of one line") as process, ThreadPoolExecutor(1) as pool:
+        url = process.ready().url
+        late = pool.submit(post, url)
+        wait(lambda: queue_length(url) == 1)
+        process.signal()
+        assert late.result(timeout=20).ok
+        assert process.wait() == 0
+        assert len(process.lines) == 1
+
+
 def test_a_terminal_that_is_closed_ends_the_service_as_sigterm_does(starter: ServiceStarter) -> None:
     with starter.start("hanging model, timeout 1 s") as process, ThreadPoolExecutor(1) as pool:
         url = process.ready().url
