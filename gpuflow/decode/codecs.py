@@ -319,8 +319,9 @@ def _huffman_tables(body: memoryview) -> set[int] | None:
 
 def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
     width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
-    turn, at, name, alpha, others = 1, 8, b"", kind >= _PNG_ALPHA, 0
+    turn, at, name, alpha, others, ended = 1, 8, b"", kind >= _PNG_ALPHA, 0, False
     for _ in range(_MAX_CHUNKS):
+        previous = name
         length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
         if at + 12 + length > len(view):  # OpenCV would allocate and fill up to 2 GiB for the chunk
             refuse(f"truncated: no IEND chunk at the end of {len(view)} bytes")
@@ -328,7 +329,8 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
             break
         if name == b"acTL":
             refuse(ANIMATION)
-        others += name != b"IDAT"
+        ended = ended or (previous == b"IDAT" and name != b"IDAT")  # libpng reads pixels only from the first IDATs
+        others += ended or name != b"IDAT"
         if others > _MAX_OTHER_CHUNKS:
             refuse(f"more than {_MAX_OTHER_CHUNKS:,} chunks without pixels")
         alpha = alpha or name == b"tRNS"

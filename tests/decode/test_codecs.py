@@ -353,6 +353,15 @@ def test_a_png_of_very_many_chunks_without_pixels_is_bad() -> None:
         probe(more)
 
 
+def test_chunks_of_pixels_behind_others_are_without_pixels() -> None:
+    """libpng writes a line to stderr for each of them, too."""
+    end = PNG.index(b"IEND") - 4
+    pixels, text = (struct.pack(">I4sI", 0, name, zlib.crc32(name)) for name in (b"IDAT", b"tEXt"))
+    assert probe(np.frombuffer(PNG[:end] + 1001 * pixels + PNG[end:], np.uint8)).format == "png"
+    with pytest.raises(BadSampleError, match="more than 1,000 chunks without pixels"):
+        probe(np.frombuffer(PNG[:end] + text + 1001 * pixels + PNG[end:], np.uint8))
+
+
 def test_a_webp_of_very_many_chunks_is_bad_where_its_orientation_is_looked_for() -> None:
     count = 200_000
     head = b"RIFF" + struct.pack("<I", 22 + 8 * count) + b"WEBPVP8X" + struct.pack("<I", 10)
