@@ -167,12 +167,15 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
 
 
 def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    """Read the marker segments up to the first scan (ITU-T T.81, annex B)."""
-    frame, turn, at = None, 1, 0
+    """Read the marker segments up to the first scan (ITU-T T.81, annex B).
+
+    Of several EXIF segments the first one gives the orientation: the others may continue its data.
+    """
+    frame, turn, at = None, None, 0
     for marker, at, length in _segments(view):
         if marker in _FRAMES:
             frame = (marker, *struct.unpack_from(">BHHB", view, at + 4))
-        elif orientation and marker == 0xE1 and bytes(view[at + 4 : at + 10]) == b"Exif\0\0":
+        elif orientation and turn is None and marker == 0xE1 and bytes(view[at + 4 : at + 10]) == b"Exif\0\0":
             turn = _tiff_orientation(view[at + 10 : at + 2 + length])
     if frame is None:
         refuse("damaged header: a scan begins before the image's size is given")
@@ -183,7 +186,7 @@ def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
         refuse(f"truncated: no end-of-image marker within {len(view)} bytes")
     if kind != 0xC0 or view[at + 4] != channels:
         _check_scans(view, at, max_scans)
-    return Header("jpeg", width, height, channels, progressive=kind not in (0xC0, 0xC1), orientation=turn)
+    return Header("jpeg", width, height, channels, progressive=kind not in (0xC0, 0xC1), orientation=turn or 1)
 
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}

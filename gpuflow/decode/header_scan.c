@@ -162,7 +162,7 @@ static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
 }
 
 static void read_file(const uint8_t *file, int64_t size, int orientation, int64_t most_scans, int64_t *found) {
-    struct header h = {.orientation = 1};
+    struct header h = {0}; /* orientation: 0 until the first EXIF segment; later ones may continue its data */
     const uint8_t *at = file + 2, *end = file + size;
     if (size < LEAST_BYTES || file[0] != 0xFF || file[1] != 0xD8)
         return;
@@ -176,7 +176,7 @@ static void read_file(const uint8_t *file, int64_t size, int orientation, int64_
             if (length != 4)
                 return;
             h.interval = at[4] << 8 | at[5];
-        } else if (marker == 0xE1 && orientation && !memcmp(at + 4, "Exif\0", 6)) {
+        } else if (marker == 0xE1 && orientation && !h.orientation && !memcmp(at + 4, "Exif\0", 6)) {
             h.orientation = read_orientation(at + 10, length < 8 ? at + 10 : after);
         } else if (marker == 0xEE && !at[15]) {
             return; /* Adobe's transform 0 may mean RGB */
@@ -195,7 +195,7 @@ static void read_file(const uint8_t *file, int64_t size, int orientation, int64_
                 return;
             found[HEIGHT] = h.height;
             found[WIDTH] = h.width;
-            found[ORIENTATION] = h.orientation;
+            found[ORIENTATION] = h.orientation ? h.orientation : 1;
             found[SAMPLING] = h.is_progressive ? 0 : h.sampling;
             found[SCAN] = after - file;
             found[INTERVAL] = h.interval;

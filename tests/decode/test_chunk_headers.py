@@ -194,3 +194,11 @@ def test_damaged_exif_data_are_read_as_probe_reads_them(seed: int) -> None:
     assert assert_as_probe(files, orientation=True) >= 200
     turned = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=True).orientations
     assert set(turned.tolist()) == set(range(1, 9))
+
+
+def test_the_first_of_several_exif_segments_counts_as_in_probe() -> None:
+    data = images.jpeg(images.photo(40, 60))
+    files = [images.turned(images.turned(data, second), first) for first in range(1, 9) for second in range(1, 9)]
+    assert assert_as_probe(files, orientation=True) == 64
+    headers = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=True)
+    assert headers.orientations.tolist() == [first for first in range(1, 9) for _ in range(8)]

@@ -191,6 +191,20 @@ def test_exif_blocks(block: bytes, orientation: int) -> None:
         assert probe(as_array(webp), orientation=True).orientation == orientation
 
 
+@pytest.mark.parametrize("first", [6, 1])
+def test_the_first_exif_segment_gives_the_orientation(first: int) -> None:
+    """As in Pillow. A second segment may continue the data of the first one, which holds at most 64 KB."""
+    six, one = (b"Exif\0\0" + tiff(struct.pack("<HHIHH", 0x0112, 3, 1, turn, 0)) for turn in (6, 1))
+    block, other = (six, one) if first == 6 else (one, six)
+    data = jpeg(PIXELS)
+    for segments in ((block, other), (block + b"\0" * 65_000, b"Exif\0\0" + b"\1" * 3_000)):
+        file = data[:2] + b"".join(segment(0xE1, body) for body in segments) + data[2:]
+        assert probe(as_array(file), orientation=True).orientation == first
+        with Image.open(io.BytesIO(file)) as image:
+            upright = np.asarray(ImageOps.exif_transpose(image))
+        assert np.array_equal(decode(file, orientation=True), upright)
+
+
 # --- regions ---------------------------------------------------------------------------------------------------------
 
 
