@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.decode.header import SWAPPED, stored
 from gpuflow.errors import is_system_fault
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 __all__ = ["Instance", "compile_loops", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
 
@@ -19,6 +24,7 @@ _SCALE = 5
 """pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
 _FARTHEST = 2**20
 """The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
+_ORIENTATION_TAG = 0x0112
 
 
 def compile_loops() -> None:
@@ -26,8 +32,12 @@ def compile_loops() -> None:
     instance_mask(Polygons((np.array([[1.0, 1.0], [3.0, 1.0], [2.0, 3.0]]),)), (4, 4))
 
 
-def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+def decode_mask(
+    mask: MaskFile | NDArray[np.uint8], size: tuple[int, int], *, upright: bool = False
+) -> NDArray[np.uint8]:
     """The levels of a mask, uint8 [height, width]; of an encoded image with a palette, its indices.
+
+    upright: apply the Orientation tag of a TIFF, as `decode: {orientation: apply}` does for images.
 
     Raises ValueError if it is no image of one 8-bit channel, or not of this size, and faults of the environment.
     """
@@ -39,9 +49,14 @@ def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> ND
 
     try:
         with Image.open(io.BytesIO(mask.data)) as image:
+            turned = _orientation(image)
             mode, found = image.mode, image.size[::-1]
+            if turned >= SWAPPED and not upright:
+                found = found[::-1]
             if mode in ("L", "P", "1") and found == size:
                 levels = np.asarray(image, np.uint8)
+                if turned != 1 and not upright:
+                    levels = stored(levels[..., None], turned)[..., 0]
                 return levels // _spread(mask.data) if mode == "L" else levels
     except UnidentifiedImageError:
         raise ValueError("must be an image file, such as PNG") from None
@@ -52,6 +67,19 @@ def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> ND
     if mode not in ("L", "P", "1"):
         raise ValueError(f"must have one channel of 8 bits, got an image of mode {mode}")
     raise ValueError(_other_size(found, size))
+
+
+def _orientation(image: Image.Image) -> int:
+    """The orientation that Pillow applies when it loads an image: the Orientation tag of a TIFF, 1 for other files.
+
+    Removes XMP data, whose orientation Pillow would apply to a TIFF without that tag.
+    """
+    for key in ("xmp", "XML:com.adobe.xmp"):
+        image.info.pop(key, None)
+    if image.format != "TIFF":
+        return 1
+    orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+    return orientation if orientation in range(1, 9) else 1
 
 
 def _spread(data: bytes) -> int:

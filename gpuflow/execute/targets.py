@@ -65,6 +65,11 @@ class TargetMapper:
         """The columns of a batch."""
         return [name for field in self.fields for name in (field.name, field.labels) if name]
 
+    @property
+    def upright(self) -> bool:
+        """Whether `decode` applies orientations."""
+        return self.program.decoder.orientation == "apply"
+
     def compile_loops(self) -> None:
         """Compile the loops that draw masks, on this thread: see `gpuflow.execute.cpu.compile_loops`."""
         if any(field.type == "mask" for field in self.fields):
@@ -95,7 +100,8 @@ class TargetMapper:
                 if errors[i] is None:
                     try:
                         rows = None if boxes is None or not field.instances else len(boxes[i])
-                        _check_masks(records.columns[field.name][i], (size[0], size[1]), rows)
+                        mask = records.columns[field.name][i]
+                        _check_masks(mask, (size[0], size[1]), rows, upright=self.upright)
                     except ValueError as error:
                         errors[i] = f"{field.name} {error}"
         return errors
@@ -152,7 +158,7 @@ class TargetMapper:
             height, width, _ = self.program.result.shape
             assert height is not None and width is not None
             masks = [
-                _Masks(*both, (height, width))
+                _Masks(*both, (height, width), self.upright)
                 for both in zip(sizes.tolist(), mask_maps(self.program, keys, sizes), strict=True)
             ]
         for field in self.fields:
@@ -184,11 +190,15 @@ class TargetMapper:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """The masks of one sample: of the size of its image, through its map, to the size of the result."""
+    """The masks of one sample: of the size of its image, through its map, to the size of the result.
+
+    upright: whether `decode` applies orientations.
+    """
 
     size: Sequence[int]
     map: MaskMap
     result: tuple[int, int]
+    upright: bool
 
     def levels(self, mask: MaskFile | NDArray[np.uint8]) -> NDArray[np.uint8]:
         """[H, W]. Raises ValueError."""
@@ -222,20 +232,20 @@ class _Masks:
 
     def _decoded(self, mask: MaskFile | NDArray[np.uint8]) -> NDArray[np.uint8]:
         height, width = self.size
-        return decode_mask(mask, (height, width))
+        return decode_mask(mask, (height, width), upright=self.upright)
 
 
-def _check_masks(masks: Any, size: tuple[int, int], rows: int | None = None) -> None:
+def _check_masks(masks: Any, size: tuple[int, int], rows: int | None = None, *, upright: bool = False) -> None:
     """Raise ValueError unless a mask, or each of those of instances, belongs to an image of this size.
 
-    rows: how many boxes the image has, if the levels of a mask are its instances.
+    rows: how many boxes the image has, if the levels of a mask are its instances. upright: as `decode_mask` has it.
     """
     if isinstance(masks, list | tuple):
         for i, mask in enumerate(masks):
             if (fault := mask_fault(mask, size)) is not None:
                 raise ValueError(f"[{i}] {fault}")
     else:
-        _highest_level(decode_mask(masks, size), rows)
+        _highest_level(decode_mask(masks, size, upright=upright), rows)
 
 
 def _highest_level(levels: NDArray[np.uint8], rows: int | None) -> int:

@@ -24,11 +24,13 @@ from gpuflow.execute import masks as masks_module
 from gpuflow.execute.jit import loops_of
 from gpuflow.execute.mask_maps import mask_maps
 from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
+from gpuflow.execute.targets import TargetMapper
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.records import MaskFile, Polygons, Rle
+from gpuflow.pipeline.records import Field, MaskFile, Polygons, Records, Rle
+from gpuflow.pipeline.targets import TargetRules
 from gpuflow.stages import CenterCrop, Decode, Flip, Resize
 from tests.datasets import loader_of
-from tests.images import png
+from tests.images import encode, png
 from tests.records import MemoryRecords, rle
 from tests.running import images, keys_of, program_of
 from tests.stages.policies import Fixed
@@ -145,6 +147,30 @@ def test_gray_levels_of_few_bits_are_what_the_file_holds(bits: int) -> None:
         struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
     )
     np.testing.assert_array_equal(decode_mask(MaskFile(b"\x89PNG\r\n\x1a\n" + data), (5, 7)), levels)
+
+
+@pytest.mark.parametrize("orientation", ["ignore", "apply"])
+@pytest.mark.parametrize("tag", range(1, 9))
+def test_a_tiffs_orientation_turns_a_mask_where_it_turns_its_image(tag: int, orientation: Any) -> None:
+    data = encode(np.arange(35, dtype=np.uint8).reshape(5, 7), "TIFF", tiffinfo={0x0112: tag})
+    size = (7, 5) if tag >= 5 and orientation == "apply" else (5, 7)
+    program = program_of(Decode(color="gray", formats=("tiff",), orientation=orientation), CenterCrop(size=size))
+    mapper = TargetMapper(program, (Field(name="mask", type="mask"),), TargetRules())
+    records, keys, sizes = Records({"mask": [MaskFile(data)]}, [None]), keys_of(1), np.array([size])
+    targets = mapper.map(records, keys, sizes)
+    assert list(targets.errors) == mapper.check(records, sizes) == [None]
+    (image,) = images(program, [data], keys)
+    np.testing.assert_array_equal(np.asarray(targets.columns["mask"])[0], image[0].numpy())
+
+
+@pytest.mark.parametrize("upright", [False, True])
+def test_xmp_data_turn_no_mask(upright: bool) -> None:
+    """Pillow turns a TIFF by them; images are turned by the tag alone."""
+    levels = np.arange(35, dtype=np.uint8).reshape(5, 7)
+    data = encode(levels, "TIFF", tiffinfo={700: b'<x tiff:Orientation="3"/>'})
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(np.asarray(image), levels[::-1, ::-1])
+    np.testing.assert_array_equal(decode_mask(MaskFile(data), (5, 7), upright=upright), levels)
 
 
 @pytest.mark.parametrize(
