@@ -14,7 +14,7 @@ from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import ImageFile
 
 __all__ = ["Instance", "compile_loops", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
 
@@ -24,7 +24,9 @@ _SCALE = 5
 """pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
 _FARTHEST = 2**20
 """The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
-_ORIENTATION_TAG = 0x0112
+_BITS_TAG, _ORIENTATION_TAG = 0x0102, 0x0112
+_FULL, _TOP_LEVELS = 255, {2: 3, 4: 15}
+"""The highest level of 8 bits, and of fewer bits."""
 
 
 def compile_loops() -> None:
@@ -35,7 +37,7 @@ def compile_loops() -> None:
 def decode_mask(
     mask: MaskFile | NDArray[np.uint8], size: tuple[int, int], *, upright: bool = False
 ) -> NDArray[np.uint8]:
-    """The levels of a mask, uint8 [height, width]; of an encoded image with a palette, its indices.
+    """The levels of a mask as its file has them, uint8 [height, width]; of an image with a palette, its indices.
 
     upright: apply the Orientation tag of a TIFF, as `decode: {orientation: apply}` does for images.
 
@@ -49,7 +51,7 @@ def decode_mask(
 
     try:
         with Image.open(io.BytesIO(mask.data)) as image:
-            turned = _orientation(image)
+            turned, top = _orientation(image), _top_level(image, mask.data)
             mode, found = image.mode, image.size[::-1]
             if turned >= SWAPPED and not upright:
                 found = found[::-1]
@@ -57,7 +59,7 @@ def decode_mask(
                 levels = np.asarray(image, np.uint8)
                 if turned != 1 and not upright:
                     levels = stored(levels[..., None], turned)[..., 0]
-                return levels // _spread(mask.data) if mode == "L" else levels
+                return levels if top == _FULL else _rescaled(levels, top)
     except UnidentifiedImageError:
         raise ValueError("must be an image file, such as PNG") from None
     except Exception as error:  # Pillow's readers raise many kinds, such as SyntaxError and DecompressionBombError
@@ -69,7 +71,7 @@ def decode_mask(
     raise ValueError(_other_size(found, size))
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: ImageFile.ImageFile) -> int:
     """The orientation that Pillow applies when it loads an image: the Orientation tag of a TIFF, 1 for other files.
 
     Removes XMP data, whose orientation Pillow would apply to a TIFF without that tag.
@@ -82,11 +84,31 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-def _spread(data: bytes) -> int:
-    """The factor by which Pillow multiplies the gray levels of a PNG with 2 or 4 bits, to fill 8; 1 for other files."""
-    is_png = data.startswith(b"\x89PNG\r\n\x1a\n")
-    bits = data[24] if is_png and len(data) > 24 else 8  # of IHDR, the first chunk (PNG specification, 11.2.1)
-    return {2: 85, 4: 17}.get(bits, 1)
+def _rescaled(levels: NDArray[np.uint8], top: int) -> NDArray[np.uint8]:
+    """Levels of 0 to 255 as levels of 0 to `top`, rounded to the nearest."""
+    return ((levels.astype(np.uint16) * top + _FULL // 2) // _FULL).astype(np.uint8)
+
+
+def _top_level(image: ImageFile.ImageFile, data: bytes) -> int:
+    """The gray level of a file that Pillow, when it loads the pixels, converts to 255, and all others in proportion.
+
+    It does so with the levels of PNGs and TIFFs that have 2 or 4 bits, and of PGMs with another highest value than 255.
+    """
+    if image.mode != "L":
+        return _FULL
+    if image.format == "PNG":
+        return _TOP_LEVELS.get(data[24], _FULL)  # of IHDR, the first chunk (PNG specification, 11.2.1)
+    if image.format == "TIFF":
+        return _TOP_LEVELS.get(image.getexif().get(_BITS_TAG, 1), _FULL)
+    if image.format != "PPM":
+        return _FULL
+    codec, _, start, options = image.tile[0]
+    if not isinstance(options, tuple):  # Pillow reads the levels as they are
+        return _FULL
+    top = int(options[1])
+    if codec == "ppm" and (highest := max(data[start : start + image.width * image.height], default=0)) > top:
+        raise ValueError(f"levels must be at most {top}, the highest value in its header, got {highest}; correct it")
+    return top
 
 
 def _other_size(got: tuple[int, ...], size: tuple[int, int]) -> str:

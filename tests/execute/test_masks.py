@@ -149,6 +149,25 @@ def test_gray_levels_of_few_bits_are_what_the_file_holds(bits: int) -> None:
     np.testing.assert_array_equal(decode_mask(MaskFile(b"\x89PNG\r\n\x1a\n" + data), (5, 7)), levels)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gray_levels_of_a_tiff_are_what_the_file_holds(bits: int) -> None:
+    levels = (np.arange(40).reshape(5, 8) % 2**bits).astype(np.uint8)
+    packed = np.packbits(np.unpackbits(levels[..., None], axis=2)[..., 8 - bits :]).tobytes()
+    tags = {256: 8, 257: 5, 258: bits, 259: 1, 262: 1, 273: 110, 277: 1, 279: len(packed)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    data = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    np.testing.assert_array_equal(decode_mask(MaskFile(data + packed), (5, 8)), levels)
+
+
+def test_gray_levels_of_a_pgm_are_what_the_file_holds() -> None:
+    for top in range(1, 256):
+        levels = (np.arange(256).reshape(16, 16) % (top + 1)).astype(np.uint8)
+        binary = b"P5\n16 16\n%d\n" % top + levels.tobytes()
+        plain = b"P2\n16 16\n%d\n" % top + " ".join(map(str, levels.ravel())).encode()
+        for data in (binary, plain):
+            np.testing.assert_array_equal(decode_mask(MaskFile(data), (16, 16)), levels)
+
+
 @pytest.mark.parametrize("orientation", ["ignore", "apply"])
 @pytest.mark.parametrize("tag", range(1, 9))
 def test_a_tiffs_orientation_turns_a_mask_where_it_turns_its_image(tag: int, orientation: Any) -> None:
@@ -180,6 +199,12 @@ def test_xmp_data_turn_no_mask(upright: bool) -> None:
         (encoded(Image.new("RGB", (7, 5))), "must have one channel of 8 bits, got an image of mode RGB"),
         (encoded(Image.new("L", (5, 7))), "has 7x5 pixels, and its image 5x7"),
         (MaskFile(encoded(Image.effect_noise((7, 5), 9)).data[:60]), "cannot be decoded: "),
+        (encoded(Image.new("I;16", (7, 5))), "must have one channel of 8 bits, got an image of mode I;16"),
+        (MaskFile(b"P5 7 5 65535\n" + bytes(70)), "must have one channel of 8 bits, got an image of mode I"),
+        (
+            MaskFile(b"P5 7 5 15\n" + bytes(34) + b"\x14"),
+            "cannot be decoded: levels must be at most 15, the highest value in its header, got 20; correct it",
+        ),
         (huge(20_000), "cannot be decoded: Image size .400000000 pixels. exceeds limit"),
         (huge(10_000), r"^(has 10000x10000 pixels, and its image 5x7|cannot be decoded: Image size .100000000 pixels)"),
     ],
