@@ -84,14 +84,19 @@ def require_memory(header: Header) -> None:
 
 
 def upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image."""
+    """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image.
+
+    The result has no negative strides, which torch refuses, also where a flipped side has a single pixel.
+    """
+    if orientation == 1:
+        return np.ascontiguousarray(image)
     if orientation >= SWAPPED:
         image = image.transpose(1, 0, 2)
     if orientation in FLIPPED_Y:
         image = image[::-1]
     if orientation in FLIPPED_X:
         image = image[:, ::-1]
-    return np.ascontiguousarray(image)
+    return image.copy()  # np.ascontiguousarray keeps the stride of a side of one pixel
 
 
 def stored(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import ENCODED
-from gpuflow.stages import CenterCrop, Decode, Normalize
+from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from tests.images import encode, jpeg, photo, png, with_orientation
 from tests.running import RGB, decoded, images, program_of, run
 
@@ -33,6 +35,16 @@ def test_orientation_and_max_pixels_reach_the_decoder() -> None:
     assert torch.equal(images(turned, [data])[0], images(stored, [data])[0].rot90(-1, (1, 2)))
     _, faults = run(program_of(Decode(max_pixels=1199), CenterCrop(size=30)), [data])
     assert str(faults[0]) == "decode: 40x30 = 1,200 pixels are more than max_pixels = 1,199"
+
+
+@pytest.mark.parametrize("size", [(1, 20), (20, 1), (1, 1)])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_with_a_side_of_one_pixel_are_turned(size: tuple[int, int], orientation: int) -> None:
+    data = with_orientation(photo(*size), "PNG", orientation)
+    with Image.open(io.BytesIO(data)) as image:
+        upright = png(np.asarray(ImageOps.exif_transpose(image)))
+    program = program_of(Decode(orientation="apply"), Resize(height=8, width=9))
+    assert torch.equal(images(program, [data]), images(program, [upright]))
 
 
 def test_specs() -> None:
