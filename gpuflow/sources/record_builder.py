@@ -418,7 +418,7 @@ def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float
         return np.zeros((0, *shape))
     try:
         numbers = np.array(rows)
-        if numbers.dtype == object and set(map(type, rows)) == {int}:  # too large for integers of 64 bits
+        if numbers.dtype == object and set(map(type, numbers.flat)) <= {int, float}:  # too large for 64 bits
             numbers = np.array(rows, np.float64)
     except (ValueError, OverflowError):
         return None

@@ -285,6 +285,14 @@ def test_masks_of_a_server_are_retried(server: FileServer) -> None:
     assert values(records_of(source, [0]), "mask") == [MaskFile(b"mask")]
 
 
+def test_integers_of_more_than_64_bits_next_to_floats() -> None:
+    rows = [row(weight=weight, boxes=[[0, 0, 2**64, 1.5], [0, 0, 1, 2]]) for weight in (1.5, 2**64, -(2**70), 3)]
+    source = lines(*rows, fields={"weight": {"type": "number"}, "boxes": {}})
+    records = records_of(source, range(4))
+    assert values(records, "weight") == [1.5, 2.0**64, -(2.0**70), 3.0]
+    assert values(records, "boxes") == [[[0, 0, 2.0**64, 1.5], [0, 0, 1, 2]]] * 4
+
+
 # Bad records.
 
 
