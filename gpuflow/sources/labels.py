@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.hints import near_word
 
-__all__ = ["Codes", "resolve_labels"]
+__all__ = ["Codes", "resolve_labels", "texts_of"]
 
 _MAX_INFERRED = 1_000_000
 
@@ -22,6 +22,12 @@ class Codes(dict[object, int]):
     def __missing__(self, value: object) -> int:
         code = self[value] = len(self)
         return code
+
+
+def texts_of(labels: Iterable[object], classes: int | tuple[str, ...] | None) -> list[str]:
+    """Labels as texts for `resolve_labels`: without outer spaces, unless these belong to the name of a class."""
+    names = frozenset(classes if isinstance(classes, tuple) else ())
+    return [text if text in names else text.strip() for text in map(str, labels)]
 
 
 def resolve_labels(

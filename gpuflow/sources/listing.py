@@ -20,7 +20,7 @@ import numpy as np
 from gpuflow.errors import SourceError
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.files import FileSource
-from gpuflow.sources.labels import Codes, resolve_labels
+from gpuflow.sources.labels import Codes, resolve_labels, texts_of
 from gpuflow.sources.listing_fields import open_with_fields
 from gpuflow.sources.listing_text import (
     check_path,
@@ -107,7 +107,7 @@ def open_listing(spec: SourceSpec) -> FileSource:
         first = int(np.argmax(row_codes == code))
         return f"{place}:{next(islice(rows(data, place), first, None)).line}"
 
-    classes, values = resolve_labels([str(value).strip() for value in codes], spec.classes, locate, place)
+    classes, values = resolve_labels(texts_of(codes, spec.classes), spec.classes, locate, place)
     root = spec.root if spec.root is not None else parent_of(place)
     root = root if is_remote(root) else os.path.expanduser(root)
     located = resolved(table, root, lambda i: f"{place}:{next(islice(rows(data, place), i, None)).line}")

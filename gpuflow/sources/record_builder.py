@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError, show
 from gpuflow.pipeline.records import Field, FieldType, Ragged, Rle
 from gpuflow.sources.field_spec import FieldSpec
-from gpuflow.sources.labels import Codes, resolve_labels
+from gpuflow.sources.labels import Codes, resolve_labels, texts_of
 from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTable, Rows, Store
 from gpuflow.sources.rle import run_lengths
 from gpuflow.sources.storage import Storage
@@ -77,7 +77,7 @@ class Labels:
         if not self._codes:
             names = self._classes if isinstance(self._classes, tuple) else map(str, range(self._classes or 0))
             return tuple(names), np.zeros(0, np.int64)
-        written = [str(label).strip() for label in self._codes]
+        written = texts_of(self._codes, self._classes)
         names, labels = resolve_labels(written, self._classes, self._firsts.__getitem__, self._place)
         return names, labels[np.frombuffer(self._numbers, dtype=np.int32)]
 

@@ -9,7 +9,7 @@ import json
 import os
 import pickle
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,18 @@ def test_arrows_file_format_is_named(tmp_path: Path) -> None:
 
 # --- classes that `datasets` knows by name ----------------------------------------------------------------------------
 
-CLASS = {"names": list(NAMES), "_type": "ClassLabel"}
-FEATURES = {
-    "tags": {"feature": CLASS, "_type": "List"},
-    "about": {"kind": CLASS},
-    "objects": {"feature": {"bbox": {"_type": "List"}, "kind": CLASS}, "_type": "List"},
-}
+
+def features_of(names: Sequence[str]) -> dict[str, Any]:
+    """What `datasets` writes of the columns of `labelled`."""
+    label = {"names": list(names), "_type": "ClassLabel"}
+    return {
+        "tags": {"feature": label, "_type": "List"},
+        "about": {"kind": label},
+        "objects": {"feature": {"bbox": {"_type": "List"}, "kind": label}, "_type": "List"},
+    }
+
+
+FEATURES = features_of(NAMES)
 
 
 def labelled(numbers: list[int | None]) -> dict[str, Any]:
@@ -160,6 +166,18 @@ def test_numbers_of_classes_are_no_names(write: Write, given: tuple[str, ...] | 
 
     boxes = open_source(SourceSpec(hf=path, classes=given, fields=BOXES))
     assert fields_of(boxes)[0].classes == classes and box_labels(boxes) == expected
+
+
+@with_pyarrow
+@forms
+def test_names_of_classes_keep_their_outer_spaces(write: Write, tmp_path: Path) -> None:
+    names = ("x ", "x", " y")
+    path = str(write(tmp_path / "x.parquet", labelled([0, 1, 2]), features_of(names)))
+    several = open_source(SourceSpec(hf=path, fields={"label": {"kind": "classes", "column": "tags"}}))
+    assert several.classes == names and several.labels.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    nested = open_source(SourceSpec(hf=path, fields={"label": {"column": "about.kind"}}))
+    assert nested.classes == names and nested.labels.tolist() == [0, 1, 2]
+    assert box_labels(open_source(SourceSpec(hf=path, fields=BOXES))) == list(names)
 
 
 @with_pyarrow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,20 @@ def test_labels_are_names_where_names_are_integers() -> None:
     with pytest.raises(SourceError, match=r"0: label .*'3'"):
         resolve_labels(["3", "2"], classes, str, "list.csv")
     assert resolve_labels(["3", "2"], ("a", "b", "c", "d"), str, "list.csv")[1].tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("fields", [{}, {"label": {}}])
+def test_outer_spaces_count_where_they_are_part_of_a_given_name(
+    fields: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.jsonl").write_text(
+        "".join(json.dumps({"path": "a.jpg", "label": label}) + "\n" for label in ("a", "a ", " a", " b "))
+    )
+    spec = SourceSpec(listing="list.jsonl", classes=("b", "a ", "a"), fields=fields)
+    assert open_source(spec).labels.tolist() == [2, 1, 2, 0]
+    without_names = open_source(SourceSpec(listing="list.jsonl", fields=fields))
+    assert without_names.classes == ("a", "b") and without_names.labels.tolist() == [0, 0, 0, 1]
 
 
 def test_a_missing_path_is_compared_with_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
