@@ -1,4 +1,7 @@
-"""Runs a model on the results of different ways, and measures differences of logits and flipped predictions."""
+"""Runs a model on the results of different ways, and measures differences of logits and flipped predictions.
+
+Also reads from the model's file whether the model contains a stage that serving lacks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.runtime.threads import DaemonPool
 
-__all__ = ["Answers", "Classifier", "LogitTally", "StudyModel", "find_model"]
+__all__ = ["Answers", "Classifier", "LogitTally", "StudyModel", "find_model", "missing_stage"]
 
 _SECONDS = 600.0
 _CPU = torch.device("cpu")
@@ -61,11 +64,40 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
             raise
         return None, f"none: {error}"
     prefixes = [Pipeline(program.pipeline.name, stages[:count]) for count in range(len(stages), 0, -1)]
-    before = next((one for one in prefixes if one.fingerprint == info.preprocessing), program.pipeline)
+    served = config.programs["serve"].pipeline.stages if path is None else stages
+    default = next((one for one in prefixes if one.stages == served), program.pipeline)
+    before = next((one for one in prefixes if one.fingerprint == info.preprocessing), default)
     force = block is not None and block.force
     trust = path is not None or (block is not None and block.preprocessing == "trust")
     refuse_other_preprocessing(info, before, file, force=force, trust=trust)
     return StudyModel(file, len(before.stages)), f"{file}, on the CPU, on the output of {before.stages[-1].stage_name}"
+
+
+def missing_stage(config: Config, program: Program, path: Path | None) -> str | None:
+    """A text that says that serving lacks a program's last stage; None if it has it, or its model records that one.
+
+    Only of a stage that a model can contain (`gpuflow export --fold-normalize`). A file without a record may lack it.
+    The model is the one that `serve` names, or the one at `path` if there is none.
+    """
+    *before, last = program.pipeline.stages
+    if config.serve is None or config.programs["serve"].pipeline.stages != tuple(before) or last.module() is None:
+        return None
+    named = config.serve.model
+    file = named.file if named is not None and (path is None or Path(named.file).is_file()) else path
+    folded, reason = None, "no model is named" if file is None else f"{file} is not there"
+    if file is not None and Path(file).is_file():
+        try:
+            folded = read_info(str(file)).folded
+            reason = f"{file} records {'no such stage' if folded is None else folded}"
+        except MissingExtra as error:
+            reason = f"{file} cannot be read: {error}"
+    if folded == program.pipeline.lines[-1]:
+        return None
+    return (
+        f"{config.path}: serve.stages must end with {last!r} as {program.pipeline.name} does, unless the model "
+        f"contains it, and {reason}; add the stage, or name a model that gpuflow export --fold-normalize wrote, by "
+        "serve.model.file or --model"
+    )
 
 
 class Classifier:

@@ -115,16 +115,16 @@ class Serving:
     def _program(self, prefix: Prefix) -> Program | str:
         """The program that the graph runs for a prefix, or a text that says why the graph has no such prefix.
 
-        If serving and training differ, the whole of serving is compared with the whole of training. They do not if
-        serving lacks the last stage alone, and that can be a part of the model (`gpuflow export --fold-normalize`).
+        If serving and training differ, the whole of serving is compared with the whole of training. This is not so if
+        serving lacks the last stage alone, and a model can contain that one; `missing_stage` checks that it does.
         """
         serve, stages = self.config.programs["serve"], self.config.programs[self.name].pipeline.stages
         served, count = serve.pipeline.stages, prefix.count
         if served == stages[:count]:
             return serve
         if count == len(stages):
-            is_in_model = served == stages[:-1] and stages[-1].module() is not None
-            return "serving ends before this stage: the model does the rest" if is_in_model else serve
+            may_be_in_model = served == stages[:-1] and stages[-1].module() is not None
+            return "serving ends before this stage, which a model can contain" if may_be_in_model else serve
         if served[:count] == stages[:count]:
             return prefix.program
         other = next((ours for ours, theirs in zip(served, stages, strict=False) if ours != theirs), None)

@@ -29,6 +29,7 @@ CPU_AND_GPU = 2.0
 """Levels by which the CPU and a GPU may differ."""
 
 _OURS = (("val", "serve"), ("val", "val@cuda"), ("val@cuda", "serve@cuda"))
+_SERVING = {"serve", "serve@cuda"}
 _REFERENCE = "torchvision"
 _PICTURES = 2
 """Number of images of each kind that are shown for a pair."""
@@ -135,6 +136,11 @@ class PairComparison:
         """Whether the pair has a limit."""
         return self._rule.kind != "nothing"
 
+    @property
+    def judges_serving(self) -> bool:
+        """Whether the pair has a limit, and one of the two ways is serving."""
+        return self.judged and len({self.a, self.b} & _SERVING) == 1
+
     def begin(self, prefix: Prefix, scale: Scale, refusals: Mapping[str, str | None]) -> bool:
         """Begin a stage. Returns whether both ways can run it. refusals: for each way None, or why it cannot."""
         stage = prefix.program.pipeline.stages[prefix.count - 1]
@@ -226,8 +232,8 @@ class PairComparison:
             )
         )
 
-    def result(self) -> Pair:
-        """The pair's results, with pictures of its last stage."""
+    def result(self, faults: Sequence[str] = ()) -> Pair:
+        """The pair's results, with pictures of its last stage. faults: see `Pair`."""
         worst = [entry for kind in ("own", "hostile") for entry in sorted(self._worst[kind], reverse=True)]
         return Pair(
             a=self.a,
@@ -236,6 +242,7 @@ class PairComparison:
             rows=tuple(self._rows),
             logits=tuple(one for kind, tally in self._logits.items() if (one := tally.result(kind)) is not None),
             skipped=tuple(self._skipped),
+            faults=tuple(faults),
             pictures=tuple(picture for _, _, picture in worst),
         )
 

@@ -91,6 +91,7 @@ class Pair:
 
     asked: the limit as text; empty if the pair has no limit and is only shown for information.
     skipped: stages that one of them cannot run, with the reason. pictures: the images that differ most.
+    faults: differences that make the pair a breach although no image shows them.
     """
 
     a: str
@@ -100,10 +101,11 @@ class Pair:
     logits: tuple[Logits, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     pictures: tuple[Picture, ...] = ()
+    faults: tuple[str, ...] = ()
 
     @property
     def breach(self) -> bool:
-        return any(row.breach for row in self.rows)
+        return bool(self.faults) or any(row.breach for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the pictures, as plain values; None for numbers that are not finite, which JSON cannot say."""
@@ -123,6 +125,7 @@ class Pair:
             ],
             "logits": [_finite(asdict(logits)) for logits in self.logits],
             "skipped": [{"stage": stage, "reason": reason} for stage, reason in self.skipped],
+            "faults": list(self.faults),
         }
 
 

@@ -82,7 +82,7 @@ def _in_results(row: Row) -> str:
 
 
 def breaches(pair: Pair) -> Iterator[str]:
-    """Describe how a pair exceeds its limit, one line per stage."""
+    """Describe how a pair exceeds its limit, one line per stage, and differences that no image shows."""
     for row in pair.rows:
         if row.breach:
             more = f" ({_in_results(row)})" if is_library(pair.b) and row.pixels else ""
@@ -90,6 +90,8 @@ def breaches(pair: Pair) -> Iterator[str]:
             alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
             none = "no image could be compared" if row.images == 0 and not row.alone else ""
             yield f"{pair.a} against {pair.b} after {row.stage}: {'; '.join(filter(None, (apart, alone, none)))}"
+    for fault in pair.faults:
+        yield f"{pair.a} against {pair.b}: {fault}"
 
 
 def notes(report: Report) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpuflow.config import Config, read_config
+from gpuflow.engines import ModelInfo
 from gpuflow.errors import BadSampleError, ConfigError, GpuflowError
 from gpuflow.parity import Report, study
 from gpuflow.parity.base import Result, Results, Way
@@ -24,7 +25,7 @@ from gpuflow.parity.prefixes import Prefix
 from gpuflow.parity.report import Logits, Pair, Row
 from gpuflow.parity.text import breaches, figures, verdict
 from gpuflow.parity.ways import ways_of
-from gpuflow.stages import STAGES
+from gpuflow.stages import STAGES, Normalize
 from tests.datasets import RAW, VAL, Entries
 from tests.parity.conftest import read
 from tests.serve.models import save_program
@@ -279,9 +280,60 @@ def test_a_naive_way_that_is_asked_for_may_not_fail(photos: Path, tmp_path: Path
 
 
 def test_serving_without_the_last_stage_is_a_breach(photos: Path, tmp_path: Path) -> None:
-    """Unless it is one that a model can have inside, as normalize."""
     assert study(read(photos, tmp_path, [*RAW, {"equalize": {}}], RAW), count=1).breach
-    assert not study(read(photos, tmp_path, VAL, RAW), count=1).breach
+    assert study(read(photos, tmp_path, VAL, RAW), count=1).breach
+
+
+def serving(config: Config, **model: Any) -> Config:
+    """The configuration with this block `serve.model`."""
+    assert config.serve is not None
+    return dataclasses.replace(
+        config, serve=type(config.serve).model_validate({**config.serve.model_dump(), "model": model})
+    )
+
+
+def test_serving_without_normalize_needs_a_model_that_records_it(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path, VAL, RAW)
+    whole, before = config.programs["val"].pipeline, config.programs["serve"].pipeline
+    head, floats = nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 5)), torch.zeros(2, 3, 24, 24)
+    plain = save_program(
+        tmp_path / "plain.pt2", head, floats, info=ModelInfo(preprocessing=whole.fingerprint, stages=whole.lines)
+    )
+    both, levels = nn.Sequential(Normalize().module(), head), floats.to(torch.uint8)
+    info = ModelInfo(preprocessing=before.fingerprint, stages=before.lines, folded=whole.lines[-1])
+    folded = save_program(tmp_path / "folded.pt2", both, levels, info=info)
+    other = save_program(tmp_path / "other.pt2", both, levels, info=dataclasses.replace(info, folded="normalize(x)"))
+    foreign = save_program(tmp_path / "foreign.pt2", both, levels)
+
+    def fault(config: Config, model: Path | None = None) -> str | None:
+        """Why no model contains normalize; None if the study passes."""
+        report = study(config, count=0, against=("val", "serve"), model=model)
+        (pair,) = report.pairs
+        assert [(row.stage, row.breach) for row in pair.rows] == [("center_crop", False)]
+        assert report.breach == pair.breach == bool(pair.faults)
+        if not pair.faults:
+            return None
+        assert verdict(report) == f"BREACH: val against serve: {pair.faults[0]}"
+        start, _, rest = pair.faults[0].partition(", unless the model contains it, and ")
+        reason, _, action = rest.partition("; ")
+        assert start == f"{tmp_path}/y.yaml: serve.stages must end with normalize() as val does"
+        assert action == (
+            "add the stage, or name a model that gpuflow export --fold-normalize wrote, by serve.model.file or --model"
+        )
+        return reason
+
+    assert fault(config) == "no model is named"
+    assert fault(config, plain) == f"{plain} records no such stage"
+    assert fault(config, folded) is None
+    assert fault(serving(config, file="gone.pt2")) == "gone.pt2 is not there"
+    assert fault(serving(config, file="gone.pt2"), folded) is None
+    assert fault(serving(config, file=str(folded))) is None
+    assert fault(serving(config, file=str(folded), force=True)) is None
+    for force in (False, True):
+        assert fault(serving(config, file=str(plain), force=force)) == f"{plain} records no such stage"
+    assert fault(serving(config, file=str(plain), force=True), folded) == f"{plain} records no such stage"
+    assert fault(serving(config, file=str(other))) == f"{other} records normalize(x)"
+    assert fault(serving(config, file=str(foreign), preprocessing="trust")) == f"{foreign} records no such stage"
 
 
 def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
@@ -292,7 +344,7 @@ def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
         "after decode: a graph gives images of one size, and after this stage they differ; "
         "after resize: a graph gives images of one size, and after this stage they differ; "
         "after center_crop: its operators have no such stages; "
-        "after normalize: serving ends before this stage: the model does the rest"
+        "after normalize: serving ends before this stage, which a model can contain"
     )
 
 

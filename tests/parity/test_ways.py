@@ -108,10 +108,10 @@ def test_where_serving_has_other_stages_its_whole_counts(folder: Path) -> None:
     assert tensors(ways["serve"], prefixes[3])["jpeg gray"].shape == (3, 24, 20)
 
 
-def test_where_the_model_does_the_rest(folder: Path) -> None:
+def test_where_the_model_may_do_the_rest(folder: Path) -> None:
     ways, prefixes = setup(folder, serve=RAW)
     assert ways["serve"].refuses(prefixes[2]) is None
-    assert ways["serve"].refuses(prefixes[3]) == "serving ends before this stage: the model does the rest"
+    assert ways["serve"].refuses(prefixes[3]) == "serving ends before this stage, which a model can contain"
     assert tensors(ways["serve"], prefixes[2])["jpeg gray"].dtype == torch.uint8
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gpuflow.config import Config, ModelSpec, read_config
-from gpuflow.engines import Engine, open_engines
-from gpuflow.engines.pytorch import load_checkpoint
+from gpuflow.engines import Engine, ModelInfo, open_engines
+from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.serve.export import export_model
 from gpuflow.stages import STAGES
@@ -85,9 +85,11 @@ def noise(count: int, image: ImageSpec = FLOAT) -> torch.Tensor:
     return images if image.layout == "nchw" else images.contiguous(memory_format=torch.channels_last)
 
 
-def save_program(path: Path, module: nn.Module, *inputs: torch.Tensor, dynamic: bool = True) -> Path:
-    """A model that gpuflow did not export, as `.pt2`."""
+def save_program(
+    path: Path, module: nn.Module, *inputs: torch.Tensor, dynamic: bool = True, info: ModelInfo | None = None
+) -> Path:
+    """A model as `.pt2`: one that gpuflow did not export, or with the metadata `info` one that it might have."""
     batch = {0: torch.export.Dim("batch")} if dynamic else None
     program = torch.export.export(module.eval(), inputs, dynamic_shapes=tuple(batch for _ in inputs))
-    torch.export.save(program, path)
+    torch.export.save(program, path, extra_files=None if info is None else {EXTRA_FILE: info.to_json()})
     return path
