@@ -113,7 +113,7 @@ def hostile_images() -> list[ParityImage]:
     """Generate hostile images and bad ones, the same bytes each time.
 
     Hostile: every subsampling, odd sizes, gray, CMYK, EXIF 1-8, progressive, 1x1, extreme aspect ratios, upscaling,
-    other formats.
+    other formats, transparency.
     """
     kinds: tuple[tuple[Kind, Iterator[tuple[str, bytes]]], ...] = (("hostile", _hostile()), ("bad", _bad()))
     return [ParityImage(name, kind, np.frombuffer(data, np.uint8)) for kind, made in kinds for name, data in made]
@@ -137,11 +137,18 @@ def _hostile() -> Iterator[tuple[str, bytes]]:
         yield f"jpeg EXIF {orientation}", _by_pillow(_picture(40, 60), "JPEG", orientation=orientation, quality=90)
     yield "png", _by_pillow(_picture(45, 71), "PNG")
     yield "png gray", _by_pillow(_picture(45, 71), "PNG", mode="L")
-    yield "png with alpha", _by_pillow(_picture(45, 71), "PNG", mode="RGBA")
+    yield "png with alpha", _by_pillow(_with_alpha(45, 71), "PNG")
     yield "png with a palette", _by_pillow(_picture(45, 71), "PNG", mode="P")
+    yield (
+        "png with alpha in its palette",
+        _by_pillow(_picture(45, 71), "PNG", mode="P", transparency=bytes((0, 127, 255)) * 85),
+    )
+    gray = _picture(45, 71)[..., 0]
+    yield "png gray, one level transparent", _by_pillow(gray, "PNG", mode="L", transparency=int(gray[15, 35]))
     yield "png EXIF 6", _by_pillow(_picture(40, 60), "PNG", orientation=6)
     yield "webp", _by_pillow(_picture(52, 70), "WEBP")
     yield "webp lossless", _by_pillow(_picture(52, 70), "WEBP", lossless=True)
+    yield "webp with alpha", _by_pillow(_with_alpha(52, 70), "WEBP")
     yield "bmp", _by_pillow(_picture(31, 29), "BMP")
 
 
@@ -164,6 +171,12 @@ def _picture(height: int, width: int, *, seed: int = 0) -> NDArray[np.uint8]:
     return np.clip(pixels, 0, 255).astype(np.uint8)
 
 
+def _with_alpha(height: int, width: int) -> NDArray[np.uint8]:
+    """RGBA pixels, transparent at the left edge and opaque at the right one: uint8 [height, width, 4]."""
+    alpha = np.linspace(0, 255, width).astype(np.uint8)
+    return np.dstack([_picture(height, width), np.broadcast_to(alpha, (height, width))])
+
+
 def _jpeg(pixels: NDArray[np.uint8], subsampling: str = "4:2:0", option: tuple[int, int] = _QUALITY) -> bytes:
     """Encode RGB pixels, or gray ones [H, W], as a JPEG. option: an option of OpenCV, by default quality 90."""
     factors = (cv2.IMWRITE_JPEG_SAMPLING_FACTOR, _SUBSAMPLINGS[subsampling])
@@ -174,7 +187,10 @@ def _jpeg(pixels: NDArray[np.uint8], subsampling: str = "4:2:0", option: tuple[i
 def _by_pillow(
     pixels: NDArray[np.uint8], form: str, *, mode: str = "RGB", orientation: int = 0, **options: Any
 ) -> bytes:
-    """Encode RGB pixels with Pillow. orientation: the EXIF orientation; 0 for no such tag."""
+    """Encode RGB, RGBA or gray pixels with Pillow. mode: Pillow's mode of the file; RGB leaves the pixels as they are.
+
+    orientation: the EXIF orientation; 0 for no such tag.
+    """
     from PIL import Image
 
     image = Image.fromarray(pixels)

@@ -39,7 +39,7 @@ def test_equal_ways_exit_0_and_write_a_report(parity: Run, tmp_path: Path, confi
     assert f"wrote {tmp_path}/out/parity.json\nwrote {tmp_path}/out/report.html\n" in done.out
     found = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert found["verdict"] == "pass"
-    assert found["images"] == {"own": 3, "hostile": 35, "bad": 4}
+    assert found["images"] == {"own": 3, "hostile": 38, "bad": 4}
     assert found["command"] == f"gpuflow parity {config} --out {tmp_path}/out --images 3"
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("data:image/png;base64,") >= 3 * 4

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from gpuflow.decode.codecs import Header, probe
 from gpuflow.errors import BadSampleError, ConfigError, SourceError
@@ -50,6 +52,16 @@ def test_hostile_images_are_of_every_kind() -> None:
     assert b"\xff\xdd" in named("hostile")["jpeg with restarts"].data.tobytes()
 
 
+def test_hostile_images_have_transparent_pixels_of_every_kind() -> None:
+    found = set()
+    for sample in named("hostile").values():
+        with Image.open(io.BytesIO(sample.data.tobytes())) as image:
+            if image.has_transparency_data:
+                assert image.convert("RGBA").getchannel("A").getextrema() == (0, 255), sample.name
+                found.add((image.format, image.mode))
+    assert found == {("PNG", "RGBA"), ("PNG", "P"), ("PNG", "L"), ("WEBP", "RGBA")}
+
+
 def test_bad_images_are_refused_each_for_its_own_reason() -> None:
     reasons = {}
     for name, sample in named("bad").items():
@@ -68,7 +80,7 @@ def test_they_are_the_same_each_time() -> None:
     again = hostile_images()
     assert [(sample.name, sample.kind) for sample in again] == [(sample.name, sample.kind) for sample in SAMPLES]
     assert all(np.array_equal(a.data, b.data) for a, b in zip(again, SAMPLES, strict=True))
-    assert len({sample.name for sample in SAMPLES}) == len(SAMPLES) == 39
+    assert len({sample.name for sample in SAMPLES}) == len(SAMPLES) == 42
 
 
 def test_own_images_are_spread_over_the_source(photos: Path, tmp_path: Path) -> None:

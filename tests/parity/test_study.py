@@ -110,8 +110,8 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     ]
     serve = pair(report, "serve")
     assert [(row.stage, row.number, row.allowed, row.images, row.differ) for row in serve.rows] == [
-        ("center_crop", 3, 0, 40, 0),
-        ("normalize", 4, 0, 40, 0),
+        ("center_crop", 3, 0, 43, 0),
+        ("normalize", 4, 0, 43, 0),
     ]
     assert all(sorted(row.refused) == list(BAD) and row.alone == row.reference_refuses == () for row in serve.rows)
     assert serve.skipped == tuple(
@@ -127,9 +127,9 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     assert reference.rows[-1].own is not None and reference.rows[-1].own.max == 0
     assert [largest(row) for row in reference.rows] == [1, 1, 1, 1]  # CMYK
     assert pair(report, "opencv").rows[-1].max > 50
-    assert report.images == {"own": 5, "hostile": 35, "bad": 4}
+    assert report.images == {"own": 5, "hostile": 38, "bad": 4}
     assert report.preprocessing == read(photos, tmp_path).programs["val"].pipeline.fingerprint
-    assert reported[-1] == (4 * 44, 4 * 44, "normalize")
+    assert reported[-1] == (4 * 47, 4 * 47, "normalize")
     assert [so_far[0] for so_far in reported] == sorted(so_far[0] for so_far in reported)
     missing = {way.name: way.missing for way in report.ways if way.missing is not None}
     assert set(missing) == {"val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda"}
@@ -157,7 +157,7 @@ STAGES_OF_ALL_KINDS: dict[str, list[dict[str, Any]]] = {
 def test_other_stages_pass_too(stages: Entries, photos: Path, tmp_path: Path) -> None:
     report = study(read(photos, tmp_path, stages, stages), count=2)
     assert not report.breach, verdict(report)
-    assert all(row.images >= 35 for one in report.judged for row in one.rows)
+    assert all(row.images >= 38 for one in report.judged for row in one.rows)
 
 
 def test_an_image_that_only_the_reference_refuses_is_no_breach(photos: Path, tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_a_preset_is_trained_and_served_alike(photos: Path, tmp_path: Path) -> N
     report = study(read_config(path, STAGES), count=2)
     assert not report.breach
     (one,) = report.judged
-    assert [(row.stage, row.images, row.differ) for row in one.rows] == [("preset", 35, 0), ("normalize", 35, 0)]
-    assert set(one.rows[0].refused) == {*BAD, "webp", "webp lossless"}
+    assert [(row.stage, row.images, row.differ) for row in one.rows] == [("preset", 37, 0), ("normalize", 37, 0)]
+    assert set(one.rows[0].refused) == {*BAD, "webp", "webp lossless", "webp with alpha"}
 
 
 # --- what does not ----------------------------------------------------------------------------------------------------
@@ -190,17 +190,30 @@ def test_another_filter_is_a_breach(photos: Path, tmp_path: Path) -> None:
     serve = pair(report, "serve")
     assert serve.breach and not pair(report, "torchvision").breach
     (row,) = serve.rows
-    assert (row.number, row.images, row.breach) == (4, 38, True)
+    assert (row.number, row.images, row.breach) == (4, 41, True)
     assert row.differ > 30
     assert verdict(report) == f"BREACH: val against serve after normalize: {largest(row):.0f} levels apart, limit equal"
+
+
+@pytest.mark.parametrize("color", ["rgb", "gray"])
+def test_another_background_of_transparent_pixels_is_a_breach(color: str, photos: Path, tmp_path: Path) -> None:
+    def pipeline(**decode: Any) -> Entries:
+        return [{"decode": {"color": color, **decode}}, *RAW[1:]]
+
+    white, black = {"background": [255] * 3}, {"background": [0] * 3}
+    for val, serve in (({}, white), (white, {}), (black, white)):
+        report = study(read(photos, tmp_path, pipeline(**val), pipeline(**serve)), count=0, against=("val", "serve"))
+        (row,) = report.pairs[0].rows
+        assert (row.images, row.differ, row.breach) == (38, 4, True)
+    assert not study(read(photos, tmp_path, pipeline(**white), pipeline(**white)), count=0).breach
 
 
 def test_another_size_is_a_breach(photos: Path, tmp_path: Path) -> None:
     report = study(read(photos, tmp_path, RAW, [*RAW[:2], {"center_crop": {"size": 20}}]), count=1)
     (row,) = pair(report, "serve").rows
-    assert (row.images, row.differ, len(row.alone)) == (0, 0, 36)
+    assert (row.images, row.differ, len(row.alone)) == (0, 0, 39)
     assert row.alone[0][1] == "val gives uint8 3x24x24, serve gives uint8 3x20x20"
-    expected = "val against serve after center_crop: 36 images that only one of them accepts or gives in this form"
+    expected = "val against serve after center_crop: 39 images that only one of them accepts or gives in this form"
     assert list(breaches(pair(report, "serve"))) == [expected]
 
 
@@ -247,7 +260,7 @@ def test_a_pair_of_which_no_image_can_be_compared_is_a_breach(photos: Path, tmp_
         against=("val", "serve"),
         ways={name: Changed(ways["val"], refuse) for name in ("val", "serve")},
     )
-    assert all((row.images, len(row.refused), row.breach) == (0, 41, True) for row in report.pairs[0].rows)
+    assert all((row.images, len(row.refused), row.breach) == (0, 44, True) for row in report.pairs[0].rows)
     assert verdict(report).splitlines()[0] == "BREACH: val against serve after decode: no image could be compared"
     assert not study(config, count=2, ways={**ways, "opencv": Changed(ways["val"], refuse)}).breach
 
@@ -457,9 +470,9 @@ def test_logits_and_flips(model: Path, photos: Path, tmp_path: Path) -> None:
     assert report.model == f"{model}, on the CPU, on the output of normalize"
     own, hostile = pair(report, "serve").logits
     assert (own.kind, own.images, own.max, own.flips) == ("own", 4, 0, 0)
-    assert (hostile.kind, hostile.images, hostile.max, hostile.flips) == ("hostile", 35, 0, 0)
+    assert (hostile.kind, hostile.images, hostile.max, hostile.flips) == ("hostile", 38, 0, 0)
     _, hostile = pair(report, "torchpipe_cpu").logits
-    assert hostile.images == 33  # no WebP
+    assert hostile.images == 35  # no WebP
     assert hostile.flips > 0 and hostile.max > hostile.mean > 0
 
 
@@ -486,7 +499,7 @@ def test_the_served_model_is_taken_by_itself(model: Path, photos: Path, tmp_path
         study(foreign, count=0, against=("val", "serve"))
     blocks["model"]["preprocessing"] = "trust"
     served = dataclasses.replace(config, serve=type(config.serve).model_validate(blocks))
-    assert pair(study(served, count=0, against=("val", "serve")), "serve").logits[0].images == 35
+    assert pair(study(served, count=0, against=("val", "serve")), "serve").logits[0].images == 38
     gone = dataclasses.replace(
         config, serve=type(config.serve).model_validate(blocks | {"model": {"file": "gone.onnx"}})
     )
