@@ -689,7 +689,8 @@ def parity(
     and the final results with those of val.
 
     Exits 1 on a breach: val and serve differ on one device, the CPU and a GPU by more than 2 levels, or val and
-    torchvision by more than the stages declare; or serve lacks the last normalize, and its model does not record it.
+    torchvision by more than the stages declare; or serve lacks the last normalize, and its model does not record it;
+    or the decode of serve refuses formats or sizes that the decode of val accepts.
     """
     from gpuflow.parity import render, study, write_report
     from gpuflow.torchpipe.adapter import skip_cleanup

@@ -9,6 +9,7 @@ ours        training and serving
 others      the reference, and common alternatives
 ways        all ways by name
 measure     differences in levels of 0-255
+accepted    which files training and serving accept
 model       differences in logits and flipped predictions
 pairs       the pairs of ways to compare, and their limits
 study       runs all ways and compares them

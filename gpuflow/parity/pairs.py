@@ -232,8 +232,8 @@ class PairComparison:
             )
         )
 
-    def result(self, faults: Sequence[str] = ()) -> Pair:
-        """The pair's results, with pictures of its last stage. faults: see `Pair`."""
+    def result(self, faults: Sequence[str] = (), notes: Sequence[str] = ()) -> Pair:
+        """The pair's results, with pictures of its last stage. faults, notes: see `Pair`."""
         worst = [entry for kind in ("own", "hostile") for entry in sorted(self._worst[kind], reverse=True)]
         return Pair(
             a=self.a,
@@ -243,6 +243,7 @@ class PairComparison:
             logits=tuple(one for kind, tally in self._logits.items() if (one := tally.result(kind)) is not None),
             skipped=tuple(self._skipped),
             faults=tuple(faults),
+            notes=tuple(notes),
             pictures=tuple(picture for _, _, picture in worst),
         )
 

@@ -91,7 +91,7 @@ class Pair:
 
     asked: the limit as text; empty if the pair has no limit and is only shown for information.
     skipped: stages that one of them cannot run, with the reason. pictures: the images that differ most.
-    faults: differences that make the pair a breach although no image shows them.
+    faults: differences that make the pair a breach although no image shows them. notes: others that do not.
     """
 
     a: str
@@ -102,6 +102,7 @@ class Pair:
     skipped: tuple[tuple[str, str], ...] = ()
     pictures: tuple[Picture, ...] = ()
     faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def breach(self) -> bool:
@@ -126,6 +127,7 @@ class Pair:
             "logits": [_finite(asdict(logits)) for logits in self.logits],
             "skipped": [{"stage": stage, "reason": reason} for stage, reason in self.skipped],
             "faults": list(self.faults),
+            "notes": list(self.notes),
         }
 
 

@@ -18,6 +18,7 @@ from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import find_nvjpeg
 from gpuflow.errors import GpuflowError, MissingExtra
+from gpuflow.parity.accepted import compare_accepted
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import ParityImage, hostile_images, own_images
 from gpuflow.parity.libraries import libraries_of
@@ -75,7 +76,8 @@ def study(
     ways = {**(ways_of(config, name) if ways is None else ways), **libraries_of(against or (), program)}
     pairs, missing = pairs_of(ways, against, tolerance)
     study_model, model_note = find_model(config, program, model)
-    faults = list(filter(None, [missing_stage(config, program, model)]))
+    faults, pair_notes = compare_accepted(config, name)
+    faults += filter(None, [missing_stage(config, program, model)])
     samples = [*own_images(config, name, count, data=data), *hostile_images()]
     prefixes = list(prefixes_of(program, [sample.data for sample in samples], seed=config.source.seed))
     done, total = 0, len(prefixes) * len(samples)
@@ -96,7 +98,7 @@ def study(
                 done += images
                 progress(done, total, program.pipeline.stages[prefix.count - 1].stage_name)
         pairs = [pair for pair in pairs if missing[pair.a] is missing[pair.b] is None]
-    found = tuple(pair.result(faults if pair.judges_serving else ()) for pair in pairs)
+    found = tuple(pair.result(faults, pair_notes) if pair.judges_serving else pair.result() for pair in pairs)
     for pair in found:
         if pair.asked and not pair.rows:
             reasons = "; ".join(f"after {stage}: {reason}" for stage, reason in pair.skipped)

@@ -99,6 +99,7 @@ def notes(report: Report) -> Iterator[str]:
     yield f"the model for logits: {report.model}"
     for pair in report.pairs:
         name = f"{pair.a} against {pair.b}"
+        yield from (f"{name}: {note}" for note in pair.notes)
         for reason in dict.fromkeys(reason for _, reason in pair.skipped):
             stages = ", ".join(stage for stage, other in pair.skipped if other == reason)
             yield f"{name}: not after {stages}: {reason}"

@@ -23,7 +23,7 @@ from gpuflow.parity.model import LogitTally
 from gpuflow.parity.pairs import Rule
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.parity.report import Logits, Pair, Row
-from gpuflow.parity.text import breaches, figures, verdict
+from gpuflow.parity.text import breaches, figures, notes, verdict
 from gpuflow.parity.ways import ways_of
 from gpuflow.stages import STAGES, Normalize
 from tests.datasets import RAW, VAL, Entries
@@ -347,6 +347,41 @@ def test_serving_without_normalize_needs_a_model_that_records_it(photos: Path, t
     assert fault(serving(config, file=str(plain), force=True), folded) == f"{plain} records no such stage"
     assert fault(serving(config, file=str(other))) == f"{other} records normalize(x)"
     assert fault(serving(config, file=str(foreign), preprocessing="trust")) == f"{foreign} records no such stage"
+
+
+@pytest.mark.parametrize(
+    ("val", "serve", "field", "rule"),
+    [
+        ({"formats": ["png16", "gif"]}, {"formats": ["gif"]}, "formats", "name png16 as val does"),
+        ({}, {"max_pixels": 25_000_000}, "max_pixels", "be at least 179000000 as in val"),
+        ({}, {"max_scans": 99}, "max_scans", "be at least 100 as in val"),
+    ],
+)
+def test_files_that_only_training_accepts_are_a_breach(
+    val: dict[str, Any], serve: dict[str, Any], field: str, rule: str, photos: Path, tmp_path: Path
+) -> None:
+    def checked(ours: dict[str, Any], theirs: dict[str, Any]) -> Report:
+        config = read(photos, tmp_path, [{"decode": ours}, *RAW[1:]], [{"decode": theirs}, *RAW[1:]])
+        return study(config, count=0, against=("val", "serve"))
+
+    (line,) = verdict(checked(val, serve)).splitlines()
+    place = f"BREACH: val against serve: {tmp_path}/y.yaml: serve.stages[0].decode.{field}"
+    start = f"{place} must {rule}, else serving refuses files that training accepts, got {serve[field]}; "
+    assert line.startswith(start) and line.endswith(" of val" if field != "formats" else " from val")
+    other = checked(serve, val)
+    assert not other.breach
+    (note,) = other.pairs[0].notes
+    assert note.startswith("serving alone accepts files ") and f"decode.{field}" in note
+    assert f"val against serve: {note}" in notes(other)
+    alike = checked(val, val)
+    assert not alike.breach and alike.pairs[0].notes == ()
+
+
+def test_only_pairs_with_serving_are_judged_by_what_it_accepts(photos: Path, tmp_path: Path) -> None:
+    gif: Entries = [{"decode": {"formats": ["gif"]}}, *RAW[1:]]
+    report = study(read(photos, tmp_path, gif, RAW), count=0)
+    assert [(one.b, one.breach) for one in report.judged] == [("serve", True), ("torchvision", False)]
+    assert all(one.faults == () for one in report.naive)
 
 
 def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
