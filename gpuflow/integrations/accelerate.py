@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpuflow
-from gpuflow.integrations.adapter import LoaderAdapter, step_without_batch
+from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.batch import Batch
+from gpuflow.loader.iterator import step_without_batch
 from gpuflow.loader.loader import Loader
 
 if TYPE_CHECKING:

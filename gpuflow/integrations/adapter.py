@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpuflow.errors import LoaderError
 from gpuflow.loader.loader import Loader
 from gpuflow.sources import Source
 
-__all__ = ["LoaderAdapter", "step_without_batch"]
-
-
-def step_without_batch(step: int, epoch: int, reason: str) -> LoaderError:
-    """The error for a step whose samples are all bad and left out, where the trainer needs its batch for `reason`."""
-    return LoaderError(
-        f"step {step} of epoch {epoch} holds nothing but bad samples, and {reason}; run `gpuflow scan` to list them, "
-        "or set on_error: replace"
-    )
+__all__ = ["LoaderAdapter"]
 
 
 class LoaderAdapter:

@@ -12,9 +12,10 @@ import torch
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import MissingExtra, StateError
-from gpuflow.integrations.adapter import LoaderAdapter, step_without_batch
+from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.batch import Batch
+from gpuflow.loader.iterator import step_without_batch
 from gpuflow.loader.loader import Loader
 from gpuflow.runtime.cpu_budget import cpu_quota, share_of_cores
 from gpuflow.sources import Source

@@ -24,9 +24,17 @@ from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.metrics import Stats, nvtx
 
-__all__ = ["EpochIterator", "Progress"]
+__all__ = ["EpochIterator", "Progress", "step_without_batch"]
 
 _MANY_BAD = 0.05
+
+
+def step_without_batch(step: int, epoch: int, reason: str, *, where: str = "") -> LoaderError:
+    """The error for a step whose samples are all bad and left out, where its batch is needed for `reason`."""
+    return LoaderError(
+        f"step {step} of epoch {epoch} holds nothing but bad samples{where}, and {reason}; run `gpuflow scan` to list "
+        "them, or set on_error: replace"
+    )
 
 
 @dataclass(slots=True)
@@ -185,11 +193,8 @@ class EpochIterator(Iterator[Batch]):
             if len(kept) == 0:
                 if self._plan.world_size == 1:
                     return None
-                raise LoaderError(
-                    f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples on rank "
-                    f"{self._plan.rank}, and all ranks make the same steps; run `gpuflow scan` to list them, or set "
-                    "on_error: replace"
-                )
+                where = f" on rank {self._plan.rank}"
+                raise step_without_batch(assembly.step, self._epoch, "all ranks make the same steps", where=where)
             images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
         labels, valid, indices = rows
         known: dict[str, Any] = {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self._epoch}
