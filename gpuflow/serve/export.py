@@ -24,7 +24,7 @@ from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
 from gpuflow.engines.base import METADATA_KEY, black_images
 from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint
-from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem, SourceError, system_fault
+from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem, SourceError, is_system_fault, system_fault
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader.assemble import open_split
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
@@ -185,7 +185,9 @@ def _locating(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise system_fault(error, str(out))  # noqa: B904  # which sets the cause, or is the error itself
+        if is_system_fault(error):
+            raise system_fault(error, str(out)) from error
+        raise
 
 
 def _program_bytes(model: nn.Module, images: torch.Tensor, info: ModelInfo) -> bytes:

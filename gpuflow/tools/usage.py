@@ -23,20 +23,16 @@ class Usage:
 
 def usage_of(pids: Iterable[int]) -> Usage | None:
     """Processor time and memory of these processes, and of those that they started; None if one of them has ended."""
-    cpu_s, rss_bytes = 0.0, 0
     try:
         named = {psutil.Process(pid) for pid in pids}
         started = {child for process in named for child in process.children(recursive=True)} - named
-        for process in named:
-            used = _usage(process)
-            cpu_s, rss_bytes = cpu_s + used.cpu_s, rss_bytes + used.rss_bytes
+        used = [_usage(process) for process in named]
     except psutil.NoSuchProcess:
         return None
     for process in started:
         with suppress(psutil.NoSuchProcess):
-            used = _usage(process)
-            cpu_s, rss_bytes = cpu_s + used.cpu_s, rss_bytes + used.rss_bytes
-    return Usage(cpu_s=cpu_s, rss_bytes=rss_bytes)
+            used.append(_usage(process))
+    return Usage(cpu_s=sum(one.cpu_s for one in used), rss_bytes=sum(one.rss_bytes for one in used))
 
 
 def _usage(process: psutil.Process) -> Usage:
