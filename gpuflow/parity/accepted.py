@@ -19,17 +19,17 @@ def compare_accepted(config: Config, name: str) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     if config.serve is None:
         return faults, notes
-    ours, theirs = config.programs[name].decoder, config.programs["serve"].decoder
-    if ours.library is not None or theirs.library is not None:  # a preset: WebP files show that it is another decoder
+    trained, served = config.programs[name].decoder, config.programs["serve"].decoder
+    if trained.library is not None or served.library is not None:  # such as a preset, which takes no notice of formats
         return faults, notes
     place, reason = f"{config.path}: serve.stages[0].decode", "else serving refuses files that training accepts"
-    if missing := ", ".join(form for form in ours.formats if form not in theirs.formats):
-        rule = f"{place}.formats must name {missing} as {name} does, {reason}, got {list(theirs.formats)}"
+    if missing := ", ".join(form for form in trained.formats if form not in served.formats):
+        rule = f"{place}.formats must name {missing} as {name} does, {reason}, got {list(served.formats)}"
         faults.append(f"{rule}; add what is missing, or remove it from {name}")
-    if more := ", ".join(form for form in theirs.formats if form not in ours.formats):
+    if more := ", ".join(form for form in served.formats if form not in trained.formats):
         notes.append(f"serving alone accepts files of decode.formats: {more}")
     for field in _LIMITS:
-        most, least = getattr(theirs, field), getattr(ours, field)
+        most, least = getattr(served, field), getattr(trained, field)
         if most < least:
             rule = f"{place}.{field} must be at least {least} as in {name}, {reason}, got {most}"
             faults.append(f"{rule}; raise it, or lower that of {name}")
