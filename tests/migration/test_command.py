@@ -151,27 +151,26 @@ def test_a_source_that_cannot_be_read(imported: Run, sources: list[str], text: s
     assert done.err.startswith(f"error: {text}")
 
 
-def test_a_module_whose_code_fails(imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "failing_module.py").write_text("1 / 0\n")
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("failing_module", "1 / 0\n", "raises ZeroDivisionError: division by zero"),
+        (
+            "ending_module",
+            "import sys\nsys.exit()\n",
+            "ends the program; put what the program does under if __name__ == '__main__'\n",
+        ),
+    ],
+)
+def test_a_module_whose_code_fails(
+    name: str, code: str, text: str, imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    done = imported("failing_module:x")
+    done = imported(f"{name}:x")
     assert done.code == 1
-    assert (
-        "failing_module:x: the code of module 'failing_module' raises ZeroDivisionError: division by zero" in done.err
-    )
-
-
-def test_a_module_whose_code_ends_the_program(imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ending_module.py").write_text("import sys\nsys.exit()\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    done = imported("ending_module:x")
-    assert done.code == 1
-    assert (
-        "error: ending_module:x: the code of module 'ending_module' ends the program; put what the program does under "
-        "if __name__ == '__main__'\n" in done.err
-    )
+    assert f"error: {name}:x: the code of module {name!r} {text}" in done.err
 
 
 def test_a_file_whose_name_is_not_text(imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

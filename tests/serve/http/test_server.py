@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +38,13 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceStarter
 
 def post(url: str, data: bytes = PHOTO, kind: str = "image/jpeg") -> requests.Response:
     return requests.post(f"{url}/predict", data=data, headers={"Content-Type": kind}, timeout=20)
+
+
+def admitted(pool: ThreadPoolExecutor, url: str) -> Future[requests.Response]:
+    """A request that the service has admitted, and that is the only one."""
+    answer = pool.submit(post, url)
+    wait(lambda: queue_length(url) == 1)
+    return answer
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -160,8 +167,7 @@ def test_no_admitted_request_is_lost(starter: ServiceStarter) -> None:
 def test_a_second_signal_exits_at_once(starter: ServiceStarter) -> None:
     with starter.start("hanging model") as process, ThreadPoolExecutor(1) as pool:
         url = process.ready().url
-        lost = pool.submit(post, url)
-        wait(lambda: queue_length(url) == 1)
+        lost = admitted(pool, url)
         process.signal()
         wait(lambda: requests.get(f"{url}/readyz", timeout=20).json() == {"status": "draining"})
         process.signal(signal.SIGINT)
@@ -173,8 +179,7 @@ def test_a_second_signal_exits_at_once(starter: ServiceStarter) -> None:
 def test_a_model_that_hangs_does_not_keep_the_process(starter: ServiceStarter) -> None:
     with starter.start("hanging model, timeout 1 s") as process, ThreadPoolExecutor(1) as pool:
         url = process.ready().url
-        late = pool.submit(post, url)
-        wait(lambda: queue_length(url) == 1)
+        late = admitted(pool, url)
         process.signal(signal.SIGINT)
         time.sleep(0.6)
         assert post(url).status_code == 503, "other requests are still refused"
@@ -209,8 +214,7 @@ def test_a_signal_while_the_model_is_loaded(starter: ServiceStarter) -> None:
 def test_a_service_whose_log_is_full_answers_and_ends(starter: ServiceStarter) -> None:
     with starter.start("slow model, log of one line") as process, ThreadPoolExecutor(1) as pool:
         url = process.ready().url
-        late = pool.submit(post, url)
-        wait(lambda: queue_length(url) == 1)
+        late = admitted(pool, url)
         process.signal()
         assert late.result(timeout=20).ok
         assert process.wait() == 0
@@ -220,8 +224,7 @@ def test_a_service_whose_log_is_full_answers_and_ends(starter: ServiceStarter) -
 def test_a_terminal_that_is_closed_ends_the_service_as_sigterm_does(starter: ServiceStarter) -> None:
     with starter.start("hanging model, timeout 1 s") as process, ThreadPoolExecutor(1) as pool:
         url = process.ready().url
-        late = pool.submit(post, url)
-        wait(lambda: queue_length(url) == 1)
+        late = admitted(pool, url)
         process.signal(signal.SIGHUP)
         assert late.result(timeout=20).status_code == 504
         assert process.wait() == 0
