@@ -27,6 +27,7 @@ from gpuflow.runtime import worker_pool
 
 __all__ = ["forked_servers"]
 
+ROOT = str(Path(__file__).parents[1])
 _OWN_DESCRIPTOR = 500
 """The interpreter's descriptors are numbered from here on, so that a fork can have the numbers of a new process."""
 _START_SECONDS = 300.0
@@ -102,7 +103,7 @@ class _Template:
         self._socket.settimeout(_START_SECONDS)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, str(other.fileno())],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path]), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[other.fileno()],
@@ -130,7 +131,8 @@ class _Template:
             with self._lock:
                 if not self._ready:
                     self._ready = self._socket.recv(1) == b"1"
-                    assert self._ready, "the interpreter to fork could not start"
+                    if not self._ready:  # an AssertionError would only be logged by the pool
+                        pytest.fail("the interpreter to fork could not start")
                 socket.send_fds(self._socket, [json.dumps(task).encode()], [nothing, nothing, 2, *pass_fds])
                 return _Forked(int.from_bytes(self._socket.recv(4), sys.byteorder))
         finally:
