@@ -208,7 +208,8 @@ class NvjpegDecoder:
         if error.lacks_memory:
             self._without_memory += count
             if self._second or self._without_memory > _LARGE_IMAGES:
-                raise SystemFault(errno.ENOMEM, f"{error}; free GPU memory, or lower batch.size") from error
+                advice = "free GPU memory, let fewer processes decode on this GPU, or lower batch.size"
+                raise SystemFault(errno.ENOMEM, f"{error}; {advice}") from error
         return np.zeros(count, bool)
 
     def _report(self, error: NvjpegError) -> None:

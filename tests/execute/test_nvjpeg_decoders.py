@@ -278,7 +278,8 @@ def test_a_gpu_without_memory_is_no_images_fault() -> None:
         decoders.decode(many(128))
     assert is_system_fault(caught.value)
     assert caught.value.strerror == (
-        "nvJPEG: nvjpegDecodeBatched returned 5 (allocation failed); free GPU memory, or lower batch.size"
+        "nvJPEG: nvjpegDecodeBatched returned 5 (allocation failed); free GPU memory, let fewer processes decode on "
+        "this GPU, or lower batch.size"
     )
     with pytest.raises(SystemFault):
         decoders.decode(many(9))  # the decoder is free again
