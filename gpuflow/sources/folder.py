@@ -18,7 +18,7 @@ from gpuflow.sources.hints import missing_path
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
 
-__all__ = ["EXTENSIONS", "open_folder"]
+__all__ = ["EXTENSIONS", "image_extensions", "open_folder"]
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The extensions of ImageFolder, in its order; upper and lower case are equal."""
@@ -36,11 +36,16 @@ _NAMED = 6
 """The most empty class directories that an error names."""
 
 
+def image_extensions(spec: SourceSpec) -> tuple[str, ...]:
+    """How the names of a folder's images end, each with its dot."""
+    return (*EXTENSIONS, *(f".{name}" for name in spec.extensions))
+
+
 def open_folder(spec: SourceSpec) -> FileSource:
     """Index `spec.folder`, ordered by class, then by directory, then by file name."""
     assert spec.folder is not None
     storage: Storage
-    extensions = (*EXTENSIONS, *(f".{name}" for name in spec.extensions))
+    extensions = image_extensions(spec)
     if is_remote(spec.folder):
         root = spec.folder.rstrip("/")
         storage = remote = open_remote(root, spec.cache_spec)

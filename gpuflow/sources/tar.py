@@ -44,7 +44,7 @@ from gpuflow.sources.tar_members import (
     text_of,
 )
 
-__all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "open_tar"]
+__all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "member_extensions", "open_tar"]
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp")
 
@@ -139,6 +139,11 @@ class TarSource:
         self._table.close()
 
 
+def member_extensions(spec: SourceSpec) -> tuple[str, ...]:
+    """The suffixes of the members that are images, without a dot."""
+    return (*IMAGE_EXTENSIONS, *spec.extensions)
+
+
 def open_tar(spec: SourceSpec) -> TarSource:
     """Index `spec.tar`, or load the index from the cache. Samples have the order of shards, then of members."""
     assert spec.tar is not None
@@ -150,7 +155,7 @@ def open_tar(spec: SourceSpec) -> TarSource:
         source = _with_fields(spec, storage, shards)
         _warn_of_small_cache(spec, storage, shards, len(source))
         return source
-    extensions = (*IMAGE_EXTENSIONS, *spec.extensions)
+    extensions = member_extensions(spec)
     cache = cache_path("tar", shards, SCAN_FORMAT, *spec.extensions)
     index = _index_of(load_arrays(cache))
     if index is None:
@@ -173,7 +178,7 @@ def open_tar(spec: SourceSpec) -> TarSource:
 
 def _with_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard]) -> TarSource:
     """The shards with the fields that `spec` declares."""
-    found = read_fields(spec, storage, shards, (*IMAGE_EXTENSIONS, *spec.extensions))
+    found = read_fields(spec, storage, shards, member_extensions(spec))
     index = _Index(
         images=found.images,
         starts=found.starts,

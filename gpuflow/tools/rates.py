@@ -27,8 +27,8 @@ from gpuflow.errors import BadSampleError, MissingExtra, SourceError
 from gpuflow.execute import colors
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import SourceSpec, is_read_remotely, open_source
-from gpuflow.sources.folder import EXTENSIONS
-from gpuflow.sources.tar import IMAGE_EXTENSIONS, expand_braces
+from gpuflow.sources.folder import image_extensions
+from gpuflow.sources.tar import expand_braces, member_extensions
 from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 
 __all__ = [
@@ -150,9 +150,9 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
         elif spec.hf is not None or spec.mix:
             raise NotMeasuredError(f"{spec.where} is no folder of images")
         elif spec.tar is not None:
-            found = _in_shards(expand_braces(os.path.expanduser(spec.tar)), limit, deadline, chance)
+            found = _in_shards(expand_braces(os.path.expanduser(spec.tar)), spec, limit, deadline, chance)
         else:
-            found = _in_folder(os.path.expanduser(str(spec.folder)), limit, deadline, chance)
+            found = _in_folder(os.path.expanduser(str(spec.folder)), spec, limit, deadline, chance)
     except OSError as fault:
         raise SourceError(f"{fault.filename}: {str(fault.strerror).lower()}; check the path") from fault
     if not found:
@@ -161,7 +161,8 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
     return found
 
 
-def _in_folder(root: str, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+def _in_folder(root: str, spec: SourceSpec, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+    extensions = image_extensions(spec)
     waiting, shards = [root], list[str]()
     images: list[Extent] = []
     while waiting and len(images) < limit and time.monotonic() < deadline:
@@ -169,20 +170,23 @@ def _in_folder(root: str, limit: int, deadline: float, chance: random.Random) ->
             for entry in islice(entries, limit):
                 if entry.is_dir():
                     waiting.append(entry.path)
-                elif entry.name.lower().endswith(EXTENSIONS):
+                elif entry.name.lower().endswith(extensions):
                     images.append(Extent(entry.path))
                 elif entry.name.endswith(".tar"):
                     shards.append(entry.path)
-    return images or _in_shards(shards, limit, deadline, chance)
+    return images or _in_shards(shards, spec, limit, deadline, chance)
 
 
-def _in_shards(shards: Sequence[str], limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+def _in_shards(
+    shards: Sequence[str], spec: SourceSpec, limit: int, deadline: float, chance: random.Random
+) -> list[Extent]:
+    extensions = tuple(f".{name}" for name in member_extensions(spec))
     images: list[Extent] = []
     for path in chance.sample(shards, len(shards)):
         try:
             with tarfile.open(path, "r:") as shard:
                 for member in shard:
-                    if member.isreg() and member.name.lower().endswith(IMAGE_EXTENSIONS):
+                    if member.isreg() and member.name.lower().endswith(extensions):
                         images.append(Extent(path, member.offset_data, member.size))
                     if len(images) == limit or time.monotonic() > deadline:
                         return images

@@ -94,6 +94,24 @@ def test_images_of_shards_are_ranges(kind: str, shard: Path) -> None:
     assert {file.tobytes() for file in files} == read
 
 
+@pytest.mark.parametrize("kind", ["folder", "tar", "folder of shards"])
+def test_images_of_declared_extensions(kind: str, tmp_path: Path) -> None:
+    image, shard = tmp_path / "photos" / "a" / "0.HEIC", tmp_path / "shards" / "000.tar"
+    for path in (image, shard):
+        path.parent.mkdir(parents=True)
+    image.write_bytes(jpeg(0, 0))
+    with tarfile.open(shard, "w") as tar:
+        tar.add(image, "0.HEIC")
+    spec = {
+        "folder": SourceSpec(folder=str(tmp_path / "photos"), extensions=("heic",)),
+        "tar": SourceSpec(tar=str(shard), extensions=("heic",)),
+        "folder of shards": SourceSpec(folder=str(shard.parent), extensions=("heic",)),
+    }[kind]
+    assert [extent.path for extent in find_images(spec, limit=9)] == [str(image if kind == "folder" else shard)]
+    with pytest.raises(SourceError, match="holds no images"):
+        find_images(replace(spec, extensions=()), limit=9)
+
+
 def test_images_of_a_listing(tmp_path: Path) -> None:
     files = make_photos(tmp_path / "photos", classes=2, each=3)
     (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{file},{i % 2}\n" for i, file in enumerate(files)))
