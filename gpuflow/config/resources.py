@@ -8,6 +8,7 @@ from gpuflow.runtime.cpu_budget import available_threads
 __all__ = [
     "check_threads_of",
     "decode_processes_of",
+    "gpu_readers_of",
     "processes_of",
     "readers_of",
     "refused_processes_of",
@@ -91,7 +92,12 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
         return _REMOTE_READERS
     if not gpu:
         return 0
-    return _MORE_GPU_READERS if threads_of(config.run) >= _FEWEST_CORES_FOR_MORE_GPU_READERS else _GPU_READERS
+    return gpu_readers_of(threads_of(config.run))
+
+
+def gpu_readers_of(threads: int) -> int:
+    """Where a GPU decodes and `run.readers` is auto: how many threads read, if `threads` may be used."""
+    return _MORE_GPU_READERS if threads >= _FEWEST_CORES_FOR_MORE_GPU_READERS else _GPU_READERS
 
 
 def refused_processes_of(run: RunSpec) -> int:

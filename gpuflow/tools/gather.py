@@ -70,11 +70,12 @@ def _measured(
     machine: Machine, source: SourceSpec | None, readers: int | None, progress: Callable[[str], object]
 ) -> Machine:
     """Adds the measured rates to the machine's values."""
+    from gpuflow.config.resources import gpu_readers_of
     from gpuflow.execute.gpu_call import can_be_used
     from gpuflow.tools import rates
 
     threads = machine.cores.threads
-    readers = readers or (max(rates.GPU_READERS, threads // 4) if machine.gpus else threads)
+    readers = readers or (gpu_readers_of(threads) if machine.gpus else threads)
     decoders = rates.cpu_decoders()
     disk, files, error, unmeasured = tuple[DiskRate, ...](), list[NDArray[np.uint8]](), None, None
     local = source is not None and not is_remote(str(source.root or source.images or source.where))

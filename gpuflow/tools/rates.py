@@ -32,7 +32,6 @@ from gpuflow.sources.tar import expand_braces, member_extensions
 from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 
 __all__ = [
-    "GPU_READERS",
     "MANY_READERS",
     "Extent",
     "NotMeasuredError",
@@ -49,8 +48,8 @@ __all__ = [
     "probed",
 ]
 
-GPU_READERS, MANY_READERS = 2, 16
-"""Numbers of reading threads: the least that feeds a GPU, and enough for storage with a high latency."""
+MANY_READERS = 16
+"""Enough reading threads for storage with a high latency."""
 
 _MOST_IMAGES, _KEPT_IMAGES, _KEPT_BYTES = 4096, 256, 64 << 20
 _SEARCH_SECONDS, _DROP_SECONDS, _READ_SECONDS, _DECODE_SECONDS = 1.0, 0.8, 0.8, 0.6

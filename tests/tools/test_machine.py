@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpuflow.config.resources import gpu_readers_of
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
 from gpuflow.sources import SourceSpec
 from gpuflow.tools.gather import broken_modules, gather
+from gpuflow.tools.machine import Gpu
 from gpuflow.tools.rates import MANY_READERS
 from tests.datasets import deadline, make_photos, nothing_left_behind
 
@@ -104,6 +106,14 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(rate.images for rate in machine.disk) == 40
     assert [rate.at_once for rate in machine.core_rates] == sorted({1, available_threads()})
     assert machine.data_error is None
+
+
+def test_next_to_a_gpu_the_disk_is_read_as_by_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_photos(tmp_path, classes=1, each=8)
+    monkeypatch.setattr("gpuflow.tools.gather._gpus", lambda: ((Gpu(name="a GPU", memory_bytes=1 << 36),), None))
+    with deadline(60):
+        machine = gather(threads=16, source=SourceSpec(folder=str(tmp_path)))
+    assert [rate.readers for rate in machine.disk] == [gpu_readers_of(16), MANY_READERS]
 
 
 def test_what_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,8 +279,8 @@ def test_without_images_the_engines_are_only_looked_for() -> None:
     assert (engines.error is None) == (engines.path != "") == (engines.version != "")
 
 
-def test_readers_are_those_of_the_loader() -> None:
-    assert (rates.MANY_READERS, rates.GPU_READERS) == (resources._REMOTE_READERS, resources._GPU_READERS)
+def test_many_readers_are_those_of_a_loader_from_urls() -> None:
+    assert rates.MANY_READERS == resources._REMOTE_READERS
 
 
 @pytest.mark.gpu
