@@ -418,7 +418,9 @@ class ParquetCells:
         path = self.rows.files[int(self.owners[number])].path
         permanent = (FileNotFoundError, PermissionError, SourceError, pa.ArrowInvalid)
         try:
-            return retry(lambda: self.cache.get(number, self._load), permanent, LOCAL_DELAYS)
+            return retry(
+                lambda: self.cache.get(number, self._load), lambda fault: isinstance(fault, permanent), LOCAL_DELAYS
+            )
         except SourceError:
             raise
         except (OSError, MemoryError, pa.ArrowException) as error:

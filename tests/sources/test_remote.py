@@ -242,10 +242,10 @@ def test_an_overloaded_server_gets_fewer_requests(server: FileServer, read_all: 
     server.failures["/3.jpg"] = 1
     assert read_all(source) == [b"x"] * 16
     assert source.storage._limit.limit == 8
-    server.status = 403
+    server.status = 500
     server.failures["/3.jpg"] = 1
     assert read_all(source) == [b"x"] * 16
-    assert source.storage._limit.limit == 10, "the server refused one file, for reasons of its own"
+    assert source.storage._limit.limit == 10, "the server failed at one file, for reasons of its own"
 
 
 def test_a_connection_has_a_limit_of_time_under_the_users_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +276,44 @@ def test_a_server_that_fails_for_good(server: FileServer, read_all: ReadAll) -> 
         *(b"3", "no such file", b"5"),
     ]
     assert (server.requests["/2.jpg"], server.requests["/4.jpg"], server.requests["/0.jpg"]) == (4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "attempts", "reason"),
+    [
+        (401, 1, "ClientResponseError: 401, message='Unauthorized', url='{}'"),
+        (403, 1, "ClientResponseError: 403, message='Forbidden', url='{}'"),
+        (404, 1, "no such file"),
+        (410, 1, "no such file"),
+        (500, 4, "ClientResponseError: 500, message='Internal Server Error', url='{}'; tried 4 times"),
+    ],
+)
+def test_what_a_server_forbids_or_does_not_have_is_not_asked_for_again(
+    server: FileServer, make_tar: MakeTar, read_all: ReadAll, status: int, attempts: int, reason: str
+) -> None:
+    """Neither images, nor listings, nor shards, nor the pages of directories."""
+    server.files.update({"/photos/a/1.jpg": b"1", "/list.csv": b"photos/a/1.jpg,0\n", "/0.tar": make_tar([])})
+    source = open_source(SourceSpec(listing=f"{server.url}/list.csv"))
+    server.requests.clear()
+    server.status = status
+    server.failures.update(dict.fromkeys(("/photos/a/1.jpg", "/list.csv", "/0.tar", "/photos/a"), 1000))
+    assert read_all(source) == [reason.format(f"{server.url}/photos/a/1.jpg")]
+    why = reason.format(f"{server.url}/list.csv")
+    assert refused(listing=f"{server.url}/list.csv").startswith(f"{server.url}/list.csv: {why}; check ")
+    why = reason.format(f"{server.url}/0.tar")
+    assert refused(tar=f"{server.url}/0.tar") == f"{server.url}/0.tar: {why}; check source.tar"
+    why = reason.format(f"{server.url}/photos/a")
+    assert refused(folder=f"{server.url}/photos") == f"{server.url}/photos/a: {why}; check that it can be listed"
+    paths = ("/photos/a/1.jpg", "/list.csv", "/0.tar", "/photos/a")
+    assert [server.requests[path] for path in paths] == [attempts] * 4
+
+
+def test_a_shard_of_a_server_that_is_gone(server: FileServer) -> None:
+    """Its error is that of the connection, although fsspec says that there is no such file."""
+    storage = RemoteStorage(server.url)
+    server.close()
+    [why] = storage.inspect([f"{server.url}/0.tar"])
+    assert isinstance(why, str) and why.endswith("; tried 4 times")
 
 
 def test_a_server_that_is_gone(server: FileServer, read_all: ReadAll) -> None:

@@ -154,7 +154,7 @@ class LocalStorage:
 
         permanent = (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError)
         try:
-            return retry(action, permanent, LOCAL_DELAYS)
+            return retry(action, lambda fault: isinstance(fault, permanent), LOCAL_DELAYS)
         except OSError as fault:
             raise SourceError(f"{path}: {_reason(fault)}; check that it can be read") from fault
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 from urllib.parse import unquote
 
@@ -30,6 +31,8 @@ _REQUEST_SECONDS, _CONNECT_SECONDS = 300.0, 5.0
 """Limits of a request over HTTP. A server whose queue of connections is full drops those that come; the client asks
 again after 1, 3, 7, 15, ... s, and a new attempt comes sooner than its later ones."""
 _OVERLOADED = (429, 502, 503, 504)
+_MISSING, _FORBIDDEN = (404, 410), (401, 403)
+"""Statuses of answers that stay the same."""
 TOO_SHORT = "its server sent less than was asked for"
 _DEEPEST = 64
 """Directories below each other; more of them are a link that leads back to its own parent."""
@@ -109,15 +112,12 @@ class RemoteStorage:
             again = []
             refused.clear()
             for i, answer in zip(items, self._fetch(items, urls, starts, ends), strict=True):
-                if isinstance(answer, FileNotFoundError):
-                    errors[i] = "no such file"
-                elif isinstance(answer, PermissionError):
-                    errors[i] = _describe(answer)
-                elif isinstance(answer, BaseException):
-                    errors[i] = _describe(answer) + AFTER_RETRIES
-                    again.append(i)
-                    if is_system_fault(answer):
-                        refused[i] = answer
+                if isinstance(answer, BaseException):
+                    errors[i] = _reason(answer)
+                    if not _is_permanent(answer):
+                        again.append(i)
+                        if is_system_fault(answer):
+                            refused[i] = answer
                 else:
                     found[i], errors[i] = _checked(bytes(answer), starts[i], ends[i])
             return again
@@ -146,11 +146,10 @@ class RemoteStorage:
 
     def load(self, path: str) -> bytes:
         try:
-            return bytes(retry(lambda: self._fs.cat_file(path), (FileNotFoundError,), REMOTE_DELAYS))
-        except FileNotFoundError as fault:
-            raise SourceError(f"{path}: no such file; check the address") from fault
+            return bytes(retry(lambda: self._fs.cat_file(path), _is_permanent, REMOTE_DELAYS))
         except Exception as fault:  # as above
-            raise SourceError(f"{path}: {_describe(fault)}{AFTER_RETRIES}; check that it can be read") from fault
+            action = "check the address" if _is_missing(fault) else "check that it can be read"
+            raise SourceError(f"{path}: {_reason(fault)}; {action}") from fault
 
     def find(self, root: str) -> list[FoundFile]:
         """All files below `root`, in no particular order. A directory that cannot be listed raises SourceError."""
@@ -158,9 +157,9 @@ class RemoteStorage:
             found = self._find(root)
         except SourceError:
             raise
-        except FileNotFoundError:
-            return []
         except Exception as fault:  # as above
+            if _is_missing(fault):
+                return []
             raise _cannot_be_listed(root, fault) from fault
         start = len(self._fs._strip_protocol(root).rstrip("/")) + 1
         files = []
@@ -183,7 +182,7 @@ class RemoteStorage:
         walks = kind.find is AbstractFileSystem.find and getattr(kind, "_find", None) in (None, AsyncFileSystem._find)
         if not walks:
             found: dict[str, Mapping[str, Any]] = retry(
-                lambda: self._fs.find(root, detail=True), (FileNotFoundError,), REMOTE_DELAYS
+                lambda: self._fs.find(root, detail=True), _is_permanent, REMOTE_DELAYS
             )
             return found
         files: dict[str, Mapping[str, Any]] = {}
@@ -191,8 +190,8 @@ class RemoteStorage:
         while waiting:
             directory, depth = waiting.pop()
             try:
-                entries = self._ls(directory)
-            except FileNotFoundError as fault:
+                entries = list(retry(partial(self._fs.ls, directory, detail=True), _is_permanent, REMOTE_DELAYS))
+            except Exception as fault:  # as above
                 if not depth:
                     raise
                 raise _cannot_be_listed(directory, fault) from fault
@@ -208,27 +207,15 @@ class RemoteStorage:
                 )
         return files
 
-    def _ls(self, directory: str) -> list[dict[str, Any]]:
-        """The entries of one directory."""
-        try:
-            return list(retry(lambda: self._fs.ls(directory, detail=True), (FileNotFoundError,), REMOTE_DELAYS))
-        except FileNotFoundError:
-            raise
-        except Exception as fault:  # as above
-            raise _cannot_be_listed(directory, fault) from fault
-
     def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
         with DaemonPool(_THREADS, "storage") as threads:
             return list(threads.map(self._inspect, paths))
 
     def _inspect(self, path: str) -> Shard | str:
         try:
-            # no exception is permanent here: over HTTP any failure comes as FileNotFoundError
-            info = retry(lambda: self._fs.info(path), (), REMOTE_DELAYS)
-        except FileNotFoundError:
-            return "no such file"
+            info = retry(lambda: self._fs.info(path), _is_permanent, REMOTE_DELAYS)
         except Exception as fault:  # as above
-            return _describe(fault) + AFTER_RETRIES
+            return _reason(fault)
         return _shard(path, info) or "its server does not report its size"
 
     def ask(self, urls: Sequence[str]) -> list[Shard | None]:
@@ -277,11 +264,15 @@ class RemoteStorage:
 
         def scan_with_retries(shard: Shard) -> T:
             try:
-                return retry(lambda: scan_one(shard), (SourceError, FileNotFoundError), REMOTE_DELAYS)
+                return retry(
+                    lambda: scan_one(shard),
+                    lambda fault: isinstance(fault, SourceError) or _is_permanent(fault),
+                    REMOTE_DELAYS,
+                )
             except SourceError:
                 raise
             except Exception as fault:  # as above
-                raise SourceError(f"{shard.path}: {_describe(fault)}; check that it can be read in ranges") from fault
+                raise SourceError(f"{shard.path}: {_reason(fault)}; check that it can be read in ranges") from fault
 
         with DaemonPool(_THREADS, "storage") as threads:
             yield from threads.map(scan_with_retries, shards)
@@ -323,20 +314,48 @@ def _http_options() -> dict[str, Any]:
 
 
 def _cannot_be_listed(directory: str, fault: Exception) -> SourceError:
-    what = "no such file" if isinstance(fault, FileNotFoundError) else _describe(fault) + AFTER_RETRIES
-    return SourceError(f"{directory}: {what}; check that it can be listed")
+    return SourceError(f"{directory}: {_reason(fault)}; check that it can be listed")
+
+
+def _is_permanent(fault: BaseException) -> bool:
+    """Whether a server would answer the same again: the file is not there, or must not be read."""
+    fault = _answer(fault)
+    return _is_missing(fault) or isinstance(fault, PermissionError) or _status(fault) in _FORBIDDEN
+
+
+def _is_missing(fault: BaseException) -> bool:
+    fault = _answer(fault)
+    return isinstance(fault, FileNotFoundError) or _status(fault) in _MISSING
 
 
 def _is_overload(answer: object) -> bool:
     """Whether an answer may mean that the server has too much to do: no connection, no answer in time, or a status."""
-    if not isinstance(answer, Exception) or isinstance(answer, (FileNotFoundError, PermissionError)):
+    if not isinstance(answer, Exception) or _is_permanent(answer):
         return False
-    return getattr(answer, "status", None) in (None, *_OVERLOADED)
+    return _status(_answer(answer)) in (None, *_OVERLOADED)
 
 
-def _describe(fault: BaseException) -> str:
+def _answer(fault: BaseException) -> BaseException:
+    """What failed: over HTTP, fsspec's `info` raises FileNotFoundError for any failure, which is its cause."""
+    cause = fault.__cause__
+    over_http = isinstance(cause, OSError) or type(cause).__module__.partition(".")[0] == "aiohttp"
+    return cause if cause is not None and over_http and isinstance(fault, FileNotFoundError) else fault
+
+
+def _status(fault: BaseException) -> int | None:
+    """The status of an answer over HTTP; None of other faults."""
+    status = getattr(fault, "status", None)
+    return status if isinstance(status, int) else None
+
+
+def _reason(fault: BaseException) -> str:
+    """Why something cannot be read, and whether it was tried again."""
+    if _is_missing(fault):
+        return "no such file"
+    fault = _answer(fault)
     text = str(fault)
-    return f"{type(fault).__name__}: {text}" if text else type(fault).__name__
+    described = f"{type(fault).__name__}: {text}" if text else type(fault).__name__
+    return described if _is_permanent(fault) else described + AFTER_RETRIES
 
 
 def _checked(data: bytes, start: int | None, end: int | None) -> tuple[bytes, str | None]:

@@ -30,18 +30,18 @@ def retry_each(
         items = attempt(items)
 
 
-def retry(action: Callable[[], T], permanent: tuple[type[Exception], ...], delays: Sequence[float]) -> T:
-    """Call `action` until it succeeds, at most once for each delay. Exceptions in `permanent` are raised immediately,
-    others after the last attempt."""
+def retry(action: Callable[[], T], permanent: Callable[[Exception], bool], delays: Sequence[float]) -> T:
+    """Call `action` until it succeeds, at most once for each delay. Exceptions of which `permanent` is true are raised
+    immediately, others after the last attempt."""
     results: list[T] = []
     faults: list[Exception] = []
 
     def attempt(items: Sequence[int]) -> Sequence[int]:
         try:
             results.append(action())
-        except permanent:
-            raise
         except Exception as fault:  # file systems of fsspec raise whatever their library raises
+            if permanent(fault):
+                raise
             faults.append(fault)
             return items
         return ()
