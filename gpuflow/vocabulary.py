@@ -17,7 +17,7 @@ def stage_table() -> dict[str, type[Stage]]:
     """The vocabulary: gpuflow's own stages, then what other packages offer as entry points `gpuflow.stages`.
 
     Raises:
-        GpuflowError: two packages offer a stage of the same name.
+        GpuflowError: two packages offer a stage of the same name, or one cannot be imported.
     """
     from gpuflow.stages import STAGES
 
@@ -27,5 +27,12 @@ def stage_table() -> dict[str, type[Stage]]:
             raise GpuflowError(
                 f"stage {entry.name!r} of {entry.value} is already known; rename it or uninstall its package"
             )
-        table[entry.name] = entry.load()
+        try:
+            table[entry.name] = entry.load()
+        except Exception as error:  # of another package's code, which may raise any
+            package = repr(entry.dist.name) if entry.dist else "that offers it"
+            raise GpuflowError(
+                f"stage {entry.name!r} of {entry.value} cannot be imported: {type(error).__name__}: {error}; "
+                f"repair or uninstall the package {package}"
+            ) from error
     return table

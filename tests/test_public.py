@@ -180,12 +180,12 @@ class Negative(Pointwise):
 '''
 
 
-def distribution(root: Path, entry_points: str) -> Path:
+def distribution(root: Path, entry_points: str, module: str = STAGE) -> Path:
     """A distribution as pip would leave it: a module, and metadata with entry points."""
     site = root / "site"
     metadata = site / "negative-1.0.dist-info"
     metadata.mkdir(parents=True)
-    (site / "negative.py").write_text(STAGE)
+    (site / "negative.py").write_text(module)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: negative\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[gpuflow.stages]\n{entry_points}\n")
     return site
@@ -231,3 +231,22 @@ except gpuflow.GpuflowError as error:
 """
     done = python(code, str(site))
     assert done.stdout == "stage 'flip' of negative:Negative is already known; rename it or uninstall its package\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("raise RuntimeError('too old')", "RuntimeError: too old"),
+        ("", "AttributeError: module 'negative' has no attribute 'Negative'"),
+    ],
+)
+def test_a_package_whose_stage_cannot_be_imported_is_named(module: str, reason: str, tmp_path: Path) -> None:
+    site = distribution(tmp_path, "negative = negative:Negative", module)
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from gpuflow.cli import main; main()"
+    done = python(code, str(site), "schema")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: stage 'negative' of negative:Negative cannot be imported: {reason}; "
+        "repair or uninstall the package 'negative'\n"
+    )
