@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -25,8 +24,7 @@ from one_rank import ARMS, WARM_UP_STEPS, Job, Record, free_port
 from one_rank import main as measure
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from gpuflow.runtime.files import atomic_write
-from gpuflow.tools.bench import commit, machine, row, versions, write_results
+from gpuflow.tools.bench import commit, machine, read_log, row, versions, write_log, write_results
 
 HERE = Path(__file__).parent
 UNITS = {
@@ -45,19 +43,6 @@ ORIGIN = ("machine", "versions", "commit", "date")
 
 
 # --- the log and its table --------------------------------------------------------------------------------------------
-
-
-def read_log(path: Path) -> list[Record]:
-    """The records of a log, without a last line that was written in part."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def write_log(path: Path, records: Iterable[Record]) -> None:
-    with atomic_write(path, text=True) as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def rows_of(records: Iterable[Record]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ import photos
 
 from gpuflow.errors import did_you_mean
 from gpuflow.runtime.files import atomic_write
-from gpuflow.tools.bench import COLUMNS, commit, machine, spread, versions
+from gpuflow.tools.bench import COLUMNS, commit, machine, read_log, spread, versions, write_log
 
 HERE = Path(__file__).parent
 TRAININGS, COMPILED, GRAPHED = ("resnet18", "resnet50"), "compiled_resnet18", "graphed_resnet18"
@@ -62,13 +62,8 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.records: list[Record] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    self.records.append(json.loads(line))
-            self._rewrite()
+        self.records: list[Record] = read_log(path)
+        write_log(path, self.records)
 
     def append(self, record: Record) -> None:
         self.records.append(record)
@@ -82,14 +77,10 @@ class Log:
         kept = [record for record in self.records if not is_old(record)]
         if kept != self.records:
             self.records = kept
-            self._rewrite()
+            write_log(self._path, kept)
 
     def done(self) -> set[tuple[str, str, str, int]]:
         return {key_of(record) for record in self.records}
-
-    def _rewrite(self) -> None:
-        with atomic_write(self._path, text=True) as file:
-            file.writelines(json.dumps(record) + "\n" for record in self.records)
 
 
 def rows_of(records: Iterable[Record]) -> list[dict[str, Any]]:

@@ -157,18 +157,15 @@ class Rounds:
     """
 
     def __init__(self, options: argparse.Namespace, models: Sequence[Model]) -> None:
+        from gpuflow.tools.bench import read_log, write_log
+
         self._options, self._models = options, models
         self._found: dict[tuple[str, str, str], list[float]] = {}
         self._device = "cpu"
         self._log = options.out.with_suffix(".rounds.jsonl")
-        self._done: dict[str, Any] = {}
-        if options.resume and self._log.exists():
-            for line in self._log.read_text(encoding="utf-8").splitlines():
-                entry = json.loads(line)
-                self._done[entry["key"]] = entry["answer"]
-        else:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            self._log.unlink(missing_ok=True)
+        entries = read_log(self._log) if options.resume else []
+        write_log(self._log, entries)
+        self._done: dict[str, Any] = {entry["key"]: entry["answer"] for entry in entries}
 
     def measure(self, round_name: str, arms: Iterable[Arm]) -> None:
         """Each arm once with each model, in a process of its own; arms without a model run once."""

@@ -28,7 +28,7 @@ import psutil
 from gpuflow.errors import GpuflowError, LoaderError, did_you_mean, is_system_fault
 from gpuflow.runtime.files import atomic_write
 
-__all__ = ["ARMS", "COLUMNS", "Job", "machine", "measure", "versions", "write_results"]
+__all__ = ["ARMS", "COLUMNS", "Job", "machine", "measure", "read_log", "versions", "write_log", "write_results"]
 
 COLUMNS = [
     "arm",
@@ -313,6 +313,21 @@ def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a log, which has a line of JSON for each, without a last line that was written in part."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_log(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Replace a log by one of these records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, text=True) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def rate_of(fields: dict[str, Any]) -> float:

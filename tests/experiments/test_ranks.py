@@ -89,15 +89,6 @@ def test_only_what_the_log_lacks_is_measured_and_the_resident_batch_with_it(run:
 # --- the log and its table --------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_was_written_in_part_is_dropped(run: Any, one_rank: Any, tmp_path: Path) -> None:
-    log = tmp_path / "measurements.jsonl"
-    assert run.read_log(log) == []
-    one_rank.append(log, record("gpuflow", 0))
-    one_rank.append(log, record("gpuflow", 1))
-    log.write_text(log.read_text()[:-5])
-    assert run.read_log(log) == [record("gpuflow", 0)]
-
-
 def test_rows_are_medians_over_the_repeats(run: Any) -> None:
     found = run.rows_of(
         [record("gpuflow", i, commit="ab"[i % 2], step_ratio=value) for i, value in enumerate([0.9, 0.7, 0.8])]

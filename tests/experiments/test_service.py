@@ -119,13 +119,16 @@ def test_a_run_that_was_cut_off_continues(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         rounds.measure("round 1", arms)
     assert measured == ["plain", "graph-cpu", "plain"]
-    names["run"] = lambda job: {"device": "cpu", "figures": {"500x375; clients=1": {"qps": 9.0}}}
+    with out.with_suffix(".rounds.jsonl").open("a") as log:
+        log.write('{"key": "round 1: ')  # cut off while it wrote
     options.resume = True
-    rounds = module["Rounds"](options, models)
-    for number in range(2):
-        rounds.measure(f"round {number}", arms)
-    rows = {(row["arm"], row["low"], row["high"], row["repeats"]) for row in rounds.rows()}
-    assert rows == {("plain", "1", "3", 2), ("graph-cpu", "2", "9", 2)}
+    for resumed in (lambda job: {"device": "cpu", "figures": {"500x375; clients=1": {"qps": 9.0}}}, None):
+        names["run"] = resumed  # None: what was measured after the cut-off is in the log, too
+        rounds = module["Rounds"](options, models)
+        for number in range(2):
+            rounds.measure(f"round {number}", arms)
+        rows = {(row["arm"], row["low"], row["high"], row["repeats"]) for row in rounds.rows()}
+        assert rows == {("plain", "1", "3", 2), ("graph-cpu", "2", "9", 2)}
 
 
 def test_a_closed_loop() -> None:

@@ -145,6 +145,15 @@ def test_a_rate_counts_items_after_the_warm_up() -> None:
     assert 40 < rate <= 400
 
 
+def test_a_log_without_a_line_that_was_written_in_part(tmp_path: Path) -> None:
+    log = tmp_path / "out" / "measurements.jsonl"
+    assert bench.read_log(log) == []
+    bench.write_log(log, [{"repeat": 0}, {"repeat": 1}])
+    assert bench.read_log(log) == [{"repeat": 0}, {"repeat": 1}]
+    log.write_text(log.read_text()[:-1])
+    assert bench.read_log(log) == [{"repeat": 0}]
+
+
 def test_a_row_has_the_median_and_the_spread() -> None:
     row = bench.row("gpuflow", "x train", "images_per_s", [10.0, 30.0, 20.0], "images/s")
     assert set(row) == set(DESIGN)
