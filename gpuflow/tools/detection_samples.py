@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.tools.samples import Samples, check_numbers, claim, encoded, load_photos, noisy_crop, write
 
 __all__ = ["SHAPES", "make_detection_samples"]
@@ -107,7 +108,7 @@ def make_detection_samples(
 
     made, total_bytes = 0, 0
     images: list[tuple[tuple[int, int], list[_Shape]]] = []
-    with ThreadPoolExecutor(num_threads or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(num_threads or available_threads()) as pool:
         for new, size, extent, shapes in pool.map(make, range(count)):
             made += new
             total_bytes += size

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError, MissingExtra, Problem
+from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.files import atomic_write
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def make_samples(
         count: number of files, spread evenly over the classes.
         seed: selects the crops.
         progress: called as `progress(files_done, count)` in the caller's thread.
-        num_threads: threads that make files; by default one per core. Does not change the files.
+        num_threads: threads that make files; by default one per core that this process may use. Does not change
+            the files.
 
     Raises:
         ConfigError: a parameter is out of range, or the directory holds something else.
@@ -116,7 +118,7 @@ def make_samples(
         return True, write(path, _jpeg(photos[name], np.random.default_rng([seed, i])))
 
     made = total_bytes = 0
-    with ThreadPoolExecutor(num_threads or os.cpu_count()) as pool:
+    with ThreadPoolExecutor(num_threads or available_threads()) as pool:
         for done, (new, size) in enumerate(pool.map(make, range(count)), start=1):
             made += new
             total_bytes += size

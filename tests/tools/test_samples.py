@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,23 @@ from PIL import Image
 
 from gpuflow.errors import ConfigError
 from gpuflow.tools.detection_samples import make_detection_samples
-from gpuflow.tools.samples import PHOTOS, make_samples
+from gpuflow.tools.samples import PHOTOS, encoded, make_samples
 
 COUNT = 20
 
 
 def tree(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.jpg")}
+
+
+def recording(threads: list[str], make: Callable[..., bytes]) -> Callable[..., bytes]:
+    """What `make` does, with the name of its thread noted."""
+
+    def recorded(*arguments: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return make(*arguments)
+
+    return recorded
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +48,19 @@ def test_files_are_a_pure_function_of_count_and_seed(made: Path, tmp_path: Path)
     assert tree(tmp_path / "again") == tree(made)
     make_samples(tmp_path / "other", COUNT, seed=1)
     assert not set(tree(tmp_path / "other").values()) & set(tree(made).values())
+
+
+@pytest.mark.parametrize("make", [make_samples, make_detection_samples])
+def test_files_are_made_on_the_cores_that_this_process_may_use(
+    make: Callable[[Path, int], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    threads: list[str] = []
+    monkeypatch.setattr("gpuflow.tools.samples.encoded", recording(threads, encoded))
+    monkeypatch.setattr("gpuflow.tools.detection_samples.encoded", recording(threads, encoded))
+    make(tmp_path, 4)
+    assert len(threads) == 4 and len(set(threads)) == 1
 
 
 def test_a_smaller_count_makes_the_first_of_the_same_files(made: Path, tmp_path: Path) -> None:
