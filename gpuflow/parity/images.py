@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -70,9 +71,9 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
     except SourceError as error:
         raise SourceError(f"{error}; or name a directory of images: --data, or take none: --images 0") from error
     indices = spread(len(source), count)
-    payload = source.read(indices, lambda size: np.empty(size, np.uint8))
-    names = [source.path(index) for index in indices]
-    source.close()
+    with closing(source):
+        payload = source.read(indices, lambda size: np.empty(size, np.uint8))
+        names = [source.path(index) for index in indices]
     found = [ParityImage(names[i], "own", payload.sample(i)) for i, error in enumerate(payload.errors) if error is None]
     if not found:
         raise ConfigError([Problem(f"{config.path}: source", f"cannot be read: {payload.errors[0]}; try --data")])

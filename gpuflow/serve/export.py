@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -239,9 +239,9 @@ def _samples(config: Config, program: Program, data: Path | None) -> list[Encode
             source = open_split(config, program.pipeline.name)
         except SourceError as error:
             raise SourceError(f"{error}; or name a directory of images to check the model on: --data") from error
-        payload = source.read(spread(len(source), _REAL_IMAGES), lambda size: np.empty(size, np.uint8))
+        with closing(source):
+            payload = source.read(spread(len(source), _REAL_IMAGES), lambda size: np.empty(size, np.uint8))
         found = [payload.sample(i) for i, error in enumerate(payload.errors) if error is None]
-        source.close()
         place = f"{config.path}: source"
     good = _pixels(program, found)[1] if found else []
     if not good:
@@ -273,23 +273,22 @@ def _check(
     else:
         noise = torch.randn(shape, generator=generator).to(real.dtype)
         references = (noise, trained), (full, trained)
-    engine = open_engine(ModelSpec(file=str(path), batch=_BATCH), image=program.result, device=_CPU)
     checks = []
-    for name, given, (images, reference) in zip(("random", "real"), (noise, real), references, strict=True):
-        # One image first, so that a batch of one is checked too.
-        ours = torch.cat([engine.run(batch) for batch in (given[:1], *_batches(given[1:]))])
-        with torch.inference_mode():
-            theirs = torch.cat([reference(batch) for batch in _batches(images)]).float()
-        checks.append(
-            Check(
-                images=name,
-                count=len(images),
-                difference=float((ours - theirs).abs().max()),
-                allowed=TOLERANCE * max(1.0, float(theirs.abs().max())),
-                agree=int((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum()),
+    with closing(open_engine(ModelSpec(file=str(path), batch=_BATCH), image=program.result, device=_CPU)) as engine:
+        for name, given, (images, reference) in zip(("random", "real"), (noise, real), references, strict=True):
+            # One image first, so that a batch of one is checked too.
+            ours = torch.cat([engine.run(batch) for batch in (given[:1], *_batches(given[1:]))])
+            with torch.inference_mode():
+                theirs = torch.cat([reference(batch) for batch in _batches(images)]).float()
+            checks.append(
+                Check(
+                    images=name,
+                    count=len(images),
+                    difference=float((ours - theirs).abs().max()),
+                    allowed=TOLERANCE * max(1.0, float(theirs.abs().max())),
+                    agree=int((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum()),
+                )
             )
-        )
-    engine.close()
     return tuple(checks)
 
 

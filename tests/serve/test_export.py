@@ -25,6 +25,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, SourceError, SystemFault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.stage import Pipeline
+from gpuflow.serve import export
 from gpuflow.serve.export import TOLERANCE, Check, _locating, export_model
 from gpuflow.stages import STAGES
 from tests.commands import Run, command_here
@@ -293,6 +294,32 @@ def test_no_images_to_check_on(models: Models, tmp_path: Path) -> None:
     assert fault(lambda: export_model(bad, out)) == (
         f"{bad.path}: source has no image that can be decoded to check the model on; try --data"
     )
+
+
+@pytest.mark.parametrize(("opener", "method"), [("open_split", "read"), ("open_engine", "run")])
+def test_an_error_leaves_no_source_or_engine_open(
+    opener: str, method: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+
+    class Failing:
+        def __init__(self, *arguments: object, **settings: object) -> None:
+            pass
+
+        def __len__(self) -> int:
+            return 1
+
+        def close(self) -> None:
+            closed.append(True)
+
+    def fail(self: object, *arguments: object) -> None:
+        raise MemoryError
+
+    setattr(Failing, method, fail)
+    monkeypatch.setattr(export, opener, Failing)
+    with pytest.raises(MemoryError):
+        export_model(models.read(), tmp_path / "m.pt2")
+    assert closed == [True]
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
