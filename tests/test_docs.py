@@ -212,6 +212,14 @@ def test_keys_of_run_are_those_of_the_table() -> None:
     assert {key for row in rows for key in re.findall(r"[a-z_]+", row)} - {"run"} == set(RunSpec.model_fields)
 
 
+def test_usual_extensions_are_those_of_the_code() -> None:
+    from gpuflow.sources.folder import EXTENSIONS
+    from gpuflow.sources.tar import IMAGE_EXTENSIONS
+
+    [row] = re.findall(r"^\| `extensions` \|.*", PAGES["docs/reference/yaml.md"], flags=re.MULTILINE)
+    assert f"of a folder: {', '.join(EXTENSIONS).replace('.', '')}; in shards: {', '.join(IMAGE_EXTENSIONS)} |" in row
+
+
 def test_every_key_of_a_source_is_explained() -> None:
     from dataclasses import fields
 

@@ -1,7 +1,8 @@
-/* Finds out which baseline JPEGs hold the data of all their blocks, by reading their Huffman codes one after the other.
+/* Finds out which baseline JPEGs hold the data of all their blocks, and of at most a few more, by reading their Huffman
+ * codes in order, several short ones at a time.
  *
  * See complete.py, which describes the files. No coefficient is computed: a code and the bits that belong to it
- * are skipped, and blocks are counted. The same rule as execute/kernels/complete.py; the format: ITU-T T.81, annexes B,
+ * are skipped, and blocks are counted. execute/kernels/complete.py has the same rule. The format: ITU-T T.81, annexes B,
  * C and F.
  */
 

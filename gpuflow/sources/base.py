@@ -137,7 +137,7 @@ class SourceSpec:
         unite_classes: of `mix`: unite the classes of its sources by name.
         split: the fraction of each named part, in order; a pipeline reads the part that has its name.
         splits: of `hf`, or of a mix of such: the names of the dataset's own splits that are the named parts.
-        seed: the seed of the split.
+        seed: the seed of the split, of every order and of all random numbers.
         window: of shards, and of Parquet files: how many neighbouring samples are shuffled among each other; by default
             8192, and of Parquet files as many as take 256 MB, at most 8192.
         extensions: of a folder or of shards: names of files that are images, too, such as heic; see `decode.formats`.

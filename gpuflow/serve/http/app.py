@@ -58,7 +58,7 @@ from gpuflow.serve.predictor import Prediction, Predictor
 __all__ = ["Health", "RequestLimits", "Service", "check_origins", "create_app"]
 
 _LONG = 16
-"""Times as long as wide, or more."""
+"""An image of which one side is more than this many times the other counts with the pixels that it is resized to."""
 _SHORT_BYTES = 1 << 18
 """Headers of images of this size are read in at most 20 ms, even if they are made to take long."""
 _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
