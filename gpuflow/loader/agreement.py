@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["WAIT_SECONDS", "RankAgreement"]
 
 WAIT_SECONDS = 10.0
-"""How long the first `for` waits for the other ranks to make the same loader."""
+"""How long the first `for` waits for the other ranks to make the same loader, if `run.timeout_s` is not less."""
 
 _UNKNOWN = "it is not known whether all ranks load the same samples"
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.5
@@ -148,7 +148,8 @@ class RankAgreement:
 
     def _compare(self, store: Store, key: str) -> None:
         name, world_size = self._plan.program.pipeline.name, self._plan.world_size
-        deadline, pause = time.monotonic() + min(WAIT_SECONDS, self._plan.timeout_seconds), _FIRST_POLL_SECONDS
+        wait = min(WAIT_SECONDS, self._plan.timeout_seconds)
+        deadline, pause = time.monotonic() + wait, _FIRST_POLL_SECONDS
         while True:  # and no Store.wait, which lets no Ctrl-C through
             announced = _read(store, [f"{key}/{rank}" for rank in range(world_size)])
             unlike = [rank for rank, other in enumerate(announced) if not self._agrees(other)]
@@ -170,7 +171,7 @@ class RankAgreement:
         if missing:
             warnings.warn(
                 f"{_UNKNOWN}: {_ranks(missing)} of {world_size} did not make the loader {name!r} within "
-                f"{WAIT_SECONDS:g} s; pass rank= and world_size= to a loader that not all ranks make",
+                f"{wait:g} s; pass rank= and world_size= to a loader that not all ranks make",
                 stacklevel=4,
             )
 

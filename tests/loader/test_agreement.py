@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,17 @@ def test_ranks_that_begin_at_different_places_are_told_so(reports: Reports) -> N
         "all ranks make"
     )
     assert [len(one["samples"]) for one in each(reports, "same_state")] == [4, 4]
+
+
+def test_the_warning_says_for_how_long_it_waited() -> None:
+    plan: Any = SimpleNamespace(
+        program=SimpleNamespace(pipeline=SimpleNamespace(name="train")), world_size=2, timeout_seconds=0.05
+    )
+    store: Any = SimpleNamespace(check=lambda keys: False)
+    one = agreement.RankAgreement(plan)
+    one._number = 1
+    with pytest.warns(UserWarning, match=r"ranks 0, 1 of 2 did not make the loader 'train' within 0\.05 s; pass rank="):
+        one._compare(store, "key")
 
 
 def test_a_loader_that_only_one_rank_makes_goes_on_with_a_warning(reports: Reports) -> None:
