@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpuflow.errors import (
     BadSampleError,
     ConfigError,
+    DecoderError,
     GpuflowError,
     LoaderError,
     LoaderTimeout,
@@ -49,6 +50,7 @@ __all__ = [
     "BadSampleError",
     "Batch",
     "ConfigError",
+    "DecoderError",
     "GpuflowError",
     "Loader",
     "LoaderError",

@@ -26,6 +26,7 @@ def test_everything_public_is_listed_and_there() -> None:
         "BadSampleError",
         "Batch",
         "ConfigError",
+        "DecoderError",
         "GpuflowError",
         "Loader",
         "LoaderError",
