@@ -36,6 +36,16 @@ FACTORS = {
     "gray": [(1, 1)],
     "gray, 2x2": [(2, 2)],
 }
+REFUSED = {
+    "4:1:0",
+    "2:1 all over",
+    "3:1 all over",
+    "4:4:0 on its side",
+    "chroma finer than luma",
+    "two chromas",
+    "gray, 2x2",
+}
+"""Files of which libjpeg-turbo refuses some regions, or all, so that OpenCV decodes them."""
 
 
 def whole_of(data: bytes, color: str) -> NDArray[np.uint8]:
@@ -103,6 +113,7 @@ def test_sampling_factors_that_no_common_encoder_writes(name: str, separate: boo
     for box in ((0, 0, 77, 101), (3, 8, 30, 33), (16, 16, 44, 61), (33, 40, 5, 7), (0, 24, 1, 77), (70, 99, 7, 2)):
         part = region_of(data, "rgb", size, box)
         y, x, h, w = box
+        assert part is not None or name in REFUSED, box
         assert part is None or np.array_equal(part, whole[y : y + h, x : x + w]), box
 
 
