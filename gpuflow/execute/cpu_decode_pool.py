@@ -183,20 +183,10 @@ class CpuDecodePool:
         """Use the memory of a result again."""
         self._results.release(memory)
 
-    def counts(self) -> dict[str, int]:
-        """Worker processes `at_work`, and `starting`."""
-        starting = [self._starting] if self._starting is not None else []
-        counts = [pool.counts() for pool in [*self._workers, *starting]]
-        return {name: sum(count[name] for count in counts) for name in ("at_work", "starting")}
-
     @property
     def is_starting(self) -> bool:
         """Whether processes are starting."""
         return self._starting is not None
-
-    def check(self) -> None:
-        """Decode gpuflow's own test image on this thread. Raises DecoderError if that fails."""
-        self._runners.check()
 
     def _adapt(self, images: int, taken: int) -> int:
         """Count images, and start processes if far more are needed than there are. Returns how many are at work."""

@@ -153,7 +153,7 @@ def open_mix(spec: SourceSpec, open_source: Callable[[SourceSpec], Source]) -> M
     for i, part in enumerate(spec.mixed):
         try:
             parts.append(open_source(part))
-            _check(parts, i)
+            _check(parts)
         except SourceError as error:
             for opened in parts:
                 opened.close()
@@ -161,7 +161,7 @@ def open_mix(spec: SourceSpec, open_source: Callable[[SourceSpec], Source]) -> M
     return MixSource(parts, _classes(spec, parts))
 
 
-def _check(parts: Sequence[Source], i: int) -> None:
+def _check(parts: Sequence[Source]) -> None:
     """Raise SourceError if the last source carries something else than the first one."""
     first, last = parts[0], parts[-1]
     wanted, fields = _comparable_fields(first), _comparable_fields(last)

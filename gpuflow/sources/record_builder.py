@@ -134,11 +134,11 @@ class RecordBuilder:
                     if spec.labels is not None:
                         self._add_box_labels(spec.labels, columns[spec.labels], boxes)
                 case "keypoints":
-                    self._check_counts(column, values, boxes, self._add_keypoints(name, column, values))
+                    self._check_counts(column, boxes, self._add_keypoints(name, column, values))
                 case "mask":
                     masks = self._masks.setdefault(name, _InstanceBuilder())
                     counts = self._lists(column, values)
-                    self._check_counts(column, values, boxes, counts)
+                    self._check_counts(column, boxes, counts)
                     for i, value in enumerate(values):
                         self._add_instances(masks, spec, column, i, value)
                     masks.add_block(counts)
@@ -218,9 +218,7 @@ class RecordBuilder:
                 raise self._fault(i, column, "must be a list with an entry for each instance", value)
         return np.fromiter(map(len, values), np.int64, len(values))
 
-    def _check_counts(
-        self, column: str, values: Sequence[Any], boxes: NDArray[np.int64] | None, counts: NDArray[np.int64]
-    ) -> None:
+    def _check_counts(self, column: str, boxes: NDArray[np.int64] | None, counts: NDArray[np.int64]) -> None:
         """Raise SourceError where a sample has not one entry for each box."""
         if boxes is not None and (differ := np.flatnonzero(boxes != counts)).size:
             i = int(differ[0])
@@ -258,7 +256,7 @@ class RecordBuilder:
 
     def _add_box_labels(self, column: str, values: Sequence[Any], boxes: NDArray[np.int64]) -> None:
         counts = self._lists(column, values)
-        self._check_counts(column, values, boxes, counts)
+        self._check_counts(column, boxes, counts)
         labels = list(chain.from_iterable(values))
         if not set(map(type, labels)) <= {int, str}:
             for i, j, label in _rows_of(values):
