@@ -37,7 +37,7 @@ def compile_loops() -> None:
 def decode_mask(
     mask: MaskFile | NDArray[np.uint8], size: tuple[int, int], *, upright: bool = False
 ) -> NDArray[np.uint8]:
-    """The levels of a mask as its file has them, uint8 [height, width]; of an image with a palette, its indices.
+    """The levels of a mask, uint8 [height, width], with 0 for black as in Pillow; of a palette, its indices.
 
     upright: apply the Orientation tag of a TIFF, as `decode: {orientation: apply}` does for images.
 

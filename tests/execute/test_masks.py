@@ -149,14 +149,36 @@ def test_gray_levels_of_few_bits_are_what_the_file_holds(bits: int) -> None:
     np.testing.assert_array_equal(decode_mask(MaskFile(b"\x89PNG\r\n\x1a\n" + data), (5, 7)), levels)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+def gray_tiff(levels: NDArray[np.uint8], bits: int, *, white_is_zero: bool = False) -> bytes:
+    """levels: as the file stores them, with a multiple of 8 columns."""
+    packed = np.packbits(np.unpackbits(levels[..., None], axis=2)[..., 8 - bits :]).tobytes()
+    (height, width), interpretation = levels.shape, 0 if white_is_zero else 1
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: interpretation, 273: 110, 277: 1, 279: len(packed)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + packed
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_gray_levels_of_a_tiff_are_what_the_file_holds(bits: int) -> None:
     levels = (np.arange(40).reshape(5, 8) % 2**bits).astype(np.uint8)
-    packed = np.packbits(np.unpackbits(levels[..., None], axis=2)[..., 8 - bits :]).tobytes()
-    tags = {256: 8, 257: 5, 258: bits, 259: 1, 262: 1, 273: 110, 277: 1, 279: len(packed)}
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    data = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
-    np.testing.assert_array_equal(decode_mask(MaskFile(data + packed), (5, 8)), levels)
+    np.testing.assert_array_equal(decode_mask(MaskFile(gray_tiff(levels, bits)), (5, 8)), levels)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_levels_of_a_file_that_stores_white_as_0_are_from_black_to_white_as_pillows(bits: int) -> None:
+    levels = (np.arange(40).reshape(5, 8) % 2**bits).astype(np.uint8)
+    stored = (2**bits - 1) - levels
+    files = [gray_tiff(stored, bits, white_is_zero=True)]
+    if bits == 1:
+        files += [
+            b"P4\n8 5\n" + np.packbits(stored).tobytes(),
+            b"P1\n8 5\n" + " ".join(map(str, stored.ravel())).encode(),
+        ]
+    for data in files:
+        np.testing.assert_array_equal(decode_mask(MaskFile(data), (5, 8)), levels)
+        if bits in (1, 8):  # Pillow scales 2 and 4 bits to 8
+            with Image.open(io.BytesIO(data)) as image:
+                np.testing.assert_array_equal(np.array(image), levels)
 
 
 def test_gray_levels_of_a_pgm_are_what_the_file_holds() -> None:
