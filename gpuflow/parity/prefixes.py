@@ -6,6 +6,7 @@ If images still differ in size after a stage, all of them are placed on a canvas
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +23,8 @@ from gpuflow.pipeline.validate import trace
 __all__ = ["LARGEST_CANVAS", "Canvas", "Prefix", "prefixes_of"]
 
 LARGEST_CANVAS = 1024
-"""The largest canvas side in pixels. Of larger images, only the part from the upper left corner is compared."""
+"""The largest canvas side in pixels; `decode.max_pixels` may allow less. Of larger images, only the part from the upper
+left corner is compared."""
 
 Size = tuple[int, int]
 
@@ -103,11 +105,18 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
                     rows, columns = step.draw(keys, *np.array(size)[:, None]).size
                     size = int(rows[0]), int(columns[0])
             sizes.append(size)
-        sides = [min(max(known), LARGEST_CANVAS) for known in zip(*filter(None, sizes), strict=True)] or [1, 1]
-        canvas = Canvas(height=sides[0], width=sides[1])
+        canvas = _canvas([size for size in sizes if size is not None], program.decoder.max_pixels)
         pipeline = s.Pipeline(name, (*stages[:count], canvas))
         seen = [size and (min(size[0], canvas.height), min(size[1], canvas.width)) for size in sizes]
         yield Prefix(count, fold(pipeline, trace(pipeline)), tuple(seen))
+
+
+def _canvas(sizes: Sequence[Size], max_pixels: int) -> Canvas:
+    """The smallest canvas for images of these sizes, but of at most LARGEST_CANVAS a side and `max_pixels` pixels."""
+    height, width = (min(max(sides), LARGEST_CANVAS) for sides in zip(*sizes, strict=True)) if sizes else (1, 1)
+    side = math.isqrt(max_pixels)
+    height = min(height, max(side, max_pixels // width))
+    return Canvas(height=height, width=min(width, max_pixels // height))
 
 
 def _decoded_size(decoder: s.Decoder, data: Encoded) -> Size | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from gpuflow.decode.preset import Preset
@@ -52,6 +53,35 @@ def test_of_larger_images_the_upper_left_is_compared() -> None:
     assert decode.sizes == ((3, LARGEST_CANVAS),)
     images, _ = run(decode.program, [wide])
     assert torch.equal(images[0], decoded(wide)[:, :, :LARGEST_CANVAS])
+
+
+@pytest.mark.parametrize(
+    ("files", "canvas"),
+    [
+        ([(61, 40), (40, 61)], (54, 55)),  # 55 is the root of 3,000, rounded up
+        ([(300, 2), (3, 400)], (54, 55)),
+        ([(10, 300), (20, 40)], (20, 150)),
+        ([(300, 10), (40, 20)], (150, 20)),
+        ([(50, 60), (60, 50)], (54, 55)),
+        ([(50, 60)], (50, 60)),
+    ],
+)
+def test_a_canvas_has_at_most_max_pixels(files: list[tuple[int, int]], canvas: tuple[int, int]) -> None:
+    data = [jpeg(photo(height, width)) for height, width in files]
+    (decode, _) = prefixes(Decode(max_pixels=3000), CenterCrop(size=2), files=data)
+    assert decode.program.result.shape == (*canvas, 3)
+    assert decode.sizes == tuple((min(height, canvas[0]), min(width, canvas[1])) for height, width in files)
+    images, faults = run(decode.program, data)
+    assert faults == [None] * len(data)
+    for image, file, size in zip(images, data, decode.sizes, strict=True):
+        assert size is not None
+        assert torch.equal(image[:, : size[0], : size[1]], decoded(file)[:, : size[0], : size[1]])
+
+
+def test_hostile_images_under_any_limit_of_pixels() -> None:
+    files = [image.data.tobytes() for image in hostile_images()]
+    for limit in (1, 3, 4096, 10_000, 307_680, 500_000):
+        assert len(prefixes(Decode(max_pixels=limit), Resize(shorter=1), CenterCrop(size=1), files=files)) == 3
 
 
 def test_draws_are_those_of_the_place_in_the_epoch() -> None:
