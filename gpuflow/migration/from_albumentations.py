@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cv2
+import numpy as np
 
 from gpuflow.errors import Key, Problem
 from gpuflow.execute.warp import OPENCV_BORDERS
@@ -26,6 +27,10 @@ _RANDOM = "Random transforms have the same ranges and probabilities; their draws
 _COMMON = ("__class_fullname__", "p", "mask_interpolation", "fill_mask")
 _LINEAR, _AREA = cv2.INTER_LINEAR, cv2.INTER_AREA
 _FILTERS = {cv2.INTER_NEAREST: "nearest", _LINEAR: "bilinear", cv2.INTER_CUBIC: "bicubic"}
+_TOP = 255
+"""The highest level."""
+_MOVES = ("center_crop", "flip", "random_crop")
+"""Stages whose results are pixels of the image, so that they may stand in front of `normalize`."""
 _CONTAINERS = ("Compose", "Sequential")
 _LIKE = {
     "RandomBrightnessContrast": "color_jitter, which multiplies where this adds",
@@ -71,13 +76,19 @@ def read_albumentations(path: str) -> Imported:
 
 
 class _Reader:
-    """Goes through the transforms in order."""
+    """Goes through the transforms in order.
+
+    floats_from: the index of the entry `normalize`, which makes floats; None before there is one. mean, std: of that
+    entry, in units of 255 levels.
+    """
 
     def __init__(self, document: Document) -> None:
         self._document = document
         self.entries: list[Entry] = []
         self.gaps: list[Problem] = []
         self.random = self.blends = False
+        self._floats_from: int | None = None
+        self._mean, self._std = np.zeros(1), np.full(1, 1 / _TOP)
 
     def add(self, given: Any, at: tuple[Key, ...]) -> None:
         """Add the entries of a transform. at: where it stands in the file."""
@@ -99,11 +110,36 @@ class _Reader:
         keys, make = _KNOWN[name]
         self.gaps += self._document.unknown(at, given, (*_COMMON, *keys), name)
         try:
-            self.entries += make(self, given)
+            for entry in make(self, given):
+                self._emit(entry)
         except (KeyError, TypeError, ValueError) as error:
             without = f"is {name} without {error}"
             other = f"is {name} with other values than Albumentations writes: {error}"
             raise self._document.error(without if isinstance(error, KeyError) else other, *at) from error
+
+    def _emit(self, entry: Entry) -> None:
+        """Add an entry: in front of `normalize` if its results are pixels of the image, which makes no difference."""
+        if self._floats_from is not None and entry.stage in _MOVES:
+            self.entries.insert(self._floats_from, entry)
+            self._floats_from += 1
+        else:
+            self.entries.append(entry)
+
+    @property
+    def floats(self) -> bool:
+        """Whether the next transform gets floats."""
+        return self._floats_from is not None
+
+    def scale(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Subtract `mean` and divide by `std`, all that was scaled before included: one entry `normalize`."""
+        self._mean = self._mean + self._std * np.array(mean)
+        self._std = self._std * np.array(std)
+        entry = normalize(*(each_channel(numbers.tolist(), self.entries) for numbers in (self._mean, self._std)))
+        if self._floats_from is None:
+            self._floats_from = len(self.entries)
+            self.entries.append(entry)
+        else:
+            self.entries[self._floats_from] = entry
 
     def _refuse(self, at: tuple[Key, ...], rule: str, nearest: str, measured: str = "") -> None:
         self.gaps.append(gap(self._document.place(*at), rule, nearest=nearest, apart=measured, path=at))
@@ -221,8 +257,11 @@ def _to_gray(reader: _Reader, given: _Given) -> list[Entry]:
 
 
 def _color_jitter(reader: _Reader, given: _Given) -> list[Entry]:
+    """Albumentations draws the order of the adjustments, too."""
     names = ("brightness", "contrast", "saturation", "hue")
     reader.draws(given, *(given[name] for name in names))
+    active = [name for name in names if list(given[name]) != [name != "hue"] * 2]
+    reader.random |= len(active) > 1 and given["p"] > 0
     keys = {name: [number(x) for x in given[name]] for name in names}
     return [Entry("color_jitter", {**keys, "probability": given["p"]})]
 
@@ -263,21 +302,22 @@ def _normalize(reader: _Reader, given: _Given) -> list[Entry]:
         reader.differs(
             "normalization", "takes mean and std of each image", "normalize with the data set's mean and std"
         )
-    unit = given["max_pixel_value"] / 255
-    mean, std = (_numbers(reader, given[key]) for key in ("mean", "std"))
-    return [normalize([x * unit for x in mean], [x * unit for x in std])]
+    unit = given["max_pixel_value"]
+    mean, std = ([unit * x for x in _numbers(given[key])] for key in ("mean", "std"))
+    reader.scale(mean, std)
+    return []
 
 
-def _numbers(reader: _Reader, value: Any) -> tuple[float, ...]:
+def _numbers(value: Any) -> list[float]:
     """What Albumentations takes as one number or as a list."""
-    return each_channel([float(x) for x in (value if isinstance(value, (list, tuple)) else [value])], reader.entries)
+    return [float(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def _to_float(reader: _Reader, given: _Given) -> list[Entry]:
+    """Without max_value, Albumentations takes the largest one of the type: 255, or 1 for floats."""
     reader.always(given, "normalize")
-    unit = (given.get("max_value") or 255) / 255
-    std = _numbers(reader, unit)
-    return [normalize([0.0] * len(std), std)]
+    reader.scale([0.0], [float(given.get("max_value") or (1 if reader.floats else _TOP))])
+    return []
 
 
 _RESIZE = ("interpolation", "area_for_downscale")

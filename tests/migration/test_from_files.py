@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from gpuflow.config.stage_entries import make_stage
 from gpuflow.errors import ConfigError
 from gpuflow.migration import Imported, read_source
 from gpuflow.migration.python_objects import MissingLibrary
@@ -17,6 +19,7 @@ from tests.migration.their_configs import VIT
 
 HALF = {"normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
 IMAGENET = {"normalize": {"mean": "imagenet", "std": "imagenet"}}
+ZERO_TO_ONE = {"normalize": {"mean": [0] * 3, "std": [1] * 3}}
 CONVNEXT = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 224}}
 TOML = """
 batching_timeout = 1
@@ -405,6 +408,71 @@ def test_serialised_transforms_of_albumentations(tmp_path: Path, transform: dict
 def test_what_albumentations_has_and_no_stage_equals(tmp_path: Path, transform: dict[str, Any], text: str) -> None:
     (found,) = texts(read(tmp_path, "albumentations", serialised(transform)), tmp_path)
     assert found.startswith(text)
+
+
+UNIT: dict[str, Any] = {
+    "name": "Normalize",
+    "mean": [0.485, 0.456, 0.406],
+    "std": [0.229, 0.224, 0.225],
+    "max_pixel_value": 1.0,
+}
+FLIP = {"name": "HorizontalFlip", "p": 0.5}
+FLIPPED = {"flip": {"horizontal": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("transforms", "expected"),
+    [
+        (({"name": "ToFloat", "max_value": 255.0}, UNIT), [IMAGENET]),
+        (({"name": "ToFloat", "max_value": None}, UNIT, {"name": "ToTensorV2"}), [IMAGENET]),
+        (({"name": "ToFloat", "max_value": 255.0}, FLIP, UNIT), [FLIPPED, IMAGENET]),
+        (({**UNIT, "max_pixel_value": 255.0}, FLIP), [FLIPPED, IMAGENET]),
+        (({"name": "ToFloat", "max_value": None}, {"name": "ToFloat", "max_value": None}), [ZERO_TO_ONE]),
+        (({"name": "ToFloat", "max_value": 51.0},), [{"normalize": {"mean": [0] * 3, "std": [0.2] * 3}}]),
+        (
+            ({"name": "Normalize", "mean": 0.5, "std": 0.25, "max_pixel_value": 255.0}, {**UNIT, "mean": 2, "std": 3}),
+            [{"normalize": {"mean": [1] * 3, "std": [0.75] * 3}}],
+        ),
+        (
+            ({"name": "ToGray", "num_output_channels": 1}, {"name": "ToFloat", "max_value": 255.0}),
+            [{"torchvision": {"name": "Grayscale"}}, {"normalize": {"mean": [0], "std": [1]}}],
+        ),
+    ],
+)
+def test_all_that_scales_is_one_normalize(tmp_path: Path, transforms: tuple[Any, ...], expected: Any) -> None:
+    found = read(tmp_path, "albumentations", serialised(*transforms))
+    assert texts(found, tmp_path) == []
+    ((_, *entries),) = found.pipelines.values()
+    assert [entry.as_yaml for entry in entries] == expected
+
+
+def test_one_normalize_gives_the_floats_of_two(tmp_path: Path) -> None:
+    levels = np.arange(256, dtype=np.float32)
+    found = read(tmp_path, "albumentations", serialised({"name": "ToFloat", "max_value": 200.0}, UNIT))
+    ((_, entry),) = found.pipelines.values()
+    image = torch.arange(256, dtype=torch.uint8).expand(3, 1, 256)
+    ours = make_stage(entry.as_yaml, STAGES).torchvision()(image)
+    for channel, mean, std in zip(ours, UNIT["mean"], UNIT["std"], strict=True):
+        np.testing.assert_allclose(channel[0], (levels / 200 - mean) / std, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "pipeline"),
+    [
+        ({"brightness": [1.2, 1.2]}, "val"),
+        ({"hue": [0.1, 0.1]}, "val"),
+        ({"brightness": [1.2, 1.2], "hue": [0.1, 0.1]}, "train"),
+        ({"brightness": [1.2, 1.2], "hue": [0.1, 0.1], "p": 0.0}, "val"),
+    ],
+)
+def test_adjustments_by_fixed_factors_in_random_order_are_random(
+    tmp_path: Path, fixed: dict[str, Any], pipeline: str
+) -> None:
+    keys = {"brightness": [1, 1], "contrast": [1, 1], "saturation": [1, 1], "hue": [0, 0]}
+    found = read(tmp_path, "albumentations", serialised({"name": "ColorJitter", **keys, **fixed}))
+    ((name, (_, entry)),) = found.pipelines.items()
+    assert name == pipeline
+    assert make_stage(entry.as_yaml, STAGES).random == (pipeline == "train")
 
 
 @pytest.mark.parametrize(("border", "said"), [(0, True), (1, False)])
