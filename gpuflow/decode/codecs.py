@@ -409,15 +409,19 @@ def _tiff_orientation(block: memoryview) -> int:
         order = {b"II": "<", b"MM": ">"}[bytes(block[:2])]
         (start,) = struct.unpack_from(order + "I", block, 4)
         (count,) = struct.unpack_from(order + "H", block, start)
-        for entry in range(count):
-            tag, kind, _, value = struct.unpack_from(order + "HHIH", block, start + 2 + 12 * entry)
-            if tag == 0x0112 and kind == 3:
-                return value if 1 <= value <= 8 else 1
+        for at in range(start + 2, start + 2 + 12 * count, 12):
+            tag, kind = struct.unpack_from(order + "HH", block, at)
+            if tag == 0x0112 and kind in _INTEGERS:
+                (value,) = struct.unpack_from(order + _INTEGERS[kind], block, at + 8)
+                return int(value) if 1 <= value <= 8 else 1
     except (KeyError, struct.error):
         return 1
     return 1
 
 
+_INTEGERS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
+"""The types of an orientation in EXIF data, as struct has them: SHORT, by the standard, and LONG, SBYTE, SSHORT and
+SLONG, which Pillow and OpenCV take too."""
 _OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
 
 

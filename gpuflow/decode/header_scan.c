@@ -10,7 +10,7 @@
 /* Columns of the result, and the kinds of files, as in header_scan.py. */
 enum { KIND, HEIGHT, WIDTH, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
 enum { OTHER, BASELINE, PROGRESSIVE };
-enum { ORIENTATION_TAG = 0x0112, SHORT = 3 };
+enum { ORIENTATION_TAG = 0x0112 };
 enum { MOST_SEGMENTS = 64, MOST_LATER_SEGMENTS = 10000 };
 enum { LEAST_BYTES = 20, LEAST_WIDTH = 5, MOST_TABLES = 4, DC_SYMBOLS = 16 };
 
@@ -139,6 +139,22 @@ static uint32_t read_number(const uint8_t *at, int bytes, int is_little) {
     return value;
 }
 
+/* Bytes of an integer of a type of EXIF data; 0 for types from which no orientation is read, by Pillow neither. */
+static int integer_bytes(uint32_t kind) {
+    switch (kind) {
+    case 6: /* SBYTE */
+        return 1;
+    case 3: /* SHORT */
+    case 8: /* SSHORT */
+        return 2;
+    case 4: /* LONG */
+    case 9: /* SLONG */
+        return 4;
+    default:
+        return 0;
+    }
+}
+
 /* The orientation that EXIF data give, which are a TIFF block; 1 if they give none, or are malformed. */
 static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
     if (end - at >= 6 && !memcmp(at, "Exif\0", 6)) /* some programs write the prefix twice */
@@ -151,10 +167,12 @@ static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
     if (size - begin < 2)
         return 1;
     int64_t entries = read_number(at + begin, 2, is_little);
-    for (int64_t i = 0, entry = begin + 2; i < entries && size - entry >= 10; i++, entry += 12) {
-        uint32_t tag = read_number(at + entry, 2, is_little), kind = read_number(at + entry + 2, 2, is_little);
-        if (tag == ORIENTATION_TAG && kind == SHORT) {
-            uint32_t value = read_number(at + entry + 8, 2, is_little);
+    for (int64_t i = 0, entry = begin + 2; i < entries && size - entry >= 4; i++, entry += 12) {
+        int bytes = integer_bytes(read_number(at + entry + 2, 2, is_little));
+        if (read_number(at + entry, 2, is_little) == ORIENTATION_TAG && bytes) {
+            if (size - entry < 8 + bytes)
+                return 1;
+            uint32_t value = read_number(at + entry + 8, bytes, is_little);
             return value >= 1 && value <= 8 ? value : 1;
         }
     }

@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from gpuflow.decode.codecs import CpuDecoder, Header, _segments, decoder_description, engine_sampling, probe
+from gpuflow.decode.header_scan import scan_headers
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from tests.datasets import python
+from tests.decode.test_chunk_headers import payload
 from tests.images import (
     SUBSAMPLINGS,
     as_array,
@@ -162,6 +164,12 @@ def tiff(entry: bytes, order: str = "<", count: int = 1) -> bytes:
     return struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, count) + entry
 
 
+INTEGERS = [
+    (order, kind, form) for order in "<>" for kind, form in ((3, "H2x"), (4, "I"), (6, "b3x"), (8, "h2x"), (9, "i"))
+]
+"""Byte orders, types of EXIF data (SHORT, LONG, SBYTE, SSHORT, SLONG), and struct's formats for them."""
+
+
 @pytest.mark.parametrize(
     ("block", "orientation"),
     [
@@ -171,6 +179,11 @@ def tiff(entry: bytes, order: str = "<", count: int = 1) -> bytes:
         (tiff(struct.pack("<HHIHH", 0x0112, 3, 1, 9, 0)), 1),
         (tiff(struct.pack("<HHIHH", 0x0112, 3, 1, 0, 0)), 1),
         (tiff(struct.pack("<HHIHH", 0x0112, 2, 1, 6, 0)), 1),
+        *((tiff(struct.pack(f"{order}HHI{form}", 0x0112, kind, 1, 6), order), 6) for order, kind, form in INTEGERS),
+        (tiff(struct.pack("<HHIh2x", 0x0112, 8, 1, -6)), 1),
+        (tiff(struct.pack("<HHII", 0x0112, 4, 1, 0x10006)), 1),
+        (tiff(struct.pack("<HHIH", 0x0112, 4, 1, 6)), 1),
+        (tiff(struct.pack("<HHIB3x", 0x0112, 1, 1, 6)), 1),
         (tiff(b"", count=9), 1),
         (b"II*\0\xff\xff\xff\xff", 1),
         (b"XX*\0\x08\0\0\0", 1),
@@ -181,6 +194,7 @@ def test_exif_blocks(block: bytes, orientation: int) -> None:
     data = jpeg(PIXELS)[:2] + segment(0xE1, b"Exif\0\0" + block) + jpeg(PIXELS)[2:]
     assert probe(as_array(data), orientation=True).orientation == orientation
     assert probe(as_array(data)).orientation == 1
+    assert scan_headers(payload([data]), max_scans=20, orientation=True).orientations.tolist() == [orientation]
     body = encode(PIXELS, "WEBP")[12:]
     head = b"VP8X" + struct.pack("<IB3x", 10, 0x08) + (52).to_bytes(3, "little") + (36).to_bytes(3, "little")
     for prefix in (b"", b"Exif\0\0"):
@@ -203,6 +217,17 @@ def test_the_first_exif_segment_gives_the_orientation(first: int) -> None:
         with Image.open(io.BytesIO(file)) as image:
             upright = np.asarray(ImageOps.exif_transpose(image))
         assert np.array_equal(decode(file, orientation=True), upright)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(("order", "kind", "layout"), INTEGERS)
+def test_an_orientation_of_any_integer_type_turns_as_pillow_does(form: str, order: str, kind: int, layout: str) -> None:
+    entry = tiff(struct.pack(f"{order}HHI{layout}", 0x0112, kind, 1, 6), order) + bytes(4)
+    data = encode(PIXELS, form, exif=b"Exif\0\0" + entry, **({"lossless": True} if form == "WEBP" else {}))
+    with Image.open(io.BytesIO(data)) as image:
+        upright = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    assert upright.shape[:2] == PIXELS.shape[1::-1]
+    assert np.array_equal(decode(data, orientation=True), upright)
 
 
 # --- regions ---------------------------------------------------------------------------------------------------------
