@@ -34,6 +34,9 @@ _PILLOW_WARPS = (
     "They get PIL images, which Pillow warps: within 1 level of tensors, but for pixels at the image's border, which "
     "it does not blend with the fill."
 )
+_PILLOW_TYPES = (
+    "{} has no stage: it gets PIL images, which torchvision leaves as they are. Put ToImage before it to convert them."
+)
 _FLOATS_ROUND = (
     "torchvision keeps fractions of a level between transforms that get floats. Here each of them rounds to levels: a "
     "level apart for most pixels, and more where solarize, posterize or equalize maps close levels far apart."
@@ -77,6 +80,7 @@ class _Reader:
         self._dtype, self._path = "float32", ""
         self._least_side = 1  # of the image that comes next, as far as it is known
         self._rounds = False  # an entry rounds what are floats in torchvision
+        self._unconverted: str | None = None  # a conversion of PIL images, which does nothing
         self._floats_from: int | None = None  # the first entry that makes floats, or works on them
 
     def result(self) -> Imported:
@@ -85,7 +89,8 @@ class _Reader:
         stages = [make_stage(entry.as_yaml, self._table) for entry in self.entries]
         random = any(stage.random for stage in stages)
         pillow = ((_PILLOW, self.pillow), (_PILLOW_WARPS, self.pillow_warps))
-        notes = (*pillow, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
+        unconverted = (_PILLOW_TYPES.format(self._unconverted), self._unconverted is not None)
+        notes = (*pillow, unconverted, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
         return Imported(
             source=self._source,
             matches=(_TENSORS, *(note for note, holds in notes if holds)),
@@ -216,8 +221,15 @@ class _Reader:
         else:
             self.by_name(transform)
 
+    def change_type(self, transform: Any) -> None:
+        """A conversion to another type of numbers. Those of v2 convert tensors only; that of v1 refuses PIL images."""
+        if self.tensor or not type(transform).__module__.startswith("torchvision.transforms.v2"):
+            self.convert(transform)
+        else:
+            self._unconverted = type(transform).__name__
+
     def convert(self, transform: Any) -> None:
-        """A conversion to another type of numbers. On levels, nothing is needed but a note of the type."""
+        """A conversion that takes place. On levels, nothing is needed but a note of the type."""
         dtype, scale = str(transform.dtype).removeprefix("torch."), getattr(transform, "scale", True)
         on_levels, count = self._floats_from is None, len(self.entries)
         if dtype == (self._dtype if self.scaled else "uint8"):
@@ -644,8 +656,8 @@ _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
     "MaybePILToTensor": _to_image,
     "ToImage": _to_image,
     "ToPILImage": _Reader.to_pil,
-    "ToDtype": _Reader.convert,
-    "ConvertImageDtype": _Reader.convert,
+    "ToDtype": _Reader.change_type,
+    "ConvertImageDtype": _Reader.change_type,
     "Normalize": _Reader.normalize,
     "ToPureTensor": _nothing,
     "Identity": _nothing,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
@@ -219,6 +220,29 @@ def test_floats_that_become_levels_again() -> None:
         "JPEG",
         "ToDtype",
     ]
+
+
+@pytest.mark.parametrize("conversion", [v2.ToDtype, v2.ConvertImageDtype])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_a_conversion_of_pil_images_does_nothing(conversion: Any, dtype: torch.dtype) -> None:
+    transform = conversion(dtype, scale=True) if conversion is v2.ToDtype else conversion(dtype)
+    picture = Image.new("RGB", (5, 4), (9, 80, 200))
+    assert transform(picture) is picture
+    flip = v2.RandomHorizontalFlip(1.0)
+    for transforms in ((transform, flip), (transform, v2.ToImage(), flip)):
+        found = read(*transforms)
+        assert texts(found) == []
+        assert stages_of(found) == [{"flip": {"horizontal": 1}}]
+        assert f"{conversion.__name__} has no stage: it gets PIL images" in " ".join(found.matches)
+    found = read(v2.ToImage(), transform)
+    assert stages_of(found) == ([ZERO_TO_ONE] if dtype == torch.float32 else [])
+    assert "has no stage" not in " ".join(found.matches)
+
+
+def test_normalize_of_pil_images_that_no_conversion_made_floats() -> None:
+    """torchvision refuses it, too."""
+    (text,) = texts(read(v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.5] * 3)))
+    assert "Normalize cannot run as a stage" in text
 
 
 def test_gray_images_that_get_three_channels_again() -> None:
