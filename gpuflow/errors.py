@@ -50,6 +50,7 @@ __all__ = [
     "did_you_mean",
     "dotted",
     "is_system_fault",
+    "reason_of",
     "show",
     "suggest",
     "system_fault",
@@ -275,6 +276,17 @@ def system_fault(error: BaseException, path: str) -> BaseException:
     fault = SystemFault(error.errno, f"{error.strerror or error}; {_SYSTEM_FAULTS[error.errno]}", path)
     fault.__cause__ = error
     return fault
+
+
+def reason_of(error: BaseException, *, with_type: bool = False) -> str:
+    """The first line of what an exception of a library says; its type where it says nothing.
+
+    with_type: put the type before it, for texts that are not clear without it: `KeyError: 'size'`.
+    """
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    if not lines:
+        return name
+    return f"{name}: {lines[0]}" if with_type else lines[0]
 
 
 def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant: str = "") -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpuflow.errors import Problem, suggest
+from gpuflow.errors import Problem, reason_of, suggest
 from gpuflow.pipeline import stage as s
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ class Torchvision(s.Opaque):
             try:
                 results.append(_probe(self.name, self.parameters, shape, spec.dtype))
             except _REFUSALS as error:
-                reason = str(error).partition("\n")[0]
-                raise ValueError(f"{self.name} does not take {spec}: {reason}") from error
+                raise ValueError(f"{self.name} does not take {spec}: {reason_of(error)}") from error
         (a, out_dtype, _), (b, _, _) = results
         if a[0] is None:
             raise ValueError(f"{self.name} gives a number of channels that varies from sample to sample")

@@ -19,6 +19,7 @@ from gpuflow.errors import (
     Problem,
     did_you_mean,
     dotted,
+    reason_of,
     show,
     suggest,
 )
@@ -99,6 +100,24 @@ def test_texts_of_errors() -> None:
     assert str(MissingExtra("a URL", "fsspec", "remote")) == (
         "a URL needs fsspec, which is not installed; pip install 'gpuflow[remote]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "with_type"),
+    [
+        (ValueError("too small\n  at line 3"), "too small", "ValueError: too small"),
+        (
+            RuntimeError("\n CUDA error: out of memory\r\n"),
+            "CUDA error: out of memory",
+            "RuntimeError: CUDA error: out of memory",
+        ),
+        (AssertionError(), "AssertionError", "AssertionError"),
+        (KeyError("size"), "'size'", "KeyError: 'size'"),
+    ],
+)
+def test_the_reason_of_an_error(error: Exception, reason: str, with_type: str) -> None:
+    assert reason_of(error) == reason
+    assert reason_of(error, with_type=True) == with_type
 
 
 def test_did_you_mean() -> None:

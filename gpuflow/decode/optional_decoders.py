@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.header import Header, refuse, require_memory
 from gpuflow.decode.optional_headers import LABELS
-from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault
+from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault, reason_of
 
 __all__ = ["decode_optional", "missing_library"]
 
@@ -43,7 +43,7 @@ def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> 
     except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
         if is_system_fault(error):
             raise
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = reason_of(error)
         if isinstance(error, OSError) and reason.startswith(_PILLOW_LACKS_MEMORY):
             raise MemoryError(f"not enough memory to decode {LABELS[header.format]}") from error
         require_memory(header)

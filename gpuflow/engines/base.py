@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gpuflow.config import ModelSpec
-from gpuflow.errors import ConfigError, GpuflowError, Problem, show
+from gpuflow.errors import ConfigError, GpuflowError, Problem, reason_of, show
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import DaemonPool
@@ -203,7 +203,7 @@ def reading_fault(error: Exception) -> str:
         return "it is damaged, or holds more than tensors and plain values"
     if isinstance(error, KeyError):
         return "it is damaged, or of another kind"
-    return _reason(error)
+    return reason_of(error)
 
 
 def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence[int | None], dtype: str) -> None:
@@ -286,7 +286,7 @@ def check_classes(
     try:
         logits = run_in_thread(lambda: engine.run(black_images(1, image, device)))
     except Exception as error:  # of the libraries and of a model's own code, which have no common base
-        rule = f"fails on an image of {image.dtype} {channels}x{height}x{width}: {_reason(error)}"
+        rule = f"fails on an image of {image.dtype} {channels}x{height}x{width}: {reason_of(error)}"
         raise model_error(path, rule) from error
     if logits.ndim != 2:
         raise model_error(path, f"must give logits [N, classes], gives {logits.ndim} axes: {list(logits.shape)}")
@@ -305,13 +305,8 @@ def warm_up_all(engines: Iterable[Engine], path: str) -> None:
         except GpuflowError:
             raise
         except Exception as error:  # of the libraries and of a model's own code, which have no common base
-            rule = f"fails on batches of up to {engine.batch} images: {_reason(error)}"
+            rule = f"fails on batches of up to {engine.batch} images: {reason_of(error)}"
             raise model_error(path, f"{rule}; set serve.model.batch to fewer, or export the model for them") from error
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an exception's text, or its type where it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, *, force: bool, trust: bool) -> None:

@@ -36,7 +36,7 @@ from gpuflow.engines.base import (
 )
 from gpuflow.engines.cuda_graphs import Captured, CudaGraphs, GraphMaker, difference, tolerance
 from gpuflow.engines.program_file import drop_origins, refuse_code
-from gpuflow.errors import ConfigError, Problem
+from gpuflow.errors import ConfigError, Problem, reason_of
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
@@ -195,8 +195,7 @@ class TorchEngine:
             apart = difference(self.run(noise), plain)
         except Exception as error:  # whatever a model's code or torch raises during a capture
             self._graphs.pop(size, None)
-            reason = str(error).strip().partition("\n")[0]
-            return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+            return reason_of(error, with_type=True)
         if apart > (allowed := tolerance(self._dtype, plain)):
             del self._graphs[size]
             return f"its logits differ from those of the plain run by {apart:.3g}, more than {allowed:.3g}"

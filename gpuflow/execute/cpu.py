@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
-from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault
+from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault, reason_of
 from gpuflow.execute.local import run_filters
 from gpuflow.execute.pointwise import compile_operations, run_pointwise
 from gpuflow.execute.resample import resample_part
@@ -522,9 +522,7 @@ def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
         return None
     if is_system_fault(error) or _NO_MEMORY in str(error):
         return None
-    reason = str(error).strip().partition("\n")[0]
-    text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-    fault = BadSampleError(step.stage.stage_name, text)
+    fault = BadSampleError(step.stage.stage_name, reason_of(error, with_type=True))
     # without the traceback, which refers to the frames of the call, and these to all samples
     fault.__cause__ = error.with_traceback(None)
     return fault

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import LoaderError
+from gpuflow.errors import LoaderError, reason_of
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.rank_memory import shared_by_ranks
 from gpuflow.runtime.ranks import group_ranks
@@ -103,8 +103,7 @@ class RankAgreement:
             if self._key is not None:
                 self._compare(_store(), self._key)
         except _store_error() as error:
-            reason = str(error).splitlines()[0]
-            warnings.warn(f"{_UNKNOWN}: the process group's store does not answer: {reason}", stacklevel=3)
+            warnings.warn(f"{_UNKNOWN}: the process group's store does not answer: {reason_of(error)}", stacklevel=3)
         self._done = True
         return self._key is not None
 

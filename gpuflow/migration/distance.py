@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
+from gpuflow.errors import reason_of
 
 __all__ = ["apart", "picture"]
 
@@ -39,8 +40,7 @@ def apart(theirs: Callable[[Any], Any], ours: Callable[[Any], Any]) -> str:
     try:
         wanted, again, found = (_levels(run(Image.fromarray(picture()))) for run in (theirs, theirs, ours))
     except Exception as error:  # a user's code may raise anything
-        reason = str(error).strip().partition("\n")[0]
-        return f"not measured: on a test picture it raises {type(error).__name__}: {reason}"
+        return f"not measured: on a test picture it raises {reason_of(error, with_type=True)}"
     if wanted.shape != again.shape or (wanted != again).any():
         return "not measured: it draws random numbers"
     if wanted.shape != found.shape:

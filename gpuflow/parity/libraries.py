@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gpuflow.errors import BadSampleError, is_system_fault
+from gpuflow.errors import BadSampleError, is_system_fault, reason_of
 from gpuflow.migration.library_transforms import LibraryTransform, library_transform
 from gpuflow.parity.base import Result, Results
 from gpuflow.parity.images import Encoded, hostile_images
-from gpuflow.parity.others import FORMATS, Reference, reason_of
+from gpuflow.parity.others import FORMATS, Reference
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline.program import Program
 

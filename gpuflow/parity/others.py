@@ -18,7 +18,7 @@ from gpuflow.config import Config
 from gpuflow.decode.codecs import CpuDecoder, probe
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, is_system_fault
+from gpuflow.errors import BadSampleError, is_system_fault, reason_of
 from gpuflow.execute.cpu import call_opaque, header_of
 from gpuflow.execute.local import run_filters
 from gpuflow.execute.pointwise import run_pointwise
@@ -35,7 +35,7 @@ from gpuflow.torchpipe.graph import PRESET_OPERATORS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FORMATS", "OpenCv", "Reference", "TorchpipeOperators", "reason_of"]
+__all__ = ["FORMATS", "OpenCv", "Reference", "TorchpipeOperators"]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 """Pillow's names of the formats that gpuflow decodes."""
@@ -105,11 +105,6 @@ class Reference:
         image = functional.pil_to_tensor(image) if isinstance(image, Image.Image) else image
         tensor: torch.Tensor = image.as_subclass(torch.Tensor)
         return tensor
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an exception's text, or its type."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:

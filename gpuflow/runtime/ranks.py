@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem
+from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,7 @@ def process_group(ranks: Ranks, device: torch.device, *, timeout_seconds: float)
             dist.distributed_c10d._abort_process_group()
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error)):
             raise GpuflowError(
-                f"rank {ranks.rank} of {ranks.world_size} is cut off from the others: {str(error).splitlines()[0]}; "
+                f"rank {ranks.rank} of {ranks.world_size} is cut off from the others: {reason_of(error)}; "
                 "see the error of the rank that ended first, or raise run.timeout_s if one was only slow"
             ) from error
         raise

@@ -24,7 +24,16 @@ from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
 from gpuflow.engines.base import METADATA_KEY, black_images
 from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint
-from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem, SourceError, is_system_fault, system_fault
+from gpuflow.errors import (
+    ConfigError,
+    GpuflowError,
+    MissingExtra,
+    Problem,
+    SourceError,
+    is_system_fault,
+    reason_of,
+    system_fault,
+)
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader.assemble import open_split
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
@@ -173,10 +182,8 @@ def _exporting() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            [Problem("torch", f"cannot export this model: {reason}; serve the checkpoint itself")]
-        ) from error
+        rule = f"cannot export this model: {reason_of(error)}; serve the checkpoint itself"
+        raise ConfigError([Problem("torch", rule)]) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import MissingExtra, SourceError, is_system_fault, system_fault
+from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage import LocalStorage, Shard, Storage
@@ -129,7 +129,7 @@ def broken(path: str, form: str, error: BaseException) -> BaseException:
     """The error for a file that is damaged or cut short; a fault of the environment as it is raised."""
     if is_system_fault(error):
         return system_fault(error, path)
-    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    reason = reason_of(error).rstrip(".")
     return SourceError(f"{path}: must be a whole {form} file, got an error: {reason}; copy or write it again")
 
 
@@ -426,8 +426,8 @@ class ParquetCells:
         except (OSError, MemoryError, pa.ArrowException) as error:
             if is_system_fault(error):
                 raise system_fault(error, path) from error
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            return f"its row group {number - int(self.firsts[self.owners[number]])} cannot be read: {reason}"
+            row_group = number - int(self.firsts[self.owners[number]])
+            return f"its row group {row_group} cannot be read: {reason_of(error)}"
 
     def _load(self, number: int) -> _Group:
         owner = int(self.owners[number])

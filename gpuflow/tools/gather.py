@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import SourceError, reason_of
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.storage import is_remote
@@ -113,7 +113,7 @@ def broken_modules() -> dict[str, str]:
         try:
             importlib.import_module(module)
         except (ImportError, OSError, RuntimeError, AttributeError) as error:  # mismatched libraries raise any of these
-            broken[module] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            broken[module] = reason_of(error, with_type=True)
     return broken
 
 
@@ -144,7 +144,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     try:
         found = [torch.cuda.get_device_properties(i) for i in range(count)]
     except RuntimeError as error:
-        return (), str(error).partition("\n")[0]
+        return (), reason_of(error)
     return tuple(Gpu(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in found), None
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-from gpuflow.errors import BadSampleError, MissingExtra, SourceError
+from gpuflow.errors import BadSampleError, MissingExtra, SourceError, reason_of
 from gpuflow.execute import colors
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import SourceSpec, is_read_remotely, open_source
@@ -370,7 +370,7 @@ def jpeg_engines(images: Sequence[ProbedImage]) -> JpegEngines:
         try:
             return replace(found, backend=backend, error=None, rate=_gpu_rate(batch, backend))
         except RuntimeError as fault:  # nvJPEG or CUDA failed, or the GPU is out of memory
-            found = replace(found, error=str(fault).partition("\n")[0])
+            found = replace(found, error=reason_of(fault))
     return found
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from gpuflow.engines.base import reading_fault
 from gpuflow.engines.pytorch import CHECKPOINT_VERSION, build_model, version_fault
-from gpuflow.errors import StateError, suggest
+from gpuflow.errors import StateError, reason_of, suggest
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.files import atomic_write
@@ -146,7 +146,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
             # Given the file itself instead of its name, torch turns a KeyboardInterrupt into a RuntimeError.
             torch.save(dict(state), file.name)
         except RuntimeError as error:  # torch's writer does not say why it fails
-            raise OSError(errno.EIO, str(error).strip().partition("\n")[0], str(path)) from error
+            raise OSError(errno.EIO, reason_of(error), str(path)) from error
         try:
             torch.load(file.name, map_location="meta", weights_only=True)  # which reads no weights
         except pickle.UnpicklingError as error:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from gpuflow.config import Config
 from gpuflow.engines.pytorch import build_model
-from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, StateError, suggest
+from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, StateError, reason_of, suggest
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder
@@ -398,8 +398,7 @@ class Trainer:
             for parameters in self._optimizer.param_groups:  # what the configuration says now
                 parameters["weight_decay"] = self._spec.weight_decay
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            rule = f"does not hold the weights of {self._spec.model} and its optimizer: {reason}"
+            rule = f"does not hold the weights of {self._spec.model} and its optimizer: {reason_of(error)}"
             raise StateError(f"{self.checkpoint}: {rule}; restore an older copy, or train without --resume") from error
         try:
             self.train_loader.load_state_dict(state["loader"])
@@ -539,7 +538,7 @@ def _size_fault(model: nn.Module, height: int, width: int, *, training: bool) ->
     try:
         torch.func.functional_call(model, shapes, torch.empty(2, 3, height, width, device="meta"))
     except (RuntimeError, ValueError, AssertionError) as error:
-        return str(error).strip().partition("\n")[0]
+        return reason_of(error)
     finally:
         model.train()
     return ""

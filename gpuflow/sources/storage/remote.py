@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from gpuflow.errors import MissingExtra, SourceError, is_system_fault, system_fault
+from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
@@ -352,9 +352,7 @@ def _reason(fault: BaseException) -> str:
     """Why something cannot be read, and whether it was tried again."""
     if _is_missing(fault):
         return "no such file"
-    fault = _answer(fault)
-    text = str(fault)
-    described = f"{type(fault).__name__}: {text}" if text else type(fault).__name__
+    described = reason_of(_answer(fault), with_type=True)
     return described if _is_permanent(fault) else described + AFTER_RETRIES
 
 
