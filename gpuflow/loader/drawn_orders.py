@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gpuflow.loader.sampler import Order
+from gpuflow.loader.sampler import Order, drawn_candidate
 from gpuflow.pipeline.rng import StageKeys, key64, permute
 
 __all__ = ["MixInOrder", "MixedOrder", "WeightedOrder", "apportion"]
@@ -64,8 +64,7 @@ class WeightedOrder:
         return len(self._chosen)
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
-        key = key64("replace", self._seed, epoch, position)
-        return int(self._chosen[permute([attempt], len(self._chosen), key)[0]])
+        return int(self._chosen[drawn_candidate(len(self._chosen), attempt, self._seed, epoch, position)])
 
 
 @final
@@ -178,9 +177,8 @@ class MixInOrder:
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         source = bisect_right(self._ends, position)
-        key = key64("replace", self._seed, epoch, position)
-        own = permute([attempt], self._lengths[source], key)
-        return int(self._ends[source] - self._lengths[source] + own[0])
+        own = drawn_candidate(self._lengths[source], attempt, self._seed, epoch, position)
+        return int(self._ends[source] - self._lengths[source] + own)
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.errors import LoaderError
-from gpuflow.pipeline.rng import key64, permute
+from gpuflow.loader.sampler import drawn_candidate
 
 __all__ = ["ListedEpochs", "ListedSteps"]
 
@@ -110,7 +110,7 @@ class ListedEpochs:
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         """Of the samples that this rank has in the epoch: others may be kept for validation."""
         listed = self._listed(epoch)
-        return int(listed[permute([attempt], len(listed), key64("replace", epoch, position))[0]])
+        return int(listed[drawn_candidate(len(listed), attempt, epoch, position)])
 
     def _listed(self, epoch: int) -> NDArray[np.int64]:
         """The samples of an epoch. Threads of one that was left may still ask once the next one is drawn."""

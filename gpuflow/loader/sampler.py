@@ -23,6 +23,7 @@ __all__ = [
     "ShardedOrder",
     "ShuffledOrder",
     "Steps",
+    "drawn_candidate",
 ]
 
 
@@ -45,6 +46,11 @@ class Order(Protocol):
     @property
     def digest(self) -> str:
         """A hash of the numbers that it draws by, such as weights; empty for an order without any."""
+
+
+def drawn_candidate(candidates: int, attempt: int, *key: object) -> int:
+    """Which of the indices that may stand in for a bad sample an attempt takes. key: what the draw depends on."""
+    return int(permute([attempt], candidates, key64("replace", *key))[0])
 
 
 class EpochSteps(Protocol):
@@ -81,7 +87,7 @@ class ShuffledOrder:
         return self.size
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
-        return int(permute([attempt], self.size, key64("replace", self.seed, epoch, position))[0])
+        return drawn_candidate(self.size, attempt, self.seed, epoch, position)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +132,7 @@ class ShardedOrder:
         return self.size
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
-        return int(permute([attempt], self.size, key64("replace", self.seed, epoch, position))[0])
+        return drawn_candidate(self.size, attempt, self.seed, epoch, position)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
