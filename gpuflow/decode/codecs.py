@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
-from gpuflow.decode.header import ANIMATION, Header, refuse, require_memory, stored, upright
+from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, Header, refuse, require_memory, stored, upright
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.decode.optional_decoders import decode_optional
 from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
@@ -422,7 +422,6 @@ def _tiff_orientation(block: memoryview) -> int:
 _INTEGERS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 """The types of an orientation in EXIF data, as struct has them: SHORT, by the standard, and LONG, SBYTE, SSHORT and
 SLONG, which Pillow and OpenCV take too."""
-_OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
 
 
 class CpuDecoder:
@@ -489,7 +488,7 @@ class CpuDecoder:
             if not self_test.is_right(image, self._color):
                 _LOG.warning("libjpeg-turbo no longer decodes gpuflow's test image; OpenCV decodes instead")
                 self._library = None
-        image = imdecode(self_test.JPEG, _OPENCV_FLAGS[self._color])
+        image = imdecode(self_test.JPEG, OPENCV_FLAGS[self._color])
         if not self_test.is_right(image, self._color):
             raise DecoderError("OpenCV does not decode gpuflow's test image; end this process and start another one")
 
@@ -516,7 +515,7 @@ class CpuDecoder:
     def _by_opencv(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
         """Decode a whole file with OpenCV."""
         composited, deep = self._background is not None and header.alpha, header.format == "png16"
-        flags = _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
+        flags = OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
         decoded = imdecode(data, cv2.IMREAD_UNCHANGED if composited or deep else flags)
         if decoded is None:
             require_memory(header)

@@ -1,16 +1,31 @@
-"""What the header of an image file says, the memory that decoding takes by it, and how an image is turned upright."""
+"""What the header of an image file says, the memory that decoding takes by it, and how an image is turned upright.
+
+What several decoders share stands here, too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NoReturn
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, Code
 
-__all__ = ["ANIMATION", "FLIPPED_X", "FLIPPED_Y", "SWAPPED", "Header", "refuse", "require_memory", "stored", "upright"]
+__all__ = [
+    "ANIMATION",
+    "FLIPPED_X",
+    "FLIPPED_Y",
+    "OPENCV_FLAGS",
+    "SWAPPED",
+    "Header",
+    "refuse",
+    "require_memory",
+    "stored",
+    "upright",
+]
 
 SWAPPED = 5
 """EXIF orientations from this value on rotate the image by 90 degrees, so they swap height and width."""
@@ -22,6 +37,8 @@ _DECODING_BYTES = 8
 """The most memory for each pixel while an image is decoded that is no JPEG: 4 channels of 16 bits."""
 _JPEG_BYTES, _COEFFICIENT_BYTES = 3, 2
 """The same of a JPEG: 3 channels, and all coefficients of each component if it has several scans."""
+OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
+"""OpenCV's flag for each `color` of the stage `decode`."""
 ANIMATION = "an animation; gpuflow decodes still images"
 
 

@@ -14,6 +14,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.decode.header import OPENCV_FLAGS
+
 __all__ = ["HEIGHT", "JPEG", "SAMPLING", "WIDTH", "is_right", "pixels"]
 
 HEIGHT, WIDTH, SAMPLING = 48, 64, 0x22
@@ -47,6 +49,5 @@ def is_right(image: NDArray[np.uint8] | None, color: str) -> bool:
 @cache
 def pixels(color: str) -> NDArray[np.uint8]:
     """OpenCV's pixels of the test image: uint8 [HEIGHT, WIDTH, C]. `color`: rgb, bgr or gray."""
-    flags = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
-    image = np.asarray(cv2.imdecode(JPEG, flags[color]), np.uint8)
+    image = np.asarray(cv2.imdecode(JPEG, OPENCV_FLAGS[color]), np.uint8)
     return image.reshape(HEIGHT, WIDTH, -1)

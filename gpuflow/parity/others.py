@@ -16,6 +16,7 @@ import torch
 
 from gpuflow.config import Config
 from gpuflow.decode.codecs import CpuDecoder, probe
+from gpuflow.decode.header import OPENCV_FLAGS
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, is_system_fault, reason_of
@@ -191,9 +192,7 @@ class OpenCv:
             yield pixels if pixels is not None else BadSampleError("decode", "OpenCV: no image")
 
     def _image(self, program: Program, data: Encoded, keys: s.Keys) -> torch.Tensor | None:
-        color = program.decoder.color
-        flags = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR, "gray": cv2.IMREAD_GRAYSCALE}
-        image: Any = cv2.imdecode(data, flags[color])
+        image: Any = cv2.imdecode(data, OPENCV_FLAGS[program.decoder.color])
         if image is None:
             return None
         image = image.reshape(*image.shape[:2], -1)
