@@ -27,7 +27,7 @@ import h11
 import psutil
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from gpuflow.serve.http.limits import CLOSED_HERE, MALFORMED, OVER_LIMIT, RequestLimits
+from gpuflow.serve.http.limits import CLOSED_HERE, MALFORMED, OVER_LIMIT, PROGRESS_BYTES, STALLED_SECONDS, RequestLimits
 from gpuflow.serve.http.metrics import Metrics
 
 __all__ = ["Connection", "Connections"]
@@ -38,10 +38,7 @@ _SPARE_FILES = 64
 """File descriptors that are left for other purposes."""
 _LINGER_SECONDS = 1.0
 """How long a connection stays open after a refusal, so that the client reads it."""
-_STALLED_SECONDS = 1.0
-"""A body or an answer that made less progress than _PROGRESS_BYTES in this time may have its connection closed for
-another one."""
-_PROGRESS_BYTES, _LOOK_AT, _CHECK_SECONDS = 65_536, 8, 1.0
+_LOOK_AT, _CHECK_SECONDS = 8, 1.0
 """_LOOK_AT: of how many waiting connections one is chosen. _CHECK_SECONDS: between two looks at a connection."""
 _UNREAD_SECONDS = 10.0
 """How long a client may take for the next byte of its answers."""
@@ -89,7 +86,7 @@ class Connections:
         is_full = len(self) > most + _SPARE
         now = time.monotonic()
         for waiting, (since, transferring) in itertools.islice(self._waiting.items(), _LOOK_AT):
-            stalled = not transferring or now - since > _STALLED_SECONDS
+            stalled = not transferring or now - since > STALLED_SECONDS
             if is_full or (stalled and not waiting.waits_for_service):
                 waiting.abort("evicted")
                 return False
@@ -201,7 +198,7 @@ class Connection(H11Protocol):
         if not self.cycle.more_body:
             if not self.flow.write_paused:
                 self._connections.set_active(self)
-        elif self._reading is not self.cycle or self._body_bytes >= _PROGRESS_BYTES:
+        elif self._reading is not self.cycle or self._body_bytes >= PROGRESS_BYTES:
             self._reading, self._body_bytes = self.cycle, 0
             self._connections.set_waiting(self, transferring=True)
 
@@ -281,7 +278,7 @@ class Connection(H11Protocol):
             self.abort("unread")
             return
         self._unread = unread
-        if self._unread_since_mark - unread >= _PROGRESS_BYTES:
+        if self._unread_since_mark - unread >= PROGRESS_BYTES:
             self._unread_since_mark = unread
             if self.flow.write_paused or self.transport.is_closing():
                 self._connections.set_waiting(self, transferring=True)

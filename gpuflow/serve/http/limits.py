@@ -11,15 +11,27 @@ from typing import final
 
 from starlette.exceptions import HTTPException
 
-__all__ = ["CLOSED_HERE", "MALFORMED", "OVER_LIMIT", "Occupancy", "Refused", "RequestLimits", "Reservation", "busy"]
+__all__ = [
+    "CLOSED_HERE",
+    "MALFORMED",
+    "OVER_LIMIT",
+    "PROGRESS_BYTES",
+    "STALLED_SECONDS",
+    "Occupancy",
+    "Refused",
+    "RequestLimits",
+    "Reservation",
+    "busy",
+]
 
 MALFORMED, OVER_LIMIT, CLOSED_HERE = "gpuflow.malformed", "gpuflow.over_limit", "gpuflow.closed_here"
 """Keys of a request's state: why the rest of its body cannot be read; that its connection is one too many; that the
 service closed its connection, and not the client."""
 
 _RETRY_SECONDS = {"connections": "1", "queue_full": "1", "loading": "5", "draining": "5"}
-_STALLED_SECONDS, _PROGRESS_BYTES = 1.0, 65_536
-"""A body of which fewer bytes than these arrived in this time is stalled, and is refused where memory is short."""
+STALLED_SECONDS, PROGRESS_BYTES = 1.0, 65_536
+"""A body or an answer that made less progress than these bytes in this time is stalled. Such a body is refused where
+memory is short, and a connection may be closed for another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +130,7 @@ class Occupancy:
     def end_body(self, reservation: Reservation) -> None:
         self._arriving.discard(reservation)
 
-    def stop_stalled_body(self, seconds: float = _STALLED_SECONDS) -> bool:
+    def stop_stalled_body(self, seconds: float = STALLED_SECONDS) -> bool:
         """Refuse the largest body that has been stalled for so long. Returns whether there was one."""
         stalled = [each for each in self._arriving if each.is_stalled(seconds)]
         if stalled:
@@ -161,7 +173,7 @@ class Reservation:
                 raise busy("queue_full", f"request bodies take {held:,} of {most:,} bytes")
         occupancy.body_bytes += size
         self.size += size
-        if self.size - self._progress[0] >= _PROGRESS_BYTES:
+        if self.size - self._progress[0] >= PROGRESS_BYTES:
             self._progress = self.size, time.monotonic()
 
     def is_stalled(self, seconds: float) -> bool:

@@ -38,7 +38,7 @@ _BACKLOG, _ACCEPTED_AT_A_TIME = 2048, 1
 """Connections that the system keeps waiting, and those that asyncio accepts before the limit on them is applied."""
 _IDLE_SECONDS = 75
 _MOST_RECORDS, _PERIOD_SECONDS = 5, 60.0
-_STALLED_SECONDS, _REFUSE_SECONDS, _CLOSE_SECONDS, _ABORT_SECONDS = 10.0, 0.2, 5, 0.5
+_NO_PROGRESS_SECONDS, _REFUSE_SECONDS, _CLOSE_SECONDS, _ABORT_SECONDS = 10.0, 0.2, 5, 0.5
 """At the end: how long a body may make no progress, how long late requests still get a 503, how long connections may
 take to close, and how long before that those of clients that do not read are aborted."""
 _LOGGING: dict[str, Any] = {
@@ -152,7 +152,7 @@ async def _serve(
     if signalled.is_set():
         deadline = time.monotonic() + 2 * service.limits.timeout_s + _CLOSE_SECONDS
         while service.occupancy.active and time.monotonic() < deadline:
-            service.occupancy.stop_stalled_body(_STALLED_SECONDS)
+            service.occupancy.stop_stalled_body(_NO_PROGRESS_SECONDS)
             await asyncio.sleep(0.01)
         await asyncio.sleep(_REFUSE_SECONDS)
     server.should_exit = True
