@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import IMAGENET
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Normalize"]
-
-_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-
 
 _LARGEST = 10.0
 """A larger mean or standard deviation is in units of 0 to 255."""
@@ -65,7 +63,7 @@ class Normalize(s.Pointwise):
 
     def _values(self, field: str) -> tuple[float, ...]:
         value = getattr(self, field)
-        return _IMAGENET[field] if value == "imagenet" else value
+        return IMAGENET[field] if value == "imagenet" else value
 
     def faults(self) -> Iterator[Problem]:
         if (count := len(self._values("std"))) != len(self._values("mean")):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gpuflow.errors import Key, Problem
+from gpuflow.pipeline.parameters import IMAGENET
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -24,8 +25,7 @@ __all__ = [
     "size_of",
 ]
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_NAMES = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+IMAGENET_MEAN, IMAGENET_STD = IMAGENET["mean"], IMAGENET["std"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def normalize(mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1
     parameters: dict[str, Any] = {}
     for name, values in (("mean", mean), ("std", std)):
         numbers = [number(value) for value in values]
-        parameters[name] = "imagenet" if tuple(numbers) == _NAMES[name] else numbers
+        parameters[name] = "imagenet" if tuple(numbers) == IMAGENET[name] else numbers
     if dtype != "float32":
         parameters["dtype"] = dtype
     return Entry("normalize", parameters)

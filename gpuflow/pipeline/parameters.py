@@ -13,6 +13,7 @@ from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.rng import StageKeys
 
 __all__ = [
+    "IMAGENET",
     "LONGEST",
     "OTHER_KEYS",
     "Factor",
@@ -40,6 +41,8 @@ Size = Annotated[int | tuple[int, int], Bounds(least=1, limit=LONGEST)]
 _Padded = Bounds(least=0, limit=LONGEST)
 Padding = Annotated[int, _Padded] | Annotated[tuple[int, int], _Padded] | Annotated[tuple[int, int, int, int], _Padded]
 """Pixels on every side, [left and right, top and bottom], or [left, top, right, bottom]."""
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+"""What `imagenet` stands for, in units of 0 to 1."""
 Ratio = Annotated[tuple[float, float], Bounds(least=0.001, limit=1000, ascending=True)]
 """The range of an aspect ratio."""
 
