@@ -258,11 +258,11 @@ def _to_gray(reader: _Reader, given: _Given) -> list[Entry]:
 
 def _color_jitter(reader: _Reader, given: _Given) -> list[Entry]:
     """Albumentations draws the order of the adjustments, too."""
-    names = ("brightness", "contrast", "saturation", "hue")
-    reader.draws(given, *(given[name] for name in names))
-    active = [name for name in names if list(given[name]) != [name != "hue"] * 2]
+    neutral = {"brightness": 1, "contrast": 1, "saturation": 1, "hue": 0}
+    reader.draws(given, *(given[name] for name in neutral))
+    active = [name for name, value in neutral.items() if list(given[name]) != [value, value]]
     reader.random |= len(active) > 1 and given["p"] > 0
-    keys = {name: [number(x) for x in given[name]] for name in names}
+    keys = {name: [number(x) for x in given[name]] for name in neutral}
     return [Entry("color_jitter", {**keys, "probability": given["p"]})]
 
 
