@@ -68,7 +68,9 @@ _IGNORED = (
 _MATCHES = (
     "Matches the fast image processor (transformers' torchvision backend, its default), which resizes uint8 tensors: "
     "the levels are equal. The slow one (use_fast=False, backend='pil') resizes by Pillow, within 1 level for bilinear "
-    "filters and 2 for bicubic ones. Both get three channels; gray and CMYK files are converted.",
+    "filters and 2 for bicubic ones. Both get three channels; gray and CMYK files are converted. Transparent pixels "
+    "keep their colors, as with Image.open(path).convert('RGB'); where do_convert_rgb is set, transformers from 5.21 "
+    "on puts images that are not converted before on white, which is decode: {background: [255, 255, 255]}.",
 )
 _NEVER_NULL = ("resample", "rescale_factor", "image_mean", "image_std")
 """Keys that transformers refuses to work with where they are null and used."""

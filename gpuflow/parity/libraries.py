@@ -80,7 +80,9 @@ class Library:
             warnings.simplefilter("ignore")
             try:
                 with Image.open(io.BytesIO(data.tobytes()), formats=FORMATS) as image:
-                    return self.transform.run(image.convert("RGB"))
+                    rgb = image.convert("RGB")
+                rgb.info.pop("transparency", None)  # by which transformers would put these pixels on white
+                return self.transform.run(rgb)
             except Exception as error:  # Pillow's parsers and the library's code raise anything
                 if is_system_fault(error):
                     raise

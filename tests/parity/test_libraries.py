@@ -74,6 +74,11 @@ def test_transforms_that_take_no_image_cannot_be_compared(parity: Run, imported:
     assert "always cannot run here: it fails on every image of gpuflow's own: no image is good enough" in done.err
 
 
+def test_the_library_gets_images_without_transparency(parity: Run, imported: str, photos: Path) -> None:
+    done = parity("--against", "val", f"{FAILING}:on_white", "--data", photos)
+    assert done.code == 0, done.out
+
+
 def test_an_image_of_yours_that_only_the_library_refuses_is_a_breach(
     parity: Run, imported: str, tmp_path: Path
 ) -> None:
