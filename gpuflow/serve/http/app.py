@@ -8,7 +8,8 @@
 Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 404 no such path, 405 another method,
 408 a head or a body that does not arrive, 413 too large, 415 another media type or a compressed body, 422 not an image,
 500 the model failed, 501 no picture of the model's input, 503 with Retry-After while the service is full, loading or
-shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image.
+shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image, and a 500 if no file has
+predictions and the model's logits of some are not finite.
 
 The service never reads a path or a URL that a client names.
 """
@@ -65,6 +66,10 @@ _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 """The time between two checks of the decoders, and the limit for one of them."""
 _DISCONNECTED = 499
 """The status that is counted, as nginx does, for a request whose connection ended before its answer."""
+
+_NOT_FINITE = "the model gave logits that are not finite numbers"
+_FAILED: Mapping[str, Any] = _error("model", _NOT_FINITE)
+"""The result of an image for which the model gave such logits, in a form with others."""
 
 T = TypeVar("T")
 
@@ -162,9 +167,13 @@ class Service:
             futures = self._submit(images, sizes, reservation, self._loading.result().submit_all)
             answers = await self._answers(request, futures)
         found = [self._result(answer, top_k) for answer in answers]
-        bad = sum("error" in result for result in found)
+        bad, failed = sum("error" in result for result in found), found.count(_FAILED)
+        if failed and bad == len(found):
+            raise Refused(500, "model", _NOT_FINITE)
+        for _ in range(failed):
+            self.metrics.error("model")
         self.metrics.images.inc(len(found) - bad)
-        content: dict[str, Any] = {"results": found} if several else found[0]
+        content: dict[str, Any] = {"results": found} if several else dict(found[0])
         if several and bad == len(found):
             content |= _error("bad_image", f"none of {bad} files is an image") if bad > 1 else found[0]
         milliseconds = (time.perf_counter() - begun) * 1000
@@ -314,12 +323,12 @@ class Service:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _result(self, answer: Prediction | BadSampleError, top_k: int) -> dict[str, Any]:
+    def _result(self, answer: Prediction | BadSampleError, top_k: int) -> Mapping[str, Any]:
         if isinstance(answer, BadSampleError):
             return self._bad_image(answer)
         ranked = answer.ranked(top_k)
         if not all(math.isfinite(probability) for *_, probability in ranked):
-            raise Refused(500, "model", "the model gave logits that are not finite numbers")
+            return _FAILED
         return {
             "predictions": [
                 {"label": label, "index": index, "probability": probability} for index, label, probability in ranked

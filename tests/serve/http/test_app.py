@@ -607,12 +607,36 @@ def test_a_model_that_keeps_failing_is_not_ready() -> None:
         assert live.get("/healthz").ok
 
 
+NOT_FINITE = "the model gave logits that are not finite numbers"
+DARK = -1.5
+"""The mean of a black image after `normalize` is below this."""
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite(value: float) -> None:
     with served(FakeEngine(lambda images: torch.full((len(images), 3), value))) as live:
-        expected = (500, "model", "the model gave logits that are not finite numbers")
-        assert error(live.ask(PHOTO)) == expected
+        assert error(live.ask(PHOTO)) == (500, "model", NOT_FINITE)
         assert live.get("/healthz").ok
+
+
+def test_logits_of_some_images_of_a_form_that_are_not_finite() -> None:
+    """The model gives NaN for images that are mostly black."""
+    black, failed = images.jpeg(np.zeros((40, 40, 3), np.uint8)), {"kind": "model", "reason": NOT_FINITE}
+
+    def model(pixels: torch.Tensor) -> torch.Tensor:
+        return torch.where(pixels.mean((1, 2, 3))[:, None] < DARK, torch.nan, mean_color(pixels))
+
+    with served(FakeEngine(model)) as live:
+        answer, alone = live.form(PHOTO, black, b"hello", black, PHOTO), live.ask(PHOTO).json()
+        assert answer.status_code == 200
+        results = answer.json()["results"]
+        assert [results[i] for i in (0, 4)] == [alone, alone]
+        assert [results[i] for i in (1, 3)] == [{"error": failed}] * 2
+        assert results[2]["error"]["kind"] == "bad_image"
+        counts = samples(live)
+        assert (counts["gpuflow_errors_total", "model"], counts["gpuflow_errors_total", "bad_image"]) == (2, 1)
+        assert error(live.form(black)) == error(live.form(black, b"hello")) == (500, "model", NOT_FINITE)
+        assert samples(live)["gpuflow_errors_total", "model"] == 4
 
 
 def test_an_error_in_the_service_itself(caplog: pytest.LogCaptureFixture) -> None:
