@@ -43,6 +43,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
+    from starlette.types import ASGIApp
 except ModuleNotFoundError as error:
     raise MissingExtra("the service", str(error.name), "serve") from error
 
@@ -97,19 +98,29 @@ def create_app(
     service = Service(predictor, limits)
     app = FastAPI(title="gpuflow", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    shares: dict[str, Any] = {
+        "allow_origins": list(cors),
+        "allow_methods": ["GET", "POST"],
+        "allow_headers": ["Content-Type"],
+        "expose_headers": ["Retry-After", "Server-Timing"],
+    }
+
+    def shared(answer: ASGIApp) -> ASGIApp:
+        return CORSMiddleware(answer, **shares) if cors else answer
+
+    async def internal(request: Request, error: Exception) -> ASGIApp:
+        """The answer in place of an exception, which Starlette writes to the server's log afterwards."""
+        return shared(JSONResponse(_INTERNAL, status_code=500))
+
     if cors:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(cors),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Content-Type"],
-            expose_headers=["Retry-After", "Server-Timing"],
-        )
-    app.add_middleware(BodyMiddleware, metrics=service.metrics, limits=limits, closing=lambda: service.draining)
+        app.add_middleware(CORSMiddleware, **shares)
+    app.add_middleware(
+        BodyMiddleware, metrics=service.metrics, limits=limits, closing=lambda: service.draining, shared=shared
+    )
     app.add_exception_handler(HTTPException, service.refusal)
     app.add_exception_handler(RequestValidationError, service.refusal)
     app.add_exception_handler(ClientDisconnect, service.refusal)
-    app.add_exception_handler(Exception, _internal)
+    app.add_exception_handler(Exception, internal)  # type: ignore[arg-type]  # it needs no more than an ASGI app
     app.add_route("/", _page(), include_in_schema=False)
     app.add_route("/healthz", service.healthz, include_in_schema=False)
     app.add_route("/readyz", service.readyz, include_in_schema=False)
@@ -412,9 +423,7 @@ def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
             future.exception()
 
 
-async def _internal(request: Request, error: Exception) -> Response:
-    """Starlette writes the exception to the server's log afterwards."""
-    return JSONResponse(_error("internal", "internal error; the log of the service has the traceback"), status_code=500)
+_INTERNAL = _error("internal", "internal error; the log of the service has the traceback")
 
 
 def _refuse_unknown(request: Request, known: set[str]) -> None:

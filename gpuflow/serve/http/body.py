@@ -208,11 +208,20 @@ class BodyMiddleware:
 
     Refuses requests whose end is ambiguous, and those on connections above the limit, other than probes.
 
-    closing: whether each connection shall be closed after its answer.
+    closing: whether each connection shall be closed after its answer. shared: wraps a refusal, so that pages of other
+    origins may read it.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, limits: RequestLimits, closing: Callable[[], bool]) -> None:
-        self._app, self._metrics, self._closing = app, metrics, closing
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        limits: RequestLimits,
+        closing: Callable[[], bool],
+        shared: Callable[[ASGIApp], ASGIApp] = lambda answer: answer,
+    ) -> None:
+        self._app, self._metrics, self._closing, self._shared = app, metrics, closing, shared
         self._max_discarded = max(_DISCARDED_BODIES * limits.max_body_bytes, _DISCARDED_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -226,7 +235,8 @@ class BodyMiddleware:
                 self._metrics.error(refused.kind)
                 content = error_content(refused.kind, refused.detail)
                 headers = {**(refused.headers or {}), "Connection": "close"}
-                await JSONResponse(content, refused.status_code, headers)(scope, exchange.receive, exchange.send)
+                answer = self._shared(JSONResponse(content, refused.status_code, headers))
+                await answer(scope, exchange.receive, exchange.send)
             else:
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception:

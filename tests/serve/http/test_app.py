@@ -7,6 +7,7 @@ import gc
 import gzip
 import io
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -761,7 +762,36 @@ def test_pages_of_another_origin(live: Live) -> None:
     assert "Access-Control-Allow-Origin" not in live.ask(PHOTO, Origin=origin).headers
 
 
-@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "null", "https://a b"])
+def test_pages_of_another_origin_see_why_no_route_answers() -> None:
+    origin = "https://example.org"
+
+    def asked(live: Live) -> tuple[int, str, str | None, str | None]:
+        answer = live.ask(PHOTO, Origin=origin)
+        allowed, exposed = (answer.headers.get(f"Access-Control-{key}") for key in ("Allow-Origin", "Expose-Headers"))
+        return (*error(answer)[:2], allowed, exposed)
+
+    seen = origin, "Retry-After, Server-Timing"
+    limits, gate = RequestLimits(max_connections=1), Gate()
+    with served(FakeEngine(before=gate), limits, cors=[origin]) as live, ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(live.ask, PHOTO)
+        wait(lambda: live.service.occupancy.active == 1)
+        assert asked(live) == (503, "connections", *seen)
+        other = live.ask(PHOTO, Origin="https://other.org")
+        assert (other.status_code, other.headers.get("Access-Control-Allow-Origin")) == (503, None)
+        gate.open()
+        assert taken.result(timeout=20).ok
+        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as client:
+            lengths = "Content-Length: 0\r\nTransfer-Encoding: chunked"
+            client.sendall(
+                f"POST /predict HTTP/1.1\r\nHost: x\r\nOrigin: {origin}\r\n{lengths}\r\n\r\n0\r\n\r\n".encode()
+            )
+            status, headers, _ = answer_of(client)
+        assert (status, headers["access-control-allow-origin"]) == (400, origin)
+    with predictor_of(FakeEngine(), classes=("red",)) as predictor, served(predictor, cors=[origin]) as live:
+        assert asked(live) == (500, "internal", *seen)
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://a.org/x", "null", "https://a b"])
 def test_a_value_that_is_no_origin(origin: str) -> None:
     with pytest.raises(ValueError, match="--cors") as caught:
         create_app(Future[Predictor](), cors=[origin])
