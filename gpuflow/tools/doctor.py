@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -65,6 +66,8 @@ _HEADINGS = {
     **dict.fromkeys(("images", "disk", "cores' rate", "GPU's rate", "limit"), _MEASURED),
 }
 _COLOURS: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_GAP, _LEAST_TEXT = 2, 20
+"""Columns between those of a table, and the least for the text of a finding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,23 +528,42 @@ def report(findings: Sequence[Finding]) -> RenderableType:
     width = max(len(finding.topic) for finding in findings)
     parts: list[RenderableType] = []
     for heading, group in groupby(findings, lambda finding: _HEADINGS.get(finding.topic, _SOFTWARE)):
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(width=len("problem"))
-        table.add_column(width=width)
-        table.add_column(overflow="fold")
-        for topic, same in groupby(group, lambda finding: finding.topic):
-            for i, finding in enumerate(same):
-                status = Text(finding.status, style=_COLOURS[finding.status])
-                table.add_row(status, Text("" if i else topic), _words(finding))
-        parts += [Text(heading, style="bold"), table, Text()]
+        parts += [Text(heading, style="bold"), _Section(tuple(group), width), Text()]
     counts = Counter(finding.status for finding in findings)
     return Group(*parts, Text(", ".join(_counted(counts[status], status) for status in ("problem", "note"))))
 
 
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """The findings under one heading: a table, or one below the other in a narrow terminal. width: of all topics."""
+
+    findings: tuple[Finding, ...]
+    width: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        first = len("problem")
+        narrow = options.max_width < first + self.width + 2 * _GAP + _LEAST_TEXT
+        table = Table.grid(padding=(0, _GAP, 0, 0))
+        table.add_column(width=first)
+        table.add_column(width=self.width)
+        table.add_column(overflow="fold")
+        for topic, same in groupby(self.findings, lambda finding: finding.topic):
+            for i, finding in enumerate(same):
+                status = Text(finding.status, style=_COLOURS[finding.status])
+                if narrow:
+                    yield Text.assemble(status, f" {topic}", overflow="fold")
+                    yield Padding(_words(finding), (0, 0, 0, _GAP))
+                else:
+                    table.add_row(status, Text("" if i else topic), _words(finding))
+        if not narrow:
+            yield table
+
+
 def _words(finding: Finding) -> RenderableType:
     """The text, and the advice on the next line after an arrow."""
+    text = Text(finding.text, overflow="fold")
     if finding.advice is None:
-        return Text(finding.text)
+        return text
     advice = Table.grid(padding=(0, 1, 0, 0))
     advice.add_row(Text("->"), Text(finding.advice, style="bold", overflow="fold"))
-    return Group(Text(finding.text), advice)
+    return Group(text, advice)
