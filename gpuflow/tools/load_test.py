@@ -39,7 +39,7 @@ _MOST_FILES = 256
 _CORES_A_PROCESS = 4
 _PAUSE_SECONDS = 0.05
 """Pause of a client after a failure. Without it a client that is refused at once would use a whole core."""
-_START_SECONDS, _SAMPLE_SECONDS = 60.0, 0.1
+_START_SECONDS, _SAMPLE_SECONDS, _PSS_SECONDS = 60.0, 0.1, 0.5
 _WORTH_MENTIONING = 0.05
 _BOUNDARY = "gpuflow-load-test-1f0c83a5"
 _BAD_IMAGE, _NO_CONNECTION, _TIMEOUT, _NO_RESULTS = "bad image", "connection", "timeout", "200 without results"
@@ -124,8 +124,9 @@ class Point:
 
     qps: requests per second that were answered with status 200; images_per_s: the images in them.
     errors: numbers of other results by HTTP status, `connection`, `timeout` or `200 without results`, for an answer to
-    a form that is not a service's; `bad image`: images of a form without a prediction. cpu_percent, rss_mb: of the
-    service: 100% for each busy core, and the highest resident memory.
+    a form that is not a service's; `bad image`: images of a form without a prediction. cpu_percent, pss_mb, rss_mb: of
+    the service: 100% for each busy core, and its highest memory: that in which pages that its processes share count
+    once, or else the resident memory of all of them, one of the two.
     gpu_percent: of the busiest GPU. clients_cpu_percent: processor use of the clients.
     """
 
@@ -136,6 +137,7 @@ class Point:
     errors: Mapping[str, int]
     clients_cpu_percent: float
     cpu_percent: float | None = None
+    pss_mb: float | None = None
     rss_mb: float | None = None
     gpu_percent: float | None = None
 
@@ -258,24 +260,31 @@ async def _result(process: Process) -> dict[str, Any]:
 
 
 async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
-    """The service's use of the machine from `begin` to `end`: cpu_percent, rss_mb and gpu_percent."""
+    """The service's use of the machine from `begin` to `end`: cpu_percent, pss_mb or rss_mb, and gpu_percent."""
     from gpuflow.tools.nvml import GpuUtilization, load_nvml
     from gpuflow.tools.usage import usage_of
 
     with closing(GpuUtilization(load_nvml())) as gpus:
         await asyncio.sleep(begin - time.monotonic())
-        first, rates, most = usage_of(pids), [], 0
+        first, rates = usage_of(pids, pss=True), []
+        shares, most, looked = [first.pss_bytes if first is not None else None], 0, time.monotonic()
         while time.monotonic() < end:
             await asyncio.sleep(min(_SAMPLE_SECONDS, max(0.0, end - time.monotonic())))
             rates.append(gpus.percents())
-            most = max(most, used.rss_bytes if (used := usage_of(pids)) is not None else 0)
+            if look := time.monotonic() - looked >= _PSS_SECONDS:
+                looked = time.monotonic()
+            if (used := usage_of(pids, pss=look)) is not None:
+                most = max(most, used.rss_bytes)
+                shares += [used.pss_bytes] if look else []
         last = usage_of(pids)
     if not pids or first is None or last is None:
         return {}
+    known = [share for share in shares if share is not None]
     means = [math.fsum(rate) / len(rates) for rate in zip(*rates, strict=False)]
     return {
         "cpu_percent": 100 * (last.cpu_s - first.cpu_s) / (end - begin),
-        "rss_mb": most / 1e6,
+        "pss_mb": max(known) / 1e6 if len(known) == len(shares) else None,
+        "rss_mb": most / 1e6 if len(known) < len(shares) else None,
         "gpu_percent": max(means, default=None),
     }
 
@@ -295,6 +304,11 @@ def rows(points: Sequence[Point], *, arm: str, workload: str) -> list[dict[str, 
     return made
 
 
+def _memory(point: Point) -> tuple[str, float | None]:
+    """Which of the two was measured, and its value."""
+    return ("rss", point.rss_mb) if point.rss_mb is not None else ("pss", point.pss_mb)
+
+
 def _figures(point: Point) -> dict[str, tuple[float | None, str]]:
     """Metric -> value and unit."""
     return {
@@ -303,7 +317,7 @@ def _figures(point: Point) -> dict[str, tuple[float | None, str]]:
         **{name: (getattr(point.latency, name, None), "ms") for name in ("mean_ms", "tp50_ms", "tp90_ms", "tp99_ms")},
         "errors": (sum(point.errors.values()), "errors"),
         "cpu_percent": (point.cpu_percent, "%"),
-        "rss_mb": (point.rss_mb, "MB"),
+        **{f"{name}_mb": (value, "MB") for name, value in [_memory(point)]},
         "gpu_percent": (point.gpu_percent, "%"),
         "clients_cpu_percent": (point.clients_cpu_percent, "%"),
     }
@@ -317,6 +331,10 @@ def render(points: Sequence[Point]) -> Table:
     heads = ["clients", "req/s", *(["images/s"] if several else []), "mean", "TP50", "TP90", "TP99", "errors"]
     heads += ["CPU %", "MB", "GPU %", "own CPU %"]
     units = "latencies in ms; CPU: 100% is a busy core; own: of the clients"
+    if {_memory(point)[0] for point in points} == {"pss"}:
+        units += "\nMB: PSS, in which memory that processes share counts once"
+    else:
+        units += "\nMB: RSS, in which memory that processes share counts for each; their PSS cannot be read"
     table = Table(*heads, box=None, pad_edge=False, collapse_padding=True, caption=units, caption_justify="left")
     for column in table.columns:
         column.justify = "right"

@@ -15,29 +15,54 @@ __all__ = ["Usage", "listeners", "usage_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Of several processes together. cpu_s: processor seconds since they began. rss_bytes: resident memory now."""
+    """Of several processes together. cpu_s: processor seconds since they began.
+
+    rss_bytes: resident memory now, in which pages that processes share count for each of them. pss_bytes: the same with
+    each page divided among all processes that share it; None if it was not asked for, or is not known of one of them.
+    """
 
     cpu_s: float
     rss_bytes: int
+    pss_bytes: int | None = None
 
 
-def usage_of(pids: Iterable[int]) -> Usage | None:
-    """Processor time and memory of these processes, and of those that they started; None if one of them has ended."""
+def usage_of(pids: Iterable[int], *, pss: bool = False) -> Usage | None:
+    """Processor time and memory of these processes, and of those that they started; None if one of them has ended.
+
+    pss: also read `pss_bytes`, for which the system looks at every page.
+    """
     try:
         named = {psutil.Process(pid) for pid in pids}
         started = {child for process in named for child in process.children(recursive=True)} - named
-        used = [_usage(process) for process in named]
+        used = [_usage(process, pss=pss) for process in named]
     except psutil.NoSuchProcess:
         return None
     for process in started:
         with suppress(psutil.NoSuchProcess):
-            used.append(_usage(process))
-    return Usage(cpu_s=sum(one.cpu_s for one in used), rss_bytes=sum(one.rss_bytes for one in used))
+            used.append(_usage(process, pss=pss))
+    shares = [one.pss_bytes for one in used if one.pss_bytes is not None]
+    return Usage(
+        cpu_s=sum(one.cpu_s for one in used),
+        rss_bytes=sum(one.rss_bytes for one in used),
+        pss_bytes=sum(shares) if pss and len(shares) == len(used) else None,
+    )
 
 
-def _usage(process: psutil.Process) -> Usage:
+def _usage(process: psutil.Process, *, pss: bool) -> Usage:
     times = process.cpu_times()
-    return Usage(cpu_s=times.user + times.system, rss_bytes=process.memory_info().rss)
+    return Usage(
+        cpu_s=times.user + times.system,
+        rss_bytes=process.memory_info().rss,
+        pss_bytes=_pss(process) if pss else None,
+    )
+
+
+def _pss(process: psutil.Process) -> int | None:
+    """None for a process of another user, and where the kernel does not count it."""
+    try:
+        return getattr(process.memory_full_info(), "pss", None)
+    except psutil.AccessDenied:
+        return None
 
 
 def listeners(host: str, port: int) -> tuple[int, ...]:

@@ -296,11 +296,11 @@ def test_what_the_service_takes(files: tuple[str, ...]) -> None:
         point = measure(short(server.url, 2, seconds=0.6), files)
         unknown = measure(short(server.url, 1, seconds=0.2), files, pids=[])
         gone = measure(short(server.url, 1, seconds=0.2), files, pids=[2**22 + 1])
-    assert point.cpu_percent is not None and point.rss_mb is not None
+    assert point.cpu_percent is not None and point.pss_mb is not None and point.rss_mb is None
     assert point.cpu_percent > point.qps * 0.9, "10 ms a request, and clocks that tick every 10 ms"
-    assert point.rss_mb > 50, "Python with torch"
+    assert point.pss_mb > 50, "Python with torch"
     for other in (unknown, gone):
-        assert (other.cpu_percent, other.rss_mb, other.gpu_percent) == (None, None, None)
+        assert (other.cpu_percent, other.pss_mb, other.rss_mb, other.gpu_percent) == (None,) * 4
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def made_up(clients: int, **changes: Any) -> Point:
         "errors": {},
         "clients_cpu_percent": 1.0,
         "cpu_percent": 150.0,
-        "rss_mb": 900.0,
+        "pss_mb": 900.0,
     }
     return Point(**{**figures, **changes})
 
@@ -371,7 +371,7 @@ def test_rows_are_those_of_a_results_file() -> None:
         "tp99_ms": ("123.4", "ms"),
         "errors": ("0", "errors"),
         "cpu_percent": ("150", "%"),
-        "rss_mb": ("900", "MB"),
+        "pss_mb": ("900", "MB"),
         "gpu_percent": ("87", "%"),
         "clients_cpu_percent": ("1", "%"),
     }
@@ -379,12 +379,22 @@ def test_rows_are_those_of_a_results_file() -> None:
 
 def test_the_table_fits_a_narrow_terminal() -> None:
     stream = StringIO()
-    points = [made_up(1), made_up(20, errors={"503": 3}, cpu_percent=None, rss_mb=None, latency=None)]
+    points = [made_up(1), made_up(20, errors={"503": 3}, cpu_percent=None, pss_mb=None, latency=None)]
     Console(file=stream, width=80).print(loadtest.render(points))
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert lines[1] == ["1", "1,234", "8.2", "7", "12.3", "123", "0", "150", "900", "-", "1"]
     assert lines[2] == ["20", "1,234", "-", "-", "-", "-", "3", "-", "-", "-", "1"]
-    assert len(lines) == 4, "and what the units are"
+    assert len(lines) == 5, "and what the units are"
+    assert lines[4][:2] == ["MB:", "PSS,"]
+
+
+def test_memory_is_the_resident_one_where_no_other_is_known() -> None:
+    point, stream = made_up(1, pss_mb=None, rss_mb=1200.0), StringIO()
+    Console(file=stream, width=100).print(loadtest.render([point]))
+    lines = stream.getvalue().splitlines()
+    assert lines[1].split()[8] == "1,200" and lines[3].startswith("MB: RSS, in which memory that processes share")
+    figures = {row["metric"]: row["value"] for row in loadtest.rows([point], arm="service", workload="photos")}
+    assert figures["rss_mb"] == "1200" and "pss_mb" not in figures
 
 
 def test_notes() -> None:
@@ -399,7 +409,7 @@ def test_notes() -> None:
     assert loadtest.notes([made_up(5)], gpus_asked=False) == [
         "GPU % is left out: nvidia-ml-py is not installed; pip install 'gpuflow[gpu]'"
     ]
-    far = made_up(5, cpu_percent=None, rss_mb=None, clients_cpu_percent=90.0 * cores)
+    far = made_up(5, cpu_percent=None, pss_mb=None, clients_cpu_percent=90.0 * cores)
     assert loadtest.notes([far]) == [
         "CPU, memory and GPU of the service are left out: no process here is known to be it (--pid)"
     ]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from gpuflow.tools.usage import listeners, usage_of
@@ -43,6 +44,41 @@ def test_processes_that_a_process_started_count() -> None:
         child.stdin.close()
     assert before is not None and during is not None
     assert during.rss_bytes - before.rss_bytes > 60 << 20
+
+
+def test_memory_that_processes_share_counts_once() -> None:
+    code = """if True:
+        import mmap, os
+        shared = mmap.mmap(-1, 64 << 20)
+        shared.write(b"x" * len(shared))
+        if os.fork():
+            print(flush=True)
+            input()
+            os.wait()
+        else:
+            sum(shared[::4096])
+            os.read(0, 1)
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        until = time.monotonic() + 20
+        while (used := usage_of([process.pid], pss=True)) is None or used.rss_bytes < 128 << 20:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        process.stdin.close()
+    assert used.pss_bytes is not None
+    assert 64 << 20 <= used.pss_bytes <= 100 << 20
+    assert usage_of([os.getpid()], pss=False).pss_bytes is None  # type: ignore[union-attr]
+
+
+def test_a_process_whose_shares_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: psutil.Process) -> None:
+        raise psutil.AccessDenied(self.pid)
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", refuse)
+    used = usage_of([os.getpid()], pss=True)
+    assert used is not None and used.pss_bytes is None and used.rss_bytes > 0
 
 
 def test_a_process_that_is_gone() -> None:
