@@ -636,6 +636,8 @@ def export(
     height, width, channels = done.image.shape
     takes = f"{done.image.dtype} [N, {channels}, {height}, {width}]"
     _out.print(f"wrote {done.path}: takes {takes}, preprocessing {done.info.preprocessing}")
+    if done.weights is not None:
+        _out.print(f"wrote {done.weights}: its weights; keep both files in one folder, under these names")
     if done.info.folded is not None:
         _out.print(f"{done.info.folded} is inside: serve it with stages that end before it")
 

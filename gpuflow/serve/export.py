@@ -7,6 +7,9 @@ images, and on real ones that pass through the pipeline. A file that fails is de
 from __future__ import annotations
 
 import io
+import os
+import re
+import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -49,6 +52,8 @@ TOLERANCE = 1e-4
 """The largest difference of a logit, relative to the largest logit or to 1, whichever is greater."""
 _OPSETS = (18, 25)  # the lowest and highest that torch's exporter writes
 _REAL_IMAGES, _RANDOM_IMAGES, _BATCH = 32, 5, 4
+_MOST_IN_ONNX = 1_500_000_000
+"""Bytes of weights from which on they go into a file of their own: an ONNX file holds less than 2 GiB."""
 _CPU = torch.device("cpu")
 
 Encoded = NDArray[np.uint8]
@@ -76,9 +81,11 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A model file that passed its checks. image: its input."""
+    """A model file that passed its checks. weights: the file beside it that it needs; None if it holds all itself.
+    image: its input."""
 
     path: Path
+    weights: Path | None
     info: ModelInfo
     image: ImageSpec
     checks: tuple[Check, ...]
@@ -127,18 +134,20 @@ def export_model(
         program, model, info = _folded(config, whole, trained, info)
     samples = _samples(config, whole, data)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _locating(out), atomic_write(out, suffix=out.suffix) as file:
+    with _locating(out), _weights_file(out) as weights, atomic_write(out, suffix=out.suffix) as file:
         partial = Path(file.name)
         images = black_images(2, program.result, _CPU)
         if out.suffix == ".onnx":
-            _write_onnx(model, images, partial, info, opset)
+            _write_onnx(model, images, partial, weights, info, opset)
         else:
             partial.write_bytes(_program_bytes(model, images, info))
         checks = _check(partial, program, whole, model, trained, samples)
         for check in checks:
             if not check.difference <= check.allowed:  # also true for NaN
                 raise GpuflowError(f"{out}: is not what {path} computes, so it is not written: {check}")
-    return Exported(path=out, info=info, image=program.result, checks=checks)
+    return Exported(
+        path=out, weights=weights if weights.exists() else None, info=info, image=program.result, checks=checks
+    )
 
 
 def _program(config: Config, info: ModelInfo, path: str) -> Program:
@@ -207,9 +216,32 @@ def _program_bytes(model: nn.Module, images: torch.Tensor, info: ModelInfo) -> b
     return data.getvalue()
 
 
-def _write_onnx(model: nn.Module, images: torch.Tensor, path: Path, info: ModelInfo, opset: int | None) -> None:
+@contextmanager
+def _weights_file(out: Path) -> Iterator[Path]:
+    """Where weights go that `out` cannot hold: a new name, so that an earlier `out` keeps its own until it is replaced.
+
+    Afterwards those of the earlier `out` are deleted, or after an exception the new ones.
+    """
+    new, own = out.with_name(f"{out.name}.{secrets.token_hex(4)}.data"), re.escape(out.name) + r"\.[0-9a-f]{8}\.data"
+    others = [file for file in out.parent.iterdir() if re.fullmatch(own, file.name)]
+    model = out.read_bytes() if others and out.is_file() else b""
+    former = [file for file in others if os.fsencode(file.name) in model]
+    try:
+        yield new
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    for file in former:
+        file.unlink(missing_ok=True)
+
+
+def _write_onnx(
+    model: nn.Module, images: torch.Tensor, path: Path, weights: Path, info: ModelInfo, opset: int | None
+) -> None:
+    """weights: the file beside `path` for weights that are too large for it."""
     try:
         import onnx  # noqa: F401
+        import onnx_ir
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise MissingExtra("exporting to ONNX", "onnxscript", "serve") from error
@@ -226,7 +258,12 @@ def _write_onnx(model: nn.Module, images: torch.Tensor, path: Path, info: ModelI
             verbose=False,
         )
         program.model.metadata_props[METADATA_KEY] = info.to_json()
-    program.save(path, external_data=False)
+    if sum(value.const_value.nbytes for value in program.model.graph.initializers.values()) < _MOST_IN_ONNX:
+        program.save(path, external_data=False)
+    else:
+        onnx_ir.save(program.model, path, external_data=weights.name)
+        with weights.open("rb") as file:
+            os.fsync(file.fileno())
     written = program.model.opset_imports[""]
     if opset not in (None, written):
         raise ConfigError([Problem("--opset", f"is {opset}, but torch could only write {written}; use that")])

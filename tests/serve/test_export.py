@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import resource
 import sys
 import zipfile
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 import yaml
@@ -231,6 +233,34 @@ def test_a_file_for_which_the_disk_has_no_space(name: str, models: Models, tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.filename == str(out)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_no_onnx_file_can_hold(
+    models: Models, gpuflow_export: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in a file beside it, which is replaced with it."""
+    monkeypatch.setattr(export, "_MOST_IN_ONNX", 1)
+    out, other = tmp_path / "m.onnx", tmp_path / "m.onnx.0123abcd.data"
+    other.write_bytes(b"of no model")
+    first = export_model(models.read(), out).weights
+    assert first is not None and first.is_file() and re.fullmatch(r"m\.onnx\.[0-9a-f]{8}\.data", first.name)
+    assert out.stat().st_size < first.stat().st_size
+    done = gpuflow_export(models.config, "--onnx", out)
+    (second,) = {*tmp_path.iterdir()} - {out, other}
+    assert (done.code, second != first) == (0, True)
+    assert done.out.splitlines()[-1] == f"wrote {second}: its weights; keep both files in one folder, under these names"
+    image = torch.zeros(2, 3, SIDE, SIDE)
+    with monkeypatch.context() as failing:
+        failing.setattr(export, "TOLERANCE", -1.0)
+        with pytest.raises(GpuflowError, match="is not what"):
+            export_model(models.read(), out)
+    assert {*tmp_path.iterdir()} == {out, other, second}
+    monkeypatch.undo()
+    whole = tmp_path / "whole.onnx"
+    assert export_model(models.read(), whole).weights is None
+    runs = [onnxruntime.InferenceSession(str(path)).run(None, {"images": image.numpy()})[0] for path in (out, whole)]
+    np.testing.assert_array_equal(*runs)
+    assert {*tmp_path.iterdir()} == {out, other, second, whole}
 
 
 def test_a_full_disk_is_a_fault_of_the_system() -> None:
