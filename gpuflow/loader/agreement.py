@@ -16,7 +16,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,9 @@ Announcements = list[tuple[int, str]]
 
 _announced: dict[str, Announcements] = {}
 """What this process announced, by the loaders' name."""
+_last: dict[str, dict[str, str]] = {}
+"""For each pipeline's name what this process announced last, by the loaders' name: sources whose folders have other
+names on other ranks are found by it."""
 _announced_lock = threading.Lock()
 
 
@@ -81,6 +84,9 @@ class RankAgreement:
                 announced.pop()
             announced.append((self._number, self._own))
             _store().set(f"{key}/{plan.rank}", json.dumps(announced))
+            last = _last.setdefault(self._pipeline_key, {})
+            last[plan.shared_name] = self._own
+            _store().set(f"{self._pipeline_key}/{plan.rank}", json.dumps(last))
         self._key = key
 
     def check(self, describe: Callable[[], str]) -> bool:
@@ -134,6 +140,11 @@ class RankAgreement:
         """Of what this rank loads."""
         return hashlib.sha256(self._own.encode()).hexdigest()
 
+    @property
+    def _pipeline_key(self) -> str:
+        """Of the loaders of one pipeline, whatever their sources are called. No key of `_announce` begins like it."""
+        return f"gpuflow loaders/{self._plan.program.pipeline.name}/{self._plan.world_size}"
+
     def memory(self, size: int) -> NDArray[np.uint8] | None:
         """Memory for what this host's ranks find out about the samples of this loader, see `shared_by_ranks`.
 
@@ -152,16 +163,20 @@ class RankAgreement:
         while True:  # and no Store.wait, which lets no Ctrl-C through
             announced = _read(store, [f"{key}/{rank}" for rank in range(world_size)])
             unlike = [rank for rank, other in enumerate(announced) if not self._agrees(other)]
-            missing = [rank for rank in unlike if _count(announced[rank]) < self._number]
+            late = [rank for rank in unlike if _count(announced[rank]) < self._number]
+            elsewhere = {rank: self._counterpart(last) for rank, last in self._last_of(store, late).items()}
+            unlike, missing = ([rank for rank in ranks if elsewhere.get(rank) != self._own] for ranks in (unlike, late))
             left = deadline - time.monotonic()
             if not missing or left <= 0:
                 break
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-        if len(missing) < len(unlike):
+        others = {rank: announced[rank][-1][1] for rank in unlike if rank not in missing}
+        others |= {rank: what for rank in missing if (what := elsewhere[rank]) is not None}
+        if others:
             found: dict[str, list[int]] = {}
-            for rank in sorted(set(range(world_size)).difference(missing)):
-                found.setdefault(announced[rank][-1][1] if rank in unlike else self._own, []).append(rank)
+            for rank in sorted({*range(world_size)}.difference(missing) | {*others}):
+                found.setdefault(others.get(rank, self._own), []).append(rank)
             raise LoaderError(
                 f"the ranks differ in what they load as {name!r}: "
                 + "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in found.items())
@@ -173,6 +188,27 @@ class RankAgreement:
                 f"{wait:g} s; pass rank= and world_size= to a loader that not all ranks make",
                 stacklevel=4,
             )
+
+    def _last_of(self, store: Store, ranks: Sequence[int]) -> dict[int, dict[str, str]]:
+        """What these ranks announced last of this pipeline, by the loaders' name."""
+        keys = [f"{self._pipeline_key}/{rank}" for rank in ranks]
+        texts = [store.get(key) if store.check([key]) else b"{}" for key in keys]
+        return dict(zip(ranks, map(json.loads, texts), strict=True))
+
+    def _counterpart(self, last: Mapping[str, str]) -> str | None:
+        """What a rank without a loader of this name loads in its place, because the folder of its source has another
+        name: of the loaders whose names only one of the two ranks has, that of the same number, or None.
+        """
+        with _announced_lock:
+            own = dict(_last[self._pipeline_key])
+        if self._plan.shared_name in last:
+            return None
+        names, others = ([name for name in one if name not in two] for one, two in ((own, last), (last, own)))
+        here, there = [own[name] for name in names], [last[name] for name in others]
+        if self._own in there:
+            return self._own
+        number = names.index(self._plan.shared_name)
+        return there[number] if number < len(there) and there[number] not in here else None
 
     def _agrees(self, other: Announcements) -> bool:
         """Whether another rank loads the same. If some ranks made loaders that others did not, it need not be the

@@ -118,6 +118,10 @@ def main(rank: int, directory: Path) -> None:
     report["other_environment_and_arguments"] = with_environment_and_arguments(same, rank)
     report["other_files"] = loaded(own)
     report["checks"] = what_is_checked(same, rank)
+    report["other_names"] = loaded(directory / f"copy_{rank}" / "x.yaml")
+    agreement.WAIT_SECONDS = 1.0
+    report["other_files_and_names"] = loaded(directory / f"named_{rank}" / "x.yaml", "val")
+    agreement.WAIT_SECONDS = 10.0
     report["other_files_of_a_subgroup"] = loaded(own, rank=0, world_size=1)
     for scenario, override in {
         "other_seed": "source.seed=1",

@@ -41,6 +41,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         own = directory / f"own_{rank}"
         make_photos(own / "others", classes=3, each=PHOTOS // 3)
         write_config(own / "x.yaml", own / "others")
+        copy, named = directory / f"copy_{rank}", directory / f"named_{rank}"
+        make_photos(copy / f"copy_{rank}", classes=3, each=PHOTOS // 3)
+        write_config(copy / "x.yaml", copy / f"copy_{rank}")
+        make_photos(named / f"photos_{rank}", classes=3, each=PHOTOS // 3 + rank)
+        write_config(named / "x.yaml", named / f"photos_{rank}")
     (directory / "own_1" / "others" / "class_2" / "late.jpg").write_bytes(jpeg(2, 99))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     processes = [
@@ -134,6 +139,21 @@ def test_ranks_with_other_files_are_told_so_before_the_first_batch(reports: Repo
     assert one.startswith(" 1: 13 samples with the fingerprint ")
     assert " in 2 steps of 4, seed 0, stages and order " in zero
     assert end == " give every rank the same files, labels and configuration, then start all of them again"
+
+
+def test_folders_may_have_other_names(reports: Reports) -> None:
+    found = each(reports, "other_names")
+    assert sorted(found[0]["samples"] + found[1]["samples"]) == list(range(PHOTOS))
+    assert [(one["warnings"], one["seconds"] < 8) for one in found] == [([], True)] * RANKS, "neither waits to the end"
+
+
+def test_ranks_with_other_files_in_folders_of_other_names_are_told_so(reports: Reports) -> None:
+    for one in each(reports, "other_files_and_names"):
+        assert (one["error"], one["warnings"]) == ("LoaderError", [])
+        start, zero, other = one["text"].partition("; give")[0].replace("; rank", ": rank").split(": rank")
+        assert start == "the ranks differ in what they load as 'val'"
+        assert zero.startswith(" 0: 12 samples with the fingerprint ")
+        assert other.startswith(" 1: 15 samples with the fingerprint ")
 
 
 def _facts(text: str) -> list[str]:
