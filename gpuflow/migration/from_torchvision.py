@@ -553,7 +553,8 @@ def _policy(stage: str, **names: str) -> Callable[[_Reader, Any], _Equal]:
     def equal(reader: _Reader, t: Any) -> _Equal:
         if getattr(getattr(t, "policy", None), "value", "imagenet") != "imagenet":
             return None
-        return _warped(reader, t, stage, {key: getattr(t, name) for name, key in names.items()})
+        keys = {key: getattr(t, name) for name, key in names.items()}
+        return _warped(reader, t, stage, {**keys, "interpolation": _mode(t)})  # whose default is nearest
 
     return equal
 

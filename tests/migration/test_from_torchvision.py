@@ -114,6 +114,11 @@ def texts(found: Imported) -> list[str]:
         (v2.TrivialAugmentWide(), {"trivial_augment": {"bins": 31, "interpolation": "nearest"}}),
         (v1.AutoAugment(), {"auto_augment": {"interpolation": "nearest"}}),
         (
+            v1.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR),
+            {"trivial_augment": {"bins": 31, "interpolation": "bilinear"}},
+        ),
+        (v2.AutoAugment(interpolation=InterpolationMode.BILINEAR), {"auto_augment": {"interpolation": "bilinear"}}),
+        (
             v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10),
             None,
         ),
