@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gpuflow.config.stage_entries import make_stage
 from gpuflow.errors import Problem
 from gpuflow.migration.distance import apart
@@ -212,14 +214,12 @@ class _Reader:
 
     def normalize(self, transform: Any) -> None:
         """torchvision's Normalize, or a preset with its numbers."""
-        mean, std = (
-            each_channel([number(x) for x in getattr(transform, key)], self.entries) for key in ("mean", "std")
-        )
+        given = {key: _numbers_of(getattr(transform, key)) for key in ("mean", "std")}
         if self.scaled and self._floats_from is None:
-            self._scale(mean, std)
-            self.mean = mean
+            self.mean, std = (each_channel(numbers, self.entries) for numbers in given.values())
+            self._scale(self.mean, std)
         else:
-            self.by_name(transform)
+            self.by_name(transform, **given)
 
     def change_type(self, transform: Any) -> None:
         """A conversion to another type of numbers. Those of v2 convert tensors only; that of v1 refuses PIL images."""
@@ -481,6 +481,11 @@ def _numbers(value: int | Sequence[int]) -> int | list[int]:
     """A padding or a neighbourhood as YAML has it: one number if all are equal."""
     sides = [value] if isinstance(value, int) else [int(side) for side in value]
     return sides[0] if len(set(sides)) == 1 else sides
+
+
+def _numbers_of(value: Any) -> list[float]:
+    """The mean or the deviation of a Normalize: a sequence, or, in v1, one number for all channels."""
+    return [number(x) for x in ([value] if np.ndim(value) == 0 else value)]
 
 
 def _around(reader: _Reader, t: Any) -> dict[str, Any] | None:

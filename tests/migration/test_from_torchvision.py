@@ -317,6 +317,17 @@ def test_chains_within_chains() -> None:
             [{"normalize": {"mean": [0.5] * 3, "std": [0.25] * 3, "dtype": "bfloat16"}}],
         ),
         (
+            (v1.ToTensor(), v1.Normalize(0.5, 0.25)),
+            [{"normalize": {"mean": [0.5] * 3, "std": [0.25] * 3}}],
+        ),
+        (
+            (v1.ToTensor(), v1.Normalize(torch.tensor([0.1, 0.2, 0.3]), 0.25), v1.Normalize(0.5, 0.25)),
+            [
+                {"normalize": {"mean": [0.1, 0.2, 0.3], "std": [0.25] * 3}},
+                {"torchvision": {"name": "Normalize", "mean": [0.5], "std": [0.25]}},
+            ],
+        ),
+        (
             (v1.Grayscale(), v1.ToTensor(), v1.Normalize([0.5], [0.25])),
             [{"torchvision": {"name": "Grayscale"}}, {"normalize": {"mean": [0.5], "std": [0.25]}}],
         ),
