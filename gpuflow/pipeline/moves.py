@@ -97,7 +97,7 @@ def forward(move: Move, height: Ints, width: Ints) -> tuple[Matrices, Ints, Ints
 
     Returns:
         the maps [N, 3, 3] from a point of the input to the point of the output, and the output's height and width [N].
-        A point in front of a projective map's horizon gets a positive third coordinate.
+        The sign of a point's third coordinate says on which side of a projective map's horizon it is.
     """
     matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
     match move:

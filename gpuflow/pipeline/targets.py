@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _HORIZON = 1e-6
-"""The least third coordinate of a mapped point. Points behind a projective map's horizon go far outside instead."""
+"""The least third coordinate of a mapped point, so that one at a projective map's horizon goes far outside."""
 
 Floats = NDArray[np.float64]
 
@@ -237,7 +237,7 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: 
     height, width = sizes[:, 0], sizes[:, 1]
     for placed in moves:
         corners = now[:, [[0, 1], [2, 1], [2, 3], [0, 3]]]
-        mapped = _map_points(placed.matrix[sample], corners)
+        mapped = _map_points(placed.matrix[sample], corners, is_shape=True)
         now = np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
         height, width = placed.after
         now, visible = _clamp(now, visible, height[sample], width[sample], placed.clips[sample])
@@ -260,16 +260,22 @@ def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints)
 
     hide(sizes[:, 0], sizes[:, 1])
     for placed in moves:
-        points = _map_points(placed.matrix[sample], points)
+        points = _map_points(placed.matrix[sample], points, is_shape=False)
         if placed.clips.any():
             hide(*placed.after)
     return Ragged(np.concatenate([points, visibility[..., None]], axis=2).astype(np.float32), keypoints.offsets)
 
 
-def _map_points(matrix: Matrices, points: Floats) -> Floats:
-    """Points [M, K, 2] through a map each, [M, 3, 3]."""
+def _map_points(matrix: Matrices, points: Floats, *, is_shape: bool) -> Floats:
+    """Points [M, K, 2] through a map each, [M, 3, 3], on either side of its horizon, where pixels are looked up, too.
+
+    is_shape: the K points are corners of one shape. Those on the other side of the horizon than its centre go far
+        outside, because what lies between is there.
+    """
     mapped = np.einsum("mij,mkj->mki", matrix[:, :, :2], points) + matrix[:, None, :, 2]
-    result: Floats = mapped[..., :2] / np.maximum(mapped[..., 2:], _HORIZON)
+    third = mapped[..., 2:]
+    side = np.where((third.mean(axis=1, keepdims=True) if is_shape else third) < 0, -1.0, 1.0)
+    result: Floats = side * mapped[..., :2] / np.maximum(side * third, _HORIZON)
     return result
 
 

@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as F
 from gpuflow.execute.mask_maps import MaskMap, mask_maps
 from gpuflow.pipeline.moves import Crop, Flip, Move, Pad, Resize, Warp, forward
 from gpuflow.pipeline.records import Field, Ragged
-from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.stage import Keys, StageKeys
 from gpuflow.pipeline.targets import (
     PlacedMove,
     TargetRules,
@@ -26,6 +26,7 @@ from gpuflow.pipeline.targets import (
     map_keypoints,
     moves_of,
 )
+from gpuflow.stages import Perspective
 from tests.datasets import Entries, program
 from tests.records import random_boxes, torchvision_moves
 
@@ -143,6 +144,31 @@ def test_warps_take_boxes_where_torchvisions_affine_does(seed: int) -> None:
         tv_tensors.BoundingBoxes(torch.from_numpy(boxes), format="XYXY", canvas_size=size), angle, move, scale, [0, 0]
     )
     np.testing.assert_allclose(mapped.boxes.values, theirs[torch.from_numpy(mapped.kept)], atol=1e-3)
+
+
+def test_what_lies_beyond_the_horizon_of_a_perspective_is_kept_where_torchvision_shows_it() -> None:
+    """The horizon may lie between the result's first pixel and the image: its third coordinates are then negative."""
+    size, count = (100, 140), 200
+    sizes = np.array([size] * count)
+    (warp,) = Perspective(distortion_scale=0.9, probability=1.0).draw(StageKeys(1, 0, np.arange(count)), *sizes.T)
+    assert isinstance(warp, Warp)
+    box = np.array([[50, 30, 90, 70]], np.float32)
+    point = np.array([[[70, 50, 2]]], np.float32)
+    chain = placed([warp], sizes)
+    corners = np.array([[0, 0, 1], [140, 0, 1], [140, 100, 1], [0, 100, 1]])
+    beyond = np.flatnonzero((chain[0].matrix[:, 2] @ corners.T < 0).all(axis=1))
+    assert len(beyond) > 5
+    mapped = map_boxes(Ragged.of([box] * count, box[:0]), chain, sizes, ALL)
+    points = map_keypoints(Ragged.of([point] * count, point[:0]), chain, sizes)
+    for i in beyond.tolist():
+        coefficients = (warp.matrix[i] / warp.matrix[i, 2, 2]).reshape(-1)[:8].tolist()
+        boxes = tv_tensors.BoundingBoxes(torch.from_numpy(box), format="XYXY", canvas_size=size)
+        theirs = F.clamp_bounding_boxes(F.perspective(boxes, None, None, coefficients=coefficients))
+        np.testing.assert_allclose(mapped.boxes[i], theirs, atol=1e-2)
+        keypoints = tv_tensors.KeyPoints(torch.from_numpy(point[..., :2]), canvas_size=size)
+        theirs = F.perspective(keypoints, None, None, coefficients=coefficients)
+        np.testing.assert_allclose(points[i][..., :2], theirs, atol=1e-2)
+        assert points[i][0, 0, 2] == 2
 
 
 def test_inactive_warps_leave_targets_alone() -> None:
