@@ -185,13 +185,17 @@ def test_ranks_that_begin_at_different_places_are_told_so(reports: Reports) -> N
     assert [len(one["samples"]) for one in each(reports, "same_state")] == [4, 4]
 
 
-def test_the_warning_says_for_how_long_it_waited() -> None:
+def test_the_warning_says_for_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     plan: Any = SimpleNamespace(
-        program=SimpleNamespace(pipeline=SimpleNamespace(name="train")), world_size=2, timeout_seconds=0.05
+        program=SimpleNamespace(pipeline=SimpleNamespace(name="train")),
+        shared_name="train of photos",
+        world_size=2,
+        timeout_seconds=0.05,
     )
     store: Any = SimpleNamespace(check=lambda keys: False)
     one = agreement.RankAgreement(plan)
-    one._number = 1
+    one._own, one._number = "4 samples", 1
+    monkeypatch.setitem(agreement._last, one._pipeline_key, {plan.shared_name: one._own})
     with pytest.warns(UserWarning, match=r"ranks 0, 1 of 2 did not make the loader 'train' within 0\.05 s; pass rank="):
         one._compare(store, "key")
 
