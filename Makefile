@@ -19,7 +19,8 @@ uv_or_pip = $(1)/bin/uv pip install --python $(1)/bin/python $(2) || $(1)/bin/py
 # One more than there are cores: some tests wait for processes. torch's threads are not to spin for work meanwhile, which
 # would take a quarter of the processor time from the others.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow check collect docs bench chaos mutants test-latest test-integrations
@@ -61,7 +62,7 @@ mutants: .venv/.installed  ## run the tests against faults made on purpose: expe
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(call install,$(LATEST),--upgrade torch torchvision -r $<)
-	$(LATEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not gpu and not integrations"
+	$(call pytest_by,$(LATEST)) -m "not gpu and not integrations"
 
 # All pins but those of torch, torchvision and what torch pins itself.
 $(LATEST)/requirements.txt: requirements.txt
