@@ -6,7 +6,8 @@ import difflib
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gpuflow.config import ModelSpec
+from gpuflow.engines.cuda_graphs import difference
 from gpuflow.errors import ConfigError, GpuflowError, Problem, reason_of, show
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.cpu_budget import available_threads
@@ -24,6 +26,7 @@ __all__ = [
     "Engine",
     "ModelInfo",
     "black_images",
+    "check_answers",
     "check_batch",
     "check_batch_sizes",
     "check_classes",
@@ -44,6 +47,9 @@ METADATA_KEY = "gpuflow"
 """The key under which an exported file holds its `ModelInfo`, as JSON."""
 
 _THREAD_SECONDS = 1800.0
+_UNSTABLE, _UNSTABLE_AT_LEAST = 0.1, 1e-3
+"""By how much two answers to one image may differ: relative to the largest logit, and at least. Rounding stays far
+below it; statistics of a batch and dropout are above it."""
 
 T = TypeVar("T")
 
@@ -297,16 +303,37 @@ def check_classes(
         raise model_error(path, f"names {len(classes)} classes but gives {logits.shape[1]} logits; export it again")
 
 
+def check_answers(engine: Engine, path: str, image: ImageSpec, device: torch.device) -> None:
+    """Raise ConfigError where an image gets other logits next to another image, or the second time."""
+    noise = noise_images(1, image, device)
+    batch = black_images(min(2, engine.batch), image, device)
+    batch[-1:] = noise
+    with _locating_batches(engine, path):
+        alone, together = run_in_thread(lambda: (engine.run(noise), engine.run(batch)))
+    apart, largest = difference(together[-1:], alone), float(alone.abs().max().nan_to_num())
+    if apart > max(_UNSTABLE_AT_LEAST, _UNSTABLE * largest):
+        when = "next to another one than alone" if len(batch) > 1 else "the second time"
+        rule = f"gives an image other logits {when}, by up to {apart:.3g}"
+        raise model_error(path, f"{rule}, as models in training mode do; export it in eval mode (model.eval())")
+
+
 def warm_up_all(engines: Iterable[Engine], path: str) -> None:
     """Call `warm_up` of each engine. Raises ConfigError where one cannot run the batches that it will get."""
     for engine in engines:
-        try:
+        with _locating_batches(engine, path):
             engine.warm_up()
-        except GpuflowError:
-            raise
-        except Exception as error:  # of the libraries and of a model's own code, which have no common base
-            rule = f"fails on batches of up to {engine.batch} images: {reason_of(error)}"
-            raise model_error(path, f"{rule}; set serve.model.batch to fewer, or export the model for them") from error
+
+
+@contextmanager
+def _locating_batches(engine: Engine, path: str) -> Iterator[None]:
+    """Name the file, and the batches, in errors of a model that cannot run them."""
+    try:
+        yield
+    except GpuflowError:
+        raise
+    except Exception as error:  # of the libraries and of a model's own code, which have no common base
+        rule = f"fails on batches of up to {engine.batch} images: {reason_of(error)}"
+        raise model_error(path, f"{rule}; set serve.model.batch to fewer, or export the model for them") from error
 
 
 def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, *, force: bool, trust: bool) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 
 from gpuflow.config import ModelSpec
-from gpuflow.engines.base import Engine, ModelInfo, check_classes, class_names, model_error, run_in_thread
+from gpuflow.engines.base import (
+    Engine,
+    ModelInfo,
+    check_answers,
+    check_classes,
+    class_names,
+    model_error,
+    run_in_thread,
+)
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import ImageSpec
 
@@ -52,6 +60,7 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
         case other:
             raise AssertionError(f"no engine {other!r}")
     check_classes(engines[0], model.file, image, device, class_names(model, engines[0].info))
+    check_answers(engines[0], model.file, image, device)
     return tuple(engines)
 
 

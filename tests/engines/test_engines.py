@@ -740,6 +740,32 @@ def test_a_model_that_gives_no_logits(tmp_path: Path) -> None:
     assert fault(lambda: engine(path)) == f"{path}: must give logits [N, classes], gives 4 axes: [1, 2, 32, 32]"
 
 
+class Unstable(nn.Module):
+    """As exported without `eval()`: statistics of the batch in place of those of training, or dropout."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+        self.weight = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self._what == "batch norm":
+            images = nn.functional.batch_norm(images, None, None, training=True)
+        features = images[:, :, 0, :3].diagonal(dim1=1, dim2=2)
+        if self._what == "dropout":
+            features = nn.functional.dropout(features, training=True)
+        return features @ self.weight
+
+
+@pytest.mark.parametrize(("what", "batch"), [("batch norm", 4), ("dropout", 4), ("dropout", 1)])
+def test_a_model_in_training_mode(what: str, batch: int, tmp_path: Path) -> None:
+    path = save_program(tmp_path / "train.pt2", Unstable(what), noise(2))
+    text = fault(lambda: engine(path, batch=batch))
+    when = "next to another one than alone" if batch > 1 else "the second time"
+    assert text.startswith(f"{path}: gives an image other logits {when}, by up to ")
+    assert text.endswith(", as models in training mode do; export it in eval mode (model.eval())")
+
+
 class Two(nn.Module):
     def forward(self, images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
         return (images * masks).sum(dim=(2, 3))
