@@ -304,7 +304,8 @@ def check_classes(
 
 
 def check_answers(engine: Engine, path: str, image: ImageSpec, device: torch.device) -> None:
-    """Raise ConfigError where an image gets other logits next to another image, or the second time."""
+    """Raise ConfigError where an image gets other logits next to another image, or the second time, or where the model
+    gives probabilities, of which `Prediction` would take the softmax again."""
     noise = noise_images(1, image, device)
     batch = black_images(min(2, engine.batch), image, device)
     batch[-1:] = noise
@@ -315,6 +316,10 @@ def check_answers(engine: Engine, path: str, image: ImageSpec, device: torch.dev
         when = "next to another one than alone" if len(batch) > 1 else "the second time"
         rule = f"gives an image other logits {when}, by up to {apart:.3g}"
         raise model_error(path, f"{rule}, as models in training mode do; export it in eval mode (model.eval())")
+    sums = together.sum(dim=1)
+    if together.shape[1] > 1 and bool((together >= 0).all() & ((sums - 1).abs() < _UNSTABLE_AT_LEAST).all()):
+        rule = "must give logits, gives probabilities: its outputs are not negative and their sum is 1"
+        raise model_error(path, f"{rule}; export it without its softmax, or with a logarithm behind it")
 
 
 def warm_up_all(engines: Iterable[Engine], path: str) -> None:

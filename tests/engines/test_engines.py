@@ -746,12 +746,12 @@ class Unstable(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what
-        self.weight = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
+        self.weight = nn.Parameter(torch.randn(SIDE * SIDE, 3, generator=torch.Generator().manual_seed(0)))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self._what == "batch norm":
             images = nn.functional.batch_norm(images, None, None, training=True)
-        features = images[:, :, 0, :3].diagonal(dim1=1, dim2=2)
+        features = images[:, 0].flatten(1)
         if self._what == "dropout":
             features = nn.functional.dropout(features, training=True)
         return features @ self.weight
@@ -764,6 +764,16 @@ def test_a_model_in_training_mode(what: str, batch: int, tmp_path: Path) -> None
     when = "next to another one than alone" if batch > 1 else "the second time"
     assert text.startswith(f"{path}: gives an image other logits {when}, by up to ")
     assert text.endswith(", as models in training mode do; export it in eval mode (model.eval())")
+
+
+def test_a_model_that_gives_probabilities(tmp_path: Path) -> None:
+    layers = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Softmax(dim=1)
+    path = save_program(tmp_path / "softmax.pt2", nn.Sequential(*layers), noise(2))
+    assert fault(lambda: engine(path)) == (
+        f"{path}: must give logits, gives probabilities: its outputs are not negative and their sum is 1; export it "
+        "without its softmax, or with a logarithm behind it"
+    )
+    engine(save_program(tmp_path / "log.pt2", nn.Sequential(*layers[:2], nn.LogSoftmax(dim=1)), noise(2)))
 
 
 class Two(nn.Module):
