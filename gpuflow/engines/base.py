@@ -269,10 +269,24 @@ def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
     """The names of the model's outputs: those of `serve.model.classes`, else those that the file records.
 
     Raises:
-        ConfigError: the file of names cannot be read, or has an empty line between names.
+        ConfigError: the file of names cannot be read, or has an empty line between names, or the names are those that
+            the model's file records in another order.
     """
+    names = _given_names(model)
+    if names is None or info.classes is None:
+        return names or info.classes
+    if names != info.classes and sorted(names) == sorted(info.classes):
+        i = next(i for i, (ours, theirs) in enumerate(zip(names, info.classes, strict=True)) if ours != theirs)
+        rule = f"must not name the outputs of {model.file} in another order than the file records"
+        names_are = f"output {i} is {info.classes[i]!r} there, {names[i]!r} here"
+        raise ConfigError([Problem("serve.model.classes", f"{rule}: {names_are}", action="leave the key out")])
+    return names
+
+
+def _given_names(model: ModelSpec) -> tuple[str, ...] | None:
+    """The names in `serve.model.classes`, or in the file that it names."""
     if model.classes is None or isinstance(model.classes, tuple):
-        return model.classes or info.classes
+        return model.classes
     try:
         names = Path(model.classes).read_text(encoding="utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:

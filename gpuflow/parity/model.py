@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from gpuflow.config import Config, ModelSpec
-from gpuflow.engines import Engine, open_engine, read_info, refuse_other_preprocessing
+from gpuflow.engines import Engine, class_names, open_engine, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
 from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.parity.base import Result
@@ -43,7 +43,8 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
     """Find the model at `path`, else the model that `serve` names; None if there is none. Also returns a description.
 
     Raises:
-        ConfigError: the file is no model, or was trained with other preprocessing and `force` is not set.
+        ConfigError: the file is no model, or was trained with other preprocessing and `force` is not set, or the names
+            of classes do not go with it.
         MissingExtra: `path` is given and the library to run it is not installed.
     """
     block = config.serve.model if config.serve is not None else None
@@ -70,6 +71,8 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
     force = block is not None and block.force
     trust = path is not None or (block is not None and block.preprocessing == "trust")
     refuse_other_preprocessing(info, before, file, force=force, trust=trust)
+    if path is None and block is not None:
+        class_names(block, info)
     return StudyModel(file, len(before.stages)), f"{file}, on the CPU, on the output of {before.stages[-1].stage_name}"
 
 

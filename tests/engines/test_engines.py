@@ -321,6 +321,16 @@ def test_the_names_of_classes_may_be_given(form: str, models: Models, tmp_path: 
     )
 
 
+def test_names_in_another_order_than_the_file_records() -> None:
+    info = ModelInfo(classes=("ant", "bee", "cat"))
+    for given in (info.classes, ("Ameise", "Biene", "Katze"), ("bee", "cat", "dog")):
+        assert class_names(ModelSpec(file="m.onnx", classes=given), info) == given
+    assert fault(lambda: class_names(ModelSpec(file="m.onnx", classes=("ant", "cat", "bee")), info)) == (
+        "serve.model.classes must not name the outputs of m.onnx in another order than the file records: output 1 is "
+        "'bee' there, 'cat' here; leave the key out"
+    )
+
+
 def test_a_file_of_names_that_is_none(tmp_path: Path) -> None:
     listed = tmp_path / "classes.txt"
     model = ModelSpec(file="m.onnx", classes=str(listed))

@@ -546,6 +546,18 @@ def test_the_served_model_is_taken_by_itself(model: Path, photos: Path, tmp_path
     )
 
 
+def test_names_of_classes_in_another_order_than_the_model_records(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path, serve=VAL)
+    info = ModelInfo(classes=("a", "b"), preprocessing=config.programs["serve"].pipeline.fingerprint)
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 2))
+    file = save_program(tmp_path / "m.pt2", linear, torch.zeros(2, 3, 24, 24), info=info)
+    assert config.serve is not None
+    blocks = config.serve.model_dump() | {"model": {"file": str(file), "classes": ("b", "a")}}
+    config = dataclasses.replace(config, serve=type(config.serve).model_validate(blocks))
+    with pytest.raises(ConfigError, match=r"^serve\.model\.classes must not name the outputs of .* in another order"):
+        study(config, count=0, against=("val", "serve"))
+
+
 def test_a_model_that_does_not_fit(model: Path, photos: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--model: must end in \.onnx, \.pt or \.pt2, got 'x\.txt'$"):
         study(read(photos, tmp_path), count=0, model=Path("x.txt"))
