@@ -24,7 +24,7 @@ _BORDER = (
     "Pixels at the border of a rotated image are blended with the fill as torchvision does it: up to 64 levels apart."
 )
 _RANDOM = "Random transforms have the same ranges and probabilities; their draws are others."
-_COMMON = ("__class_fullname__", "p", "mask_interpolation", "fill_mask")
+_COMMON = ("__class_fullname__", "p", "always_apply", "mask_interpolation", "fill_mask")
 _LINEAR, _AREA = cv2.INTER_LINEAR, cv2.INTER_AREA
 _FILTERS = {cv2.INTER_NEAREST: "nearest", _LINEAR: "bilinear", cv2.INTER_CUBIC: "bicubic"}
 _TOP = 255
@@ -107,6 +107,8 @@ class _Reader:
             self._refuse(at, f"is {name}, which has no equal stage", _LIKE.get(name, "leave it out"))
             return
         self._at = at
+        if given.get("always_apply"):  # of versions below 2, which take no notice of p then
+            given = {**given, "p": 1.0}
         keys, make = _KNOWN[name]
         self.gaps += self._document.unknown(at, given, (*_COMMON, *keys), name)
         try:

@@ -327,6 +327,8 @@ def serialised(*transforms: dict[str, Any]) -> dict[str, Any]:
         ({"name": "CenterCrop", "height": 9, "width": 9}, {"center_crop": {"size": 9, "rounding": "down"}}),
         ({"name": "RandomCrop", "height": 9, "width": 8}, {"random_crop": {"size": [9, 8]}}),
         ({"name": "HorizontalFlip", "p": 0.5}, {"flip": {"horizontal": 0.5}}),
+        ({"name": "HorizontalFlip", "p": 0.5, "always_apply": False}, {"flip": {"horizontal": 0.5}}),
+        ({"name": "HorizontalFlip", "p": 0.5, "always_apply": True}, {"flip": {"horizontal": 1.0}}),
         ({"name": "albumentations.ToGray", "p": 0.1}, {"grayscale": {"probability": 0.1}}),
         ({"name": "ToGray", "p": 1, "num_output_channels": 1}, {"torchvision": {"name": "Grayscale"}}),
         ({"name": "Normalize", "mean": 0.5, "std": 0.5, "max_pixel_value": 255.0}, HALF),
