@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -32,6 +34,7 @@ __all__ = [
 
 _LARGEST_CELL = 1 << 24
 """Characters of a cell of CSV: the masks of an image's instances take millions. More are a quote that never ends."""
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def load(place: str) -> bytes:
@@ -122,11 +125,15 @@ def parsed_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def parsed_number(text: str) -> float:
-    """A number in ASCII digits, or `nan` or `inf`. Raises ValueError, also for `1_0`, which Python takes."""
+def parsed_number(text: str) -> int | float:
+    """A number in ASCII digits, or `nan` or `inf`. Raises ValueError, also for `1_0`, which Python takes.
+
+    Whole numbers keep all their digits, as in JSON, unless float64 has none of their size.
+    """
     if "_" in text or not text.isascii():
         raise ValueError(f"no number: {text!r}")
-    return float(text)
+    number = float(text)
+    return int(text) if _WHOLE.fullmatch(text.strip()) and math.isfinite(number) else number
 
 
 def json_lines(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -28,6 +28,9 @@ from gpuflow.sources.storage import Storage
 
 __all__ = ["Labels", "Locate", "RecordBuilder"]
 
+_MANTISSA = 2.0**53
+"""Below this, float64 holds every whole number."""
+
 
 @final
 class Locate:
@@ -364,6 +367,12 @@ class RecordBuilder:
                 if _numeric([value], ()) is None:
                     raise self._fault(i, column, "must be a number", value)
             raise AssertionError("a check of numbers failed, but no number is faulty")
+        for i in np.flatnonzero(np.abs(numbers) >= _MANTISSA).tolist():
+            if type(values[i]) is int and values[i] != int(numbers[i]):
+                raise SourceError(
+                    f"{self._locate.value(i + self._count, column)} must have no more digits than float64 holds, got "
+                    f"{show(values[i])}; declare a field of type any"
+                )
         for i in np.flatnonzero(~np.isfinite(numbers)).tolist():
             place = self._locate.value(i + self._count, column)
             self._bad.setdefault(i + self._count, f"{place} must be finite, got {numbers[i]}")

@@ -475,6 +475,15 @@ def test_labels_with_more_digits_than_float32(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**60) - 1, 12345678901234567890])
+def test_numbers_with_more_digits_than_float64(number: int) -> None:
+    fields = {"id": {"type": "number"}}
+    expected = f"id must have no more digits than float64 holds, got {number}; declare a field of type any"
+    held = f'{{"path": "a.jpg", "id": {2**53}}}'
+    assert refused(held, f'{{"path": "b.jpg", "id": {number}}}', fields=fields) == f"list.jsonl:2: {expected}"
+    assert refused_table(f"path,id\na.jpg,{2**53}\nb.jpg, {number}\n", fields=fields) == f"list.csv:3: {expected}"
+
+
 def test_values_that_are_nested_too_deeply() -> None:
     deep = "[" * 100_000 + "]" * 100_000
     assert refused_table(f'path,boxes\na.jpg,"{deep}"\n', fields={"boxes": {}}).startswith(
