@@ -125,7 +125,8 @@ def _views(program: AnyProgram) -> list[_Pictures]:
 def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> list[Target]:
     """What is drawn on sample i: each class of its masks of levels, then each object.
 
-    Masks of instances and keypoints belong to the first field of boxes; without one, each row of them is an object.
+    Masks of instances and keypoints belong to the first field of boxes; without one, each row of them is an object. Of
+    several fields of masks, or of keypoints, all are drawn, in the object's colour.
     """
     classes, objects, others = [], list[Target](), list[Target]()
     owner = next((one for one in fields if one.type == "boxes"), None)
@@ -137,14 +138,15 @@ def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> list[Target]:
             levels = batch.fields[one.name][i].cpu().numpy()
             classes += [Target(colour=int(k) - 1, mask=levels == k) for k in np.unique(levels) if k > 0]
         elif one.type in ("mask", "keypoints"):
-            rows = batch.fields[one.name][i].cpu().numpy()
-            if owner is None and not objects:
-                objects = [Target(colour=number) for number in range(len(rows))]
-            both = zip(objects, rows, strict=owner is not None)
-            objects = [
-                replace(each, mask=row > 0) if one.type == "mask" else replace(each, keypoints=row)
-                for each, row in both
-            ]
+            for number, row in enumerate(batch.fields[one.name][i].cpu().numpy()):
+                if number == len(objects):
+                    objects.append(Target(colour=number))
+                each = objects[number]
+                known, value = (each.mask, row > 0) if one.type == "mask" else (each.keypoints, row)
+                if known is None:
+                    objects[number] = replace(each, **{one.type: value})
+                else:  # another field of this type has it
+                    others.append(Target(colour=each.colour, **{one.type: value}))
     return [*classes, *objects, *others]
 
 

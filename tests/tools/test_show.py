@@ -199,6 +199,33 @@ def test_masks_of_levels_keypoints_and_other_fields_of_a_batch_are_shown(tmp_pat
     assert 'cx="25.50" cy="6.50"' in text and "text: &lt;one&gt;" in text
 
 
+@pytest.mark.parametrize("with_boxes", [True, False])
+def test_all_fields_of_masks_and_keypoints_are_drawn(with_boxes: bool, tmp_path: Path) -> None:
+    """Without boxes, fields may have different numbers of rows."""
+    cv2.imwrite(str(tmp_path / "a.png"), np.full((20, 30, 3), 90, np.uint8))
+    boxes = [[0, 0, 10, 20], [10, 0, 30, 20]]
+    wide, narrow = ([[[x1 + d, 0, x2 - d, 0, x2 - d, 20, x1 + d, 20]] for x1, _, x2, _ in boxes] for d in (0, 3))
+    hands, feet = [[[2, 3, 2]], [[12, 3, 2]]], [[[4, 5, 2]], [[14, 5, 2]]]
+    row = {"path": "a.png", "boxes": boxes, "wide": wide, "narrow": narrow, "hands": hands, "feet": feet}
+    if not with_boxes:
+        row |= {"narrow": narrow[:1], "feet": []}
+    (tmp_path / "list.jsonl").write_text(json.dumps(row) + "\n")
+    masks, points = {"type": "mask", "kind": "polygons"}, {"type": "keypoints"}
+    fields = {"wide": masks, "narrow": masks, "hands": points, "feet": points} | ({"boxes": {}} if with_boxes else {})
+    pipeline = {"stages": [{"decode": {}}, {"center_crop": {"size": [20, 30]}}], "batch": {"size": 1}}
+    source = {"listing": str(tmp_path / "list.jsonl"), "fields": fields}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"source": source, "pipelines": {"train": pipeline}}))
+    (sample,) = samples_of(read(tmp_path / "x.yaml"), "train", 1)
+    drawn = [(one.colour, int(one.mask.sum())) for one in sample.targets if one.mask is not None]
+    seen = [(one.colour, one.keypoints[0, 0]) for one in sample.targets if one.keypoints is not None]
+    if with_boxes:
+        assert sorted(drawn) == [(0, 80), (0, 200), (1, 280), (1, 400)]
+        assert sorted(seen) == [(0, 2), (0, 4), (1, 12), (1, 14)]
+    else:
+        assert sorted(drawn) == [(0, 80), (0, 200), (1, 400)]
+        assert sorted(seen) == [(0, 2), (1, 12)]
+
+
 def test_every_view_of_a_sample_is_shown_in_levels(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
