@@ -160,7 +160,8 @@ def keypoints_of(name: str, values: Sequence[Any]) -> Ragged:
         for j in np.flatnonzero(finite & ~known)[:1].tolist():  # of others it is said where they are mapped
             rule = f"{name}[{j}] must have a visibility of 0, 1 or 2, got {show(part[j, :, 2].tolist())}"
             raise BadSampleError("record", rule).located(i, f"images[{i}]")
-    numbers = {part.shape[1] for part in parts if len(part)} or {0}
+    # rows without any instance say a number, too, unless they are an empty list
+    numbers = {part.shape[1] for part in parts if len(part)} or {max((part.shape[1] for part in parts), default=0)}
     if len(numbers) > 1:
         shown = ", ".join(map(str, sorted(numbers)))
         raise ValueError(f"fields[{name!r}] must have the same number of keypoints in each row, got {shown}")

@@ -202,6 +202,16 @@ def test_fields_of_coco_have_the_names_that_the_file_gives_them(listing: Path, t
     assert moved["mask"] is fields["depth"], "which the file does not declare"
 
 
+def test_images_without_instances_keep_the_number_of_keypoints(listing: Path, tmp_path: Path) -> None:
+    images, _ = held(listing)
+    with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
+        none: Any
+        for none in ([], np.zeros((0, 2, 3)), torch.zeros(0, 2, 3)):
+            given = {"keypoints": [none, torch.zeros(0, 2, 3)]}
+            _, moved = transform(images[:2], epoch=0, positions=range(2), fields=given)
+            assert moved["keypoints"].values.shape == (0, 2, 3)
+
+
 def changed(fields: dict[str, Any], name: str, i: int, value: Any) -> dict[str, Any]:
     return {**fields, name: [value if i == j else other for j, other in enumerate(fields[name])]}
 
