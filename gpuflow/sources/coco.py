@@ -208,15 +208,28 @@ def _with_column(field: FieldSpec) -> FieldSpec:
 
 
 def _empty_keypoints(document: Mapping[str, Any], place: str) -> list[float]:
-    """The keypoints of an annotation without any: as many as others have, none of them labelled."""
-    kept = (annotation.get("keypoints") for annotation in document["annotations"] if not _is_crowd(annotation))
+    """The keypoints of an annotation without any: as many as others have, none of them labelled.
+
+    Where no annotation has keypoints, as in a small part of a dataset, they are those that the categories name.
+    """
+    kept = [annotation.get("keypoints") for annotation in document["annotations"] if not _is_crowd(annotation)]
     counts = {len(points) for points in kept if isinstance(points, list) and points}
     if len(counts) > 1:
         raise SourceError(
             f"{place}: annotations must have equally many keypoints, got {' and '.join(map(str, sorted(counts)))} "
             f"numbers; leave the field keypoints out, or split the file"
         )
-    return [0] * next(iter(counts), 0)
+    if counts or all(kept):
+        return [0] * next(iter(counts), 0)
+    named = [category.get("keypoints") for category in document["categories"]]
+    counts = {3 * len(names) for names in named if isinstance(names, list) and names}
+    if len(counts) != 1:
+        got = "several numbers of them in categories" if counts else "none"
+        raise SourceError(
+            f"{place}: must have keypoints in an annotation, or their names in a category, got {got}; leave the field "
+            "keypoints out"
+        )
+    return [0] * counts.pop()
 
 
 def _of_images(images: Sequence[Mapping[str, Any]], key: str, place: str) -> list[Any]:

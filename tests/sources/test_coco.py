@@ -132,6 +132,20 @@ def test_keypoints_with_visibility_and_annotations_without() -> None:
     assert not points[0].any()
 
 
+def test_where_no_annotation_has_keypoints_their_number_is_that_of_the_categories() -> None:
+    fields = {"boxes": None, "keypoints": None}
+    content = document()
+    unknown = "instances.json: must have keypoints in an annotation, or their names in a category, got "
+    assert refused(content, fields=fields) == f"{unknown}none; leave the field keypoints out"
+    content["categories"][0]["keypoints"] = ["nose", "tail"]
+    points = records_of(opened(content, fields=fields), [0, 1, 2]).columns["keypoints"]
+    assert rows(points) == [[[[0, 0, 0], [0, 0, 0]]] * 2, [], [[[0, 0, 0], [0, 0, 0]]]]
+    content["categories"][1]["keypoints"] = ["nose"]
+    assert refused(content, fields=fields).startswith(f"{unknown}several numbers of them in categories; ")
+    content["annotations"] = []
+    assert rows(records_of(opened(content, fields=fields), [0]).columns["keypoints"]) == [[]]
+
+
 def test_keypoints_of_crowds_are_not_counted() -> None:
     content = document()
     content["annotations"][0] |= {"keypoints": [1, 2, 2, 0, 0, 0]}
