@@ -322,6 +322,11 @@ class _Reader:
             raise SourceError(
                 f"{self._where}: must have {what} {column!r}, got {', '.join(names)}{near_word(column, names)}"
             )
+        whole = column if column in names else column.partition(".")[0]
+        if names.count(whole) > 1:
+            raise SourceError(
+                f"{self._where}: must have the column {whole!r} once, got {', '.join(names)}; rename or remove one"
+            )
         if column not in names:
             name, _, member = column.partition(".")
             self._check_member(name, member, self._schema.field(name).type)
@@ -372,14 +377,15 @@ class _Reader:
     def _class_labels(self, column: str, classes: int | Classes | None) -> tuple[Classes, NDArray[np.int64]]:
         """Labels of one class each, from a column of numbers or of names."""
         pa = pyarrow()
-        kind, names = self._schema.field(column).type, self._class_names(column)
+        stored, names = self._schema.field(column).type, self._class_names(column)
+        kind = stored.value_type if pa.types.is_dictionary(stored) else stored
         if not any(test(kind) for test in (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)):
             raise SourceError(
                 f"{self._where}: the column {column!r} must hold a class of each sample, a number or a name, got "
                 f"{kind}; declare fields with a label of another kind, or without one"
             )
         parts = [batch.column(0) for table in self._tables for batch in self._read(table, [column])]
-        values = pa.chunked_array(parts, kind)
+        values = pa.chunked_array(parts, stored).cast(kind)
         if values.null_count:
             i = int(np.argmax(values.is_null().to_numpy()))
             raise SourceError(
@@ -508,7 +514,7 @@ def _is_plain(kind: Any) -> bool:
     types = pyarrow().types
     if types.is_struct(kind):
         return all(_is_plain(field.type) for field in kind)
-    if any(test(kind) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+    if any(test(kind) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_dictionary)):
         return _is_plain(kind.value_type)
     simple = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
     return any(test(kind) for test in simple) or types.is_null(kind)

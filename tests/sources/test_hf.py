@@ -113,6 +113,41 @@ def test_arrows_file_format_is_named(tmp_path: Path) -> None:
         open_source(SourceSpec(hf=str(folder)))
 
 
+@with_pyarrow
+@forms
+def test_columns_that_are_written_as_a_dictionary(write: Write, tmp_path: Path) -> None:
+    """As pandas writes its categories."""
+    import pyarrow as pa
+
+    names = pa.array(["b", "a", "b"], pa.large_string()).dictionary_encode()
+    tags = pa.ListArray.from_arrays([0, 1, 1, 3], names)
+    path = str(write(tmp_path / "x.parquet", {"image": [b"image"] * 3, "label": names, "tags": tags}))
+    source = open_source(SourceSpec(hf=path))
+    assert (source.classes, source.labels.tolist()) == (("a", "b"), [1, 0, 1])
+    fields = {"label": {"kind": "classes", "column": "tags"}, "text": {"column": "label"}}
+    source = open_source(SourceSpec(hf=path, fields=fields))
+    assert (source.classes, source.labels.tolist()) == (("a", "b"), [[0, 1], [0, 0], [1, 1]])
+    assert records_of(source, range(3)).columns["text"] == ["b", "a", "b"]
+    missing = pa.array([None, "a"]).dictionary_encode()
+    path = str(write(tmp_path / "y.parquet", {"image": [b"image"] * 2, "label": missing}))
+    with pytest.raises(SourceError, match=r"label must be a class, got null; correct it or remove the row"):
+        open_source(SourceSpec(hf=path))
+
+
+@with_pyarrow
+@pytest.mark.parametrize("keys", [{}, {"fields": {"image": None, "label": {"kind": "number"}}}])
+def test_a_column_that_a_file_has_twice(keys: dict[str, Any], tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = [pa.array([b"image"]), pa.array([1]), pa.array([0])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["image", "label", "label"]), tmp_path / "x.parquet")
+    with pytest.raises(SourceError) as caught:
+        open_source(SourceSpec(hf=str(tmp_path / "x.parquet"), **keys))
+    expected = "must have the column 'label' once, got image, label, label; rename or remove one"
+    assert str(caught.value) == f"{tmp_path}/x.parquet: {expected}"
+
+
 # --- classes that `datasets` knows by name ----------------------------------------------------------------------------
 
 
