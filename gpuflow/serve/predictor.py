@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from io import IOBase
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -384,7 +383,7 @@ def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
     """The images, and whether a single one was given."""
     if isinstance(images, (*_BYTES, str, os.PathLike)):
         return [images], True
-    if isinstance(images, IOBase):  # which would give its lines
+    if callable(getattr(images, "read", None)):  # iterating over it would give its lines
         raise TypeError("an image must be a path or the bytes of its file, got an open file; give its read()")
     return images, False
 

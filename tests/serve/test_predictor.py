@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,14 @@ def test_a_negative_number_of_labels_is_refused() -> None:
 def test_what_is_no_image_is_refused(images: Any, message: str) -> None:
     with predictor_of(FakeEngine()) as predictor, pytest.raises(TypeError, match=message):
         predictor(images)
+
+
+def test_an_open_temporary_file_is_refused(files: list[Path]) -> None:
+    with predictor_of(FakeEngine()) as predictor, NamedTemporaryFile() as file:
+        file.write(files[0].read_bytes())
+        file.seek(0)
+        with pytest.raises(TypeError, match="got an open file"):
+            predictor(file)
 
 
 def test_labels_instead_of_logits(files: list[Path]) -> None:
