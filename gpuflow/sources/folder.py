@@ -5,7 +5,6 @@ Unlike there, names that begin with a dot are left out: `.ipynb_checkpoints` is 
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from gpuflow.errors import SourceError
 from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.directories import ancestors, cannot_be_listed, identity_of, is_directory, walk
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.paths import PathTableBuilder
@@ -78,7 +78,8 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
     """Yield each class and its images, as paths relative to the root."""
     try:
         with os.scandir(root) as entries:
-            known = [(entry.name, _is_directory(entry)) for entry in entries if not entry.name.startswith(".")]
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
+            known = [(entry.name, is_directory(entry, EXTENSIONS)) for entry in visible]
     except FileNotFoundError as fault:
         raise SourceError(
             f"source.folder must be a directory, got {root!r}, which does not exist{missing_path(root)}"
@@ -90,10 +91,10 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
     except PermissionError as fault:
         raise SourceError(f"source.folder must be readable, got {root!r}: permission denied") from fault
     except OSError as fault:
-        raise _cannot_be_listed(root, fault) from fault
-    above = _ancestors(root)
+        raise cannot_be_listed(root, fault) from fault
+    above = ancestors(root)
     classes = sorted(
-        name for name, is_directory in known if is_directory and _identity(os.path.join(root, name)) not in above
+        name for name, is_class in known if is_class and identity_of(os.path.join(root, name)) not in above
     )
     if not classes:
         raise SourceError(
@@ -103,74 +104,10 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
     start = len(os.path.join(root, ""))
     for name in classes:
         images = []
-        for directory, files in sorted(_walk(os.path.join(root, name), above)):
+        for directory, files in sorted(walk(os.path.join(root, name), above, EXTENSIONS)):
             below = directory[start:]
             images += [f"{below}/{file}" for file in sorted(files) if file.lower().endswith(extensions)]
         yield name, images
-
-
-_Identity = tuple[int, int]
-"""The device and the inode of a directory, the same by any path."""
-
-
-def _ancestors(root: str) -> frozenset[_Identity]:
-    """A directory and all above it."""
-    path = os.path.realpath(root)
-    found = {_identity(path)}
-    while (parent := os.path.dirname(path)) != path:
-        path = parent
-        found.add(_identity(path))
-    return frozenset(found)
-
-
-def _identity(directory: str) -> _Identity:
-    try:
-        status = os.stat(directory)
-    except OSError as fault:
-        raise _cannot_be_listed(directory, fault) from fault
-    return status.st_dev, status.st_ino
-
-
-def _walk(top: str, above: frozenset[_Identity]) -> Iterator[tuple[str, list[str]]]:
-    """Yield a directory and its files, and all directories below it. Links are followed, but not back to an ancestor.
-
-    above: the ancestors of `top`. Raises SourceError for a directory that cannot be listed: its images would be
-    missing without a word.
-    """
-    waiting = [(top, above)]
-    while waiting:
-        directory, above = waiting.pop()
-        identity = _identity(directory)
-        if identity in above:
-            continue
-        files = []
-        try:
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if _is_directory(entry):
-                        waiting.append((f"{directory}/{entry.name}", above | {identity}))
-                    else:
-                        files.append(entry.name)
-        except OSError as fault:
-            raise _cannot_be_listed(directory, fault) from fault
-        yield directory, files
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry, or what a link leads to, is a directory. A link that leads nowhere is none."""
-    try:
-        return entry.is_dir()
-    except OSError as fault:
-        if fault.errno in (errno.ELOOP, errno.ENOTDIR) or entry.name.lower().endswith(EXTENSIONS):
-            return False
-        raise
-
-
-def _cannot_be_listed(directory: str, fault: OSError) -> SourceError:
-    reason = (fault.strerror or str(fault)).lower()
-    return SourceError(f"{directory}: directory must be readable, got: {reason}; make it readable or remove it")
 
 
 def _remote_tree(

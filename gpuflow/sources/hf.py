@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Field, Records
 from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.directories import ancestors, goes_back, identity_of, walk
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
@@ -144,14 +145,16 @@ def open_hf(spec: SourceSpec) -> HfSource:
 def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
     """The files of each split that is named, or all of them under no name."""
     if not os.path.isdir(root):
-        paths = sorted(glob.glob(root, recursive=True)) if not os.path.exists(root) else [root]
+        paths, fixed = [root], os.path.dirname(root)
+        if not os.path.exists(root):
+            fixed = os.path.dirname(_WILDCARD.split(root, maxsplit=1)[0])
+            paths = sorted(path for path in glob.glob(root, recursive=True) if not goes_back(path, fixed))
         if not paths:
             raise SourceError(
                 f"source.hf must be a directory, a file or a pattern, got {root!r}, which does not exist"
                 f"{missing_path(root)}"
             )
-        fixed = root if os.path.exists(root) else _WILDCARD.split(root, maxsplit=1)[0]
-        return _by_name(paths, names, os.path.dirname(fixed)) if names else {"": paths}
+        return _by_name(paths, names, fixed) if names else {"": paths}
     known = _loaded(os.path.join(root, "dataset_dict.json"), "splits")
     if known is not None:
         if not names:
@@ -169,7 +172,7 @@ def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
                 "{train: 0.9, val: 0.1}"
             )
         return {"": _saved(root)}
-    paths = sorted(glob.glob(os.path.join(glob.escape(root), "**", "*.parquet"), recursive=True))
+    paths = _below(root)
     if not paths:
         raise SourceError(
             f"{root}: must hold state.json or dataset_dict.json, which save_to_disk writes, or .parquet files, got "
@@ -178,6 +181,16 @@ def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
     return _by_name(paths, names, root) if names else {"": paths}
 
 
+def _below(root: str) -> list[str]:
+    """The Parquet files in a directory and below it."""
+    top = root.rstrip("/") or "/"
+    found = walk(top, ancestors(top) - {identity_of(top)}, (_PARQUET,))
+    return sorted(
+        os.path.join(directory, file) for directory, files in found for file in files if file.endswith(_PARQUET)
+    )
+
+
+_PARQUET = ".parquet"
 _WILDCARD = re.compile(r"[*?[]")
 
 

@@ -283,6 +283,25 @@ def test_splits_are_names_below_the_given_directory(
 
 
 @with_pyarrow
+@pytest.mark.parametrize(("place", "link"), [("", "."), ("", "../.."), ("**/*.parquet", ".")])
+def test_links_to_directories_are_followed_but_not_back_to_one_above(place: str, link: str, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "far" / "x.parquet", samples(2))
+    write_parquet(tmp_path / "data" / "a" / "y.parquet", samples(3))
+    (tmp_path / "data" / "far").symlink_to("../far")
+    (tmp_path / "data" / "a" / "back").symlink_to(link)
+    source = open_source(SourceSpec(hf=str(tmp_path / "data" / place)))
+    assert [source.path(i) for i in (0, 3)] == [f"{tmp_path}/data/a/y.parquet[0]", f"{tmp_path}/data/far/x.parquet[0]"]
+    assert len(source) == 5
+
+
+@with_pyarrow
+def test_a_directory_with_the_extension_of_a_file(tmp_path: Path) -> None:
+    """As other programs write them, with the files inside."""
+    write_parquet(tmp_path / "x.parquet" / "part-0.parquet", samples(2))
+    assert len(open_source(SourceSpec(hf=str(tmp_path)))) == 2
+
+
+@with_pyarrow
 def test_a_file_of_two_splits(tmp_path: Path) -> None:
     for name in ("train", "test"):
         write_parquet(tmp_path / "train" / f"{name}.parquet", samples(1))
