@@ -95,7 +95,9 @@ def _albumentations(name: str) -> LibraryTransform:
 
     def run(image: Any) -> torch.Tensor:
         found = transform(image=np.array(image))["image"]
-        return found if isinstance(found, torch.Tensor) else torch.from_numpy(found).permute(2, 0, 1)
+        if isinstance(found, torch.Tensor):
+            return found
+        return torch.from_numpy(np.atleast_3d(found)).permute(2, 0, 1)  # a gray image may have no axis of channels
 
     return LibraryTransform(run, f"{_version('albumentations')}, OpenCV's resize")
 

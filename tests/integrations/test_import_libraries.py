@@ -160,6 +160,15 @@ def test_pipelines_of_albumentations(case: str, photos: Path, tmp_path: Path) ->
     assert own_levels(report) <= 1.01, verdict(report)
 
 
+def test_albumentations_gray_arrays(photos: Path, tmp_path: Path) -> None:
+    """Without ToTensorV2 its results are arrays, which have two axes if they are gray."""
+    A = pytest.importorskip("albumentations", reason="needs albumentations")
+    file = tmp_path / "x.json"
+    A.save(A.Compose([A.Resize(60, 80), A.ToGray(1, p=1), A.Normalize(mean=0.5, std=0.5)]), file)
+    report = compared(f"albumentations:{file}", photos, tmp_path)
+    assert own_levels(report) <= 2.01, verdict(report)
+
+
 def test_an_albumentations_pipeline_in_yaml(tmp_path: Path) -> None:
     A = pytest.importorskip("albumentations", reason="needs albumentations")
     made = [A.RandomResizedCrop((64, 64)), A.HorizontalFlip(p=0.5), A.ColorJitter(p=0.8), A.Normalize(), A.ToTensorV2()]
