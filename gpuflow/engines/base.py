@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ __all__ = [
     "warm_up_all",
 ]
 
+_LOG = logging.getLogger(__name__)
 METADATA_KEY = "gpuflow"
 """The key under which an exported file holds its `ModelInfo`, as JSON."""
 
@@ -310,6 +312,12 @@ def check_classes(
         raise model_error(path, rule) from error
     if logits.ndim != 2:
         raise model_error(path, f"must give logits [N, classes], gives {logits.ndim} axes: {list(logits.shape)}")
+    if logits.shape[1] == 1:
+        _LOG.warning(
+            "%s gives one output for an image, whose probability among all outputs is always 1: take the logits of a "
+            "prediction, or export a model with an output for each class",
+            path,
+        )
     if classes is not None and len(classes) != logits.shape[1]:
         if classes != engine.info.classes:
             rule = f"must name each of the {logits.shape[1]} outputs of {path}, names {len(classes)}"

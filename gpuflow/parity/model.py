@@ -73,7 +73,10 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
     refuse_other_preprocessing(info, before, file, force=force, trust=trust)
     if path is None and block is not None:
         class_names(block, info)
-    return StudyModel(file, len(before.stages)), f"{file}, on the CPU, on the output of {before.stages[-1].stage_name}"
+    note = f"{file}, on the CPU, on the output of {before.stages[-1].stage_name}"
+    if force and info.preprocessing not in (None, before.fingerprint):
+        note += "; serve.model.force is set: the file records other preprocessing than these stages"
+    return StudyModel(file, len(before.stages)), note
 
 
 def missing_stage(config: Config, program: Program, path: Path | None) -> str | None:

@@ -786,6 +786,16 @@ def test_a_model_that_gives_probabilities(tmp_path: Path) -> None:
     engine(save_program(tmp_path / "log.pt2", nn.Sequential(*layers[:2], nn.LogSoftmax(dim=1)), noise(2)))
 
 
+def test_a_model_with_one_output_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layers = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 1)
+    path = save_program(tmp_path / "one.pt2", nn.Sequential(*layers), noise(2))
+    engine(path)
+    assert [record.getMessage() for record in caplog.records if record.name == "gpuflow.engines.base"] == [
+        f"{path} gives one output for an image, whose probability among all outputs is always 1: take the logits of a "
+        "prediction, or export a model with an output for each class"
+    ]
+
+
 class Two(nn.Module):
     def forward(self, images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
         return (images * masks).sum(dim=(2, 3))

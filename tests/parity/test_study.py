@@ -511,6 +511,17 @@ def test_logits_and_flips(model: Path, photos: Path, tmp_path: Path) -> None:
     assert hostile.flips > 0 and hostile.max > hostile.mean > 0
 
 
+def test_a_forced_model_is_named_as_one(photos: Path, tmp_path: Path) -> None:
+    head = nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 5))
+    info = ModelInfo(preprocessing="0123456789abcdef", stages=("decode()",))
+    file = save_program(tmp_path / "m.pt2", head, torch.zeros(2, 3, 24, 24), info=info)
+    report = study(serving(read(photos, tmp_path, serve=VAL), file=str(file), force=True), count=1)
+    assert report.model == (
+        f"{file}, on the CPU, on the output of normalize; serve.model.force is set: the file records other "
+        "preprocessing than these stages"
+    )
+
+
 def test_logits_that_are_no_numbers_are_infinitely_far_from_numbers() -> None:
     nan, inf = math.nan, math.inf
     tally = LogitTally()
