@@ -72,7 +72,7 @@ def _refused(rule: str, value: object = None, action: str = "", path: tuple[str,
 
 def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:
     """The (path, label) of each sample and the folder they are in; None if only the dataset can give its samples."""
-    if isinstance(dataset, Subset) and type(dataset).__getitem__ is Subset.__getitem__:
+    if isinstance(dataset, Subset) and _reads_as(dataset, Subset):
         found = _files(dataset.dataset)
         return None if found is None else ([found[0][i] for i in dataset.indices], found[1])
     if not isinstance(dataset, DatasetFolder):
@@ -82,11 +82,17 @@ def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:
         raise _refused(
             "must be None, because the dataset gives encoded bytes", dataset.transform, action, ("transform",)
         )
-    own = type(dataset).__getitem__ is not DatasetFolder.__getitem__
-    if own or dataset.loader is not bytes_loader or dataset.target_transform is not None:
+    plain = _reads_as(dataset, DatasetFolder) and dataset.target_transform is None
+    if not plain or dataset.loader is not bytes_loader:
         return None
     samples = dataset.samples
     return (samples, dataset) if all(isinstance(label, int) for _, label in samples) else None
+
+
+def _reads_as(dataset: Any, kind: type) -> bool:
+    """Whether its samples are those of this class, and not what a subclass makes of them."""
+    methods = "__getitem__", "__getitems__"
+    return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in methods)
 
 
 @final
@@ -143,7 +149,8 @@ class DatasetSource:
     def _sample(self, index: int) -> tuple[bytes | NDArray[np.uint8], NDArray[Any]]:
         """Raises what the dataset does, with a note that names the sample."""
         try:
-            sample = self._dataset[index]
+            several = getattr(self._dataset, "__getitems__", None)  # which a DataLoader prefers
+            sample = several([index])[0] if several else self._dataset[index]
         except Exception as error:
             error.add_note(f"raised by {self.path(index)}, which gpuflow.wrap read")
             raise

@@ -243,6 +243,18 @@ class Encoded(Dataset[tuple[bytes, int]]):
         return jpeg(index % 3, index), self._label(index)
 
 
+class Several(Encoded):
+    """Gives other labels to whoever asks for several samples at a time, as a DataLoader does."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[bytes, Any]]:
+        return [(data, label + 10) for data, label in map(self.__getitem__, indices)]
+
+
+class SeveralOfAFolder(ImageFolder):  # type: ignore[misc]
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, int]]:
+        return [(data, label + 10) for data, label in map(self.__getitem__, indices)]
+
+
 def relabel(subset: Subset[Any]) -> None:
     """Give the second sample another label, in place."""
     samples: Any = subset.dataset
@@ -275,6 +287,17 @@ def test_a_dataset_that_changes_is_an_error_and_no_old_samples(
     with gpuflow.wrap(dataloader, config) as loader:
         expected = [dataset[i][1] for i in subset.indices]
         assert [int(label) for _, labels in loader for label in labels] == expected
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_getitems_is_preferred_as_by_a_dataloader(subset: bool, folder: Path, config: Path) -> None:
+    files = SeveralOfAFolder(str(folder / "photos"), loader=gpuflow.bytes_loader)
+    whole: Dataset[Any]
+    for whole in (Several(), files):
+        part = Subset(whole, [0, 1, 2]) if subset else whole
+        dataloader = DataLoader(part, batch_size=4, collate_fn=lambda pairs: [label for _, label in pairs])
+        with gpuflow.wrap(DataLoader(part, batch_size=4), config) as loader:
+            assert [labels.tolist() for _, labels in loader] == list(dataloader)
 
 
 def test_a_dataset_without_paths_is_read_through_its_getitem(config: Path) -> None:
