@@ -67,12 +67,15 @@ def read_config(
 
     Raises:
         ConfigError: with every located problem of the file.
-        TypeError: `path` is no path, or `overrides` is a text.
+        TypeError: `path` is no path, or `overrides` is no list of texts.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be that of a YAML file, got {show(path)}")
     if isinstance(overrides, str):
         raise TypeError(f"overrides must be a list such as [{overrides!r}], got a text")
+    for i, override in enumerate(overrides):
+        if not isinstance(override, str):
+            raise TypeError(f"overrides[{i}] must be a text such as 'run.threads=8', got {show(override)}")
     return _Reader(os.fspath(path), stages, added).read(overrides)
 
 

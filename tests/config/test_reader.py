@@ -332,6 +332,8 @@ def test_arguments_of_other_types_are_named() -> None:
         read_config({"source": 1}, STAGES)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^overrides must be a list such as \['run.threads=8'\], got a text$"):
         read_config("x.yaml", STAGES, "run.threads=8")
+    with pytest.raises(TypeError, match=r"^overrides\[1\] must be a text such as 'run.threads=8', got 3$"):
+        read_config("x.yaml", STAGES, ["run.threads=8", 3])  # type: ignore[list-item]
 
 
 # --- train.size -------------------------------------------------------------------------------------------------------
