@@ -136,12 +136,11 @@ class _Reader:
         """Subtract `mean` and divide by `std`, all that was scaled before included: one entry `normalize`."""
         self._mean = self._mean + self._std * np.array(mean)
         self._std = self._std * np.array(std)
-        entry = normalize(*(each_channel(numbers.tolist(), self.entries) for numbers in (self._mean, self._std)))
         if self._floats_from is None:
             self._floats_from = len(self.entries)
-            self.entries.append(entry)
-        else:
-            self.entries[self._floats_from] = entry
+        before, behind = self.entries[: self._floats_from], self.entries[self._floats_from + 1 :]
+        entry = normalize(*(each_channel(numbers.tolist(), before) for numbers in (self._mean, self._std)))
+        self.entries = [*before, entry, *behind]
 
     def _refuse(self, at: tuple[Key, ...], rule: str, nearest: str, measured: str = "") -> None:
         self.gaps.append(gap(self._document.place(*at), rule, nearest=nearest, apart=measured, path=at))

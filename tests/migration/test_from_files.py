@@ -439,6 +439,14 @@ FLIPPED = {"flip": {"horizontal": 0.5}}
             ({"name": "ToGray", "num_output_channels": 1}, {"name": "ToFloat", "max_value": 255.0}),
             [{"torchvision": {"name": "Grayscale"}}, {"normalize": {"mean": [0], "std": [1]}}],
         ),
+        (
+            (
+                {"name": "ToFloat", "max_value": 255.0},
+                {"name": "ToGray", "num_output_channels": 1},
+                {**UNIT, "mean": 0.5, "std": 0.5},
+            ),
+            [HALF, {"torchvision": {"name": "Grayscale"}}],
+        ),
     ],
 )
 def test_all_that_scales_is_one_normalize(tmp_path: Path, transforms: tuple[Any, ...], expected: Any) -> None:
