@@ -33,12 +33,12 @@ def identity_of(directory: str) -> Identity:
 
 
 def walk(top: str, above: frozenset[Identity], extensions: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yield a directory and its files, and all directories below it. Links are followed, but not back to an ancestor.
+    """Yield each directory, `top` and all below it, with its files. Links are followed, but not back to an ancestor.
 
     Names that begin with a dot are left out.
 
     above: the ancestors of `top`. extensions: see `is_directory`. Raises SourceError for a directory that cannot be
-    listed: its files would be missing without a word.
+    listed, because its files would otherwise be missing without an error.
     """
     waiting = [(top, above)]
     while waiting:
@@ -77,7 +77,7 @@ def goes_back(path: str, top: str) -> bool:
 def is_directory(entry: os.DirEntry[str], extensions: tuple[str, ...]) -> bool:
     """Whether an entry, or what a link leads to, is a directory. A link that leads nowhere is none.
 
-    extensions: those of files, which an entry that cannot be looked at counts as.
+    extensions: an entry that cannot be examined counts as a file if its name ends with one of these.
     """
     try:
         return entry.is_dir()

@@ -79,7 +79,7 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
     try:
         with os.scandir(root) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
-            known = [(entry.name, is_directory(entry, EXTENSIONS)) for entry in visible]
+            known = [(entry.name, is_directory(entry, extensions)) for entry in visible]
     except FileNotFoundError as fault:
         raise SourceError(
             f"source.folder must be a directory, got {root!r}, which does not exist{missing_path(root)}"
@@ -104,7 +104,7 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
     start = len(os.path.join(root, ""))
     for name in classes:
         images = []
-        for directory, files in sorted(walk(os.path.join(root, name), above, EXTENSIONS)):
+        for directory, files in sorted(walk(os.path.join(root, name), above, extensions)):
             below = directory[start:]
             images += [f"{below}/{file}" for file in sorted(files) if file.lower().endswith(extensions)]
         yield name, images

@@ -69,6 +69,14 @@ def test_other_extensions_are_images_where_they_are_named(tmp_path: Path) -> Non
     assert len(open_source(SourceSpec(folder=str(root)))) == 2
 
 
+@pytest.mark.parametrize("extension", ["jpg", "heic"])
+def test_a_link_that_cannot_be_examined_counts_as_an_image_by_its_name(extension: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f"0.{extension}").symlink_to("x" * 300)  # longer than a name may be
+    source = open_source(SourceSpec(folder=str(tmp_path), extensions=("heic",)))
+    assert [source.path(i) for i in range(len(source))] == [f"{tmp_path}/a/0.{extension}"]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
