@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpuflow.errors import GpuflowError
+from gpuflow.errors import GpuflowError, reason_of
 from gpuflow.runtime.entry_points import entry_points
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def stage_table() -> dict[str, type[Stage]]:
         except Exception as error:  # of another package's code, which may raise any
             package = repr(entry.dist.name) if entry.dist else "that offers it"
             raise GpuflowError(
-                f"stage {entry.name!r} of {entry.value} cannot be imported: {type(error).__name__}: {error}; "
+                f"stage {entry.name!r} of {entry.value} cannot be imported: {reason_of(error, with_type=True)}; "
                 f"repair or uninstall the package {package}"
             ) from error
     return table
