@@ -124,9 +124,9 @@ class Point:
 
     qps: requests per second that were answered with status 200; images_per_s: the images in them.
     errors: numbers of other results by HTTP status, `connection`, `timeout` or `200 without results`, for an answer to
-    a form that is not a service's; `bad image`: images of a form without a prediction. cpu_percent, pss_mb, rss_mb: of
-    the service: 100% for each busy core, and its highest memory: that in which pages that its processes share count
-    once, or else the resident memory of all of them, one of the two.
+    a form that is not a service's; `bad image`: images of a form without a prediction. cpu_percent: of
+    the service, 100% for each busy core. pss_mb: the highest memory of the service, in which pages that its processes
+    share count once. rss_mb: the highest sum of their resident memory, measured only where pss_mb is not known.
     gpu_percent: of the busiest GPU. clients_cpu_percent: processor use of the clients.
     """
 
@@ -267,24 +267,24 @@ async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, flo
     with closing(GpuUtilization(load_nvml())) as gpus:
         await asyncio.sleep(begin - time.monotonic())
         first, rates = usage_of(pids, pss=True), []
-        shares, most, looked = [first.pss_bytes if first is not None else None], 0, time.monotonic()
+        pss_bytes, most, read_at = [first.pss_bytes if first is not None else None], 0, time.monotonic()
         while time.monotonic() < end:
             await asyncio.sleep(min(_SAMPLE_SECONDS, max(0.0, end - time.monotonic())))
             rates.append(gpus.percents())
-            if look := time.monotonic() - looked >= _PSS_SECONDS:
-                looked = time.monotonic()
-            if (used := usage_of(pids, pss=look)) is not None:
+            if is_due := time.monotonic() - read_at >= _PSS_SECONDS:
+                read_at = time.monotonic()
+            if (used := usage_of(pids, pss=is_due)) is not None:
                 most = max(most, used.rss_bytes)
-                shares += [used.pss_bytes] if look else []
+                pss_bytes += [used.pss_bytes] if is_due else []
         last = usage_of(pids)
     if not pids or first is None or last is None:
         return {}
-    known = [share for share in shares if share is not None]
+    known = [size for size in pss_bytes if size is not None]
     means = [math.fsum(rate) / len(rates) for rate in zip(*rates, strict=False)]
     return {
         "cpu_percent": 100 * (last.cpu_s - first.cpu_s) / (end - begin),
-        "pss_mb": max(known) / 1e6 if len(known) == len(shares) else None,
-        "rss_mb": most / 1e6 if len(known) < len(shares) else None,
+        "pss_mb": max(known) / 1e6 if len(known) == len(pss_bytes) else None,
+        "rss_mb": most / 1e6 if len(known) < len(pss_bytes) else None,
         "gpu_percent": max(means, default=None),
     }
 
@@ -305,7 +305,7 @@ def rows(points: Sequence[Point], *, arm: str, workload: str) -> list[dict[str, 
 
 
 def _memory(point: Point) -> tuple[str, float | None]:
-    """Which of the two was measured, and its value."""
+    """Which kind of memory was measured, `pss` or `rss`, and its value."""
     return ("rss", point.rss_mb) if point.rss_mb is not None else ("pss", point.pss_mb)
 
 
