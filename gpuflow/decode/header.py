@@ -1,6 +1,6 @@
 """What the header of an image file says, the memory that decoding takes by it, and how an image is turned upright.
 
-What several decoders share stands here, too.
+Constants that several decoders share are here, too.
 """
 
 from __future__ import annotations

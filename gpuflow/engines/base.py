@@ -278,10 +278,11 @@ def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
     if names is None or info.classes is None:
         return names or info.classes
     if names != info.classes and sorted(names) == sorted(info.classes):
-        i = next(i for i, (ours, theirs) in enumerate(zip(names, info.classes, strict=True)) if ours != theirs)
+        pairs = zip(names, info.classes, strict=True)
+        i = next(i for i, (given, recorded) in enumerate(pairs) if given != recorded)
         rule = f"must not name the outputs of {model.file} in another order than the file records"
-        names_are = f"output {i} is {info.classes[i]!r} there, {names[i]!r} here"
-        raise ConfigError([Problem("serve.model.classes", f"{rule}: {names_are}", action="leave the key out")])
+        difference_at = f"output {i} is {info.classes[i]!r} there, {names[i]!r} here"
+        raise ConfigError([Problem("serve.model.classes", f"{rule}: {difference_at}", action="leave the key out")])
     return names
 
 

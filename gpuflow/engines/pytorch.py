@@ -193,7 +193,7 @@ class TorchEngine:
                 static = black_images(size, self._image, self._device).to(self._dtype)
                 self._graphs[size] = self._capture(self._module, static)
             apart = difference(self.run(noise), plain)
-        except Exception as error:  # whatever a model's code or torch raises during a capture
+        except Exception as error:  # a model's code and torch may raise any during a capture
             self._graphs.pop(size, None)
             return reason_of(error, with_type=True)
         if apart > (allowed := tolerance(self._dtype, plain)):

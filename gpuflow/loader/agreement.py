@@ -45,8 +45,8 @@ Announcements = list[tuple[int, str]]
 _announced: dict[str, Announcements] = {}
 """What this process announced, by the loaders' name."""
 _last: dict[str, dict[str, str]] = {}
-"""For each pipeline's name what this process announced last, by the loaders' name: sources whose folders have other
-names on other ranks are found by it."""
+"""By a pipeline's key and then the loader's name: what this process announced last. By this, ranks find the loaders of
+others whose source is in a folder of another name."""
 _announced_lock = threading.Lock()
 
 
@@ -142,7 +142,7 @@ class RankAgreement:
 
     @property
     def _pipeline_key(self) -> str:
-        """Of the loaders of one pipeline, whatever their sources are called. No key of `_announce` begins like it."""
+        """The store's key for all loaders of one pipeline, of any source. The keys of `_announce` begin otherwise."""
         return f"gpuflow loaders/{self._plan.program.pipeline.name}/{self._plan.world_size}"
 
     def memory(self, size: int) -> NDArray[np.uint8] | None:
@@ -190,7 +190,7 @@ class RankAgreement:
             )
 
     def _last_of(self, store: Store, ranks: Sequence[int]) -> dict[int, dict[str, str]]:
-        """What these ranks announced last of this pipeline, by the loaders' name."""
+        """What each of these ranks announced last for this pipeline, by the loaders' names."""
         keys = [f"{self._pipeline_key}/{rank}" for rank in ranks]
         texts = [store.get(key) if store.check([key]) else b"{}" for key in keys]
         return dict(zip(ranks, map(json.loads, texts), strict=True))

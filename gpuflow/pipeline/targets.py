@@ -267,10 +267,12 @@ def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints)
 
 
 def _map_points(matrix: Matrices, points: Floats, *, is_shape: bool) -> Floats:
-    """Points [M, K, 2] through a map each, [M, 3, 3], on either side of its horizon, where pixels are looked up, too.
+    """Map each row of points [M, K, 2] by one matrix of [M, 3, 3].
 
-    is_shape: the K points are corners of one shape. Those on the other side of the horizon than its centre go far
-        outside, because what lies between is there.
+    Points behind a projective map's horizon are mapped, too, because a warp also samples the image there.
+
+    is_shape: the K points of a row are the corners of one shape. Corners that the horizon separates from the shape's
+        centre go far outside, because the part of the shape towards them does.
     """
     mapped = np.einsum("mij,mkj->mki", matrix[:, :, :2], points) + matrix[:, None, :, 2]
     third = mapped[..., 2:]

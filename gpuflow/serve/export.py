@@ -53,7 +53,7 @@ TOLERANCE = 1e-4
 _OPSETS = (18, 25)  # the lowest and highest that torch's exporter writes
 _REAL_IMAGES, _RANDOM_IMAGES, _BATCH = 32, 5, 4
 _MOST_IN_ONNX = 1_500_000_000
-"""Bytes of weights from which on they go into a file of their own: an ONNX file holds less than 2 GiB."""
+"""From this many bytes of weights on, they go into a separate file: an ONNX file holds less than 2 GiB."""
 _CPU = torch.device("cpu")
 
 Encoded = NDArray[np.uint8]
@@ -218,9 +218,9 @@ def _program_bytes(model: nn.Module, images: torch.Tensor, info: ModelInfo) -> b
 
 @contextmanager
 def _weights_file(out: Path) -> Iterator[Path]:
-    """Where weights go that `out` cannot hold: a new name, so that an earlier `out` keeps its own until it is replaced.
+    """Gives a new path for weights that `out` cannot hold; the weights of an earlier `out` stay until it is replaced.
 
-    Afterwards those of the earlier `out` are deleted, or after an exception the new ones.
+    At the end the weights of the earlier `out` are deleted, or after an exception the new ones.
     """
     new, own = out.with_name(f"{out.name}.{secrets.token_hex(4)}.data"), re.escape(out.name) + r"\.[0-9a-f]{8}\.data"
     others = [file for file in out.parent.iterdir() if re.fullmatch(own, file.name)]

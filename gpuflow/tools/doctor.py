@@ -535,7 +535,7 @@ def report(findings: Sequence[Finding]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """The findings under one heading: a table, or one below the other in a narrow terminal. width: of all topics."""
+    """The findings under one heading: a table, or in a narrow terminal a list. width: columns of the longest topic."""
 
     findings: tuple[Finding, ...]
     width: int

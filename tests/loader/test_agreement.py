@@ -147,7 +147,7 @@ def test_folders_may_have_other_names(reports: Reports) -> None:
     assert [(one["warnings"], one["seconds"] < 8) for one in found] == [([], True)] * RANKS, "neither waits to the end"
 
 
-def test_ranks_with_other_files_in_folders_of_other_names_are_told_so(reports: Reports) -> None:
+def test_ranks_with_other_files_in_folders_of_other_names_are_refused(reports: Reports) -> None:
     for one in each(reports, "other_files_and_names"):
         assert (one["error"], one["warnings"]) == ("LoaderError", [])
         start, zero, other = one["text"].partition("; give")[0].replace("; rank", ": rank").split(": rank")

@@ -245,7 +245,7 @@ def test_an_overloaded_server_gets_fewer_requests(server: FileServer, read_all: 
     server.status = 500
     server.failures["/3.jpg"] = 1
     assert read_all(source) == [b"x"] * 16
-    assert source.storage._limit.limit == 10, "the server failed at one file, for reasons of its own"
+    assert source.storage._limit.limit == 10, "a 500 for one file is no overload"
 
 
 def test_a_connection_has_a_limit_of_time_under_the_users_own_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def retry(action: Callable[[], T], permanent: Callable[[Exception], bool], delay
     def attempt(items: Sequence[int]) -> Sequence[int]:
         try:
             results.append(action())
-        except Exception as fault:  # file systems of fsspec raise whatever their library raises
+        except Exception as fault:  # file systems of fsspec raise any exceptions of their libraries
             if permanent(fault):
                 raise
             faults.append(fault)
