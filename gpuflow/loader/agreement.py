@@ -16,7 +16,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -42,11 +42,9 @@ _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.5
 Announcements = list[tuple[int, str]]
 """The descriptions of a rank's loaders of one name, in order: for each run of equal ones the number of the last one."""
 
-_announced: dict[str, Announcements] = {}
-"""What this process announced, by the loaders' name."""
-_last: dict[str, dict[str, str]] = {}
-"""By a pipeline's key and then the loader's name: what this process announced last. By this, ranks find the loaders of
-others whose source is in a folder of another name."""
+_announced: dict[str, dict[str, Announcements]] = {}
+"""What this process announced: for each pipeline by its key, the loaders by name. Ranks whose sources are in folders of
+other names find each other's loaders by it."""
 _announced_lock = threading.Lock()
 
 
@@ -75,19 +73,16 @@ class RankAgreement:
         plan = self._plan
         if self._key is not None or plan.world_size == 1 or group_ranks() != (plan.rank, plan.world_size):
             return
-        key = f"gpuflow/{plan.shared_name}/{plan.world_size}"
         self._own = describe()
         with _announced_lock:
-            announced = _announced.setdefault(key, [])
+            loaders = _announced.setdefault(self._pipeline_key, {})
+            announced = loaders.setdefault(plan.shared_name, [])
             self._number = _count(announced) + 1
             if announced and announced[-1][1] == self._own:
                 announced.pop()
             announced.append((self._number, self._own))
-            _store().set(f"{key}/{plan.rank}", json.dumps(announced))
-            last = _last.setdefault(self._pipeline_key, {})
-            last[plan.shared_name] = self._own
-            _store().set(f"{self._pipeline_key}/{plan.rank}", json.dumps(last))
-        self._key = key
+            _store().set(f"{self._pipeline_key}/{plan.rank}", json.dumps(loaders))
+        self._key = f"gpuflow/{plan.shared_name}/{plan.world_size}"
 
     def check(self, describe: Callable[[], str]) -> bool:
         """Compare this rank with the others, once. Returns whether this call did.
@@ -107,7 +102,7 @@ class RankAgreement:
         try:
             self._announce(describe)
             if self._key is not None:
-                self._compare(_store(), self._key)
+                self._compare(_store())
         except _store_error() as error:
             warnings.warn(f"{_UNKNOWN}: the process group's store does not answer: {reason_of(error)}", stacklevel=3)
         self._done = True
@@ -142,7 +137,7 @@ class RankAgreement:
 
     @property
     def _pipeline_key(self) -> str:
-        """The store's key for all loaders of one pipeline, of any source. The keys of `_announce` begin otherwise."""
+        """The store's key for all loaders of one pipeline, of any source. The keys of one loader begin otherwise."""
         return f"gpuflow loaders/{self._plan.program.pipeline.name}/{self._plan.world_size}"
 
     def memory(self, size: int) -> NDArray[np.uint8] | None:
@@ -156,15 +151,16 @@ class RankAgreement:
             return shared_by_ranks(_store(), f"{self._key}/{self._number}/{self._digest}", size)
         return None
 
-    def _compare(self, store: Store, key: str) -> None:
+    def _compare(self, store: Store) -> None:
         name, world_size = self._plan.program.pipeline.name, self._plan.world_size
         wait = min(WAIT_SECONDS, self._plan.timeout_seconds)
         deadline, pause = time.monotonic() + wait, _FIRST_POLL_SECONDS
         while True:  # and no Store.wait, which lets no Ctrl-C through
-            announced = _read(store, [f"{key}/{rank}" for rank in range(world_size)])
+            loaders = _read(store, [f"{self._pipeline_key}/{rank}" for rank in range(world_size)])
+            announced = [own.get(self._plan.shared_name, []) for own in loaders]
             unlike = [rank for rank, other in enumerate(announced) if not self._agrees(other)]
             late = [rank for rank in unlike if _count(announced[rank]) < self._number]
-            elsewhere = {rank: self._counterpart(last) for rank, last in self._last_of(store, late).items()}
+            elsewhere = {rank: self._counterpart(_last(loaders[rank])) for rank in late}
             unlike, missing = ([rank for rank in ranks if elsewhere.get(rank) != self._own] for ranks in (unlike, late))
             left = deadline - time.monotonic()
             if not missing or left <= 0:
@@ -189,18 +185,12 @@ class RankAgreement:
                 stacklevel=4,
             )
 
-    def _last_of(self, store: Store, ranks: Sequence[int]) -> dict[int, dict[str, str]]:
-        """What each of these ranks announced last for this pipeline, by the loaders' names."""
-        keys = [f"{self._pipeline_key}/{rank}" for rank in ranks]
-        texts = [store.get(key) if store.check([key]) else b"{}" for key in keys]
-        return dict(zip(ranks, map(json.loads, texts), strict=True))
-
     def _counterpart(self, last: Mapping[str, str]) -> str | None:
         """What a rank without a loader of this name loads in its place, because the folder of its source has another
         name: of the loaders whose names only one of the two ranks has, that of the same number, or None.
         """
         with _announced_lock:
-            own = dict(_last[self._pipeline_key])
+            own = _last(_announced[self._pipeline_key])
         if self._plan.shared_name in last:
             return None
         names, others = ([name for name in one if name not in two] for one, two in ((own, last), (last, own)))
@@ -222,6 +212,11 @@ def _count(announced: Announcements) -> int:
     return announced[-1][0] if announced else 0
 
 
+def _last(loaders: Mapping[str, Announcements]) -> dict[str, str]:
+    """The last description of the loaders of each name."""
+    return {name: announced[-1][1] for name, announced in loaders.items()}
+
+
 def _store() -> Store:
     """The store of the default process group."""
     import torch.distributed as dist
@@ -237,11 +232,11 @@ def _store_error() -> type[Exception]:
     return dist.DistError
 
 
-def _read(store: Store, keys: list[str]) -> list[Announcements]:
-    """What each rank said of its loaders of one name; nothing for a rank that made none."""
+def _read(store: Store, keys: list[str]) -> list[dict[str, Announcements]]:
+    """What each rank said of its loaders of one pipeline; nothing for a rank that made none."""
     present = keys if store.check(keys) else [key for key in keys if store.check([key])]
     values = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
-    return [json.loads(values[key]) if key in values else [] for key in keys]
+    return [json.loads(values[key]) if key in values else {} for key in keys]
 
 
 def _ranks(ranks: list[int]) -> str:

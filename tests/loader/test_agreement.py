@@ -195,9 +195,9 @@ def test_the_warning_says_for_how_long_it_waited(monkeypatch: pytest.MonkeyPatch
     store: Any = SimpleNamespace(check=lambda keys: False)
     one = agreement.RankAgreement(plan)
     one._own, one._number = "4 samples", 1
-    monkeypatch.setitem(agreement._last, one._pipeline_key, {plan.shared_name: one._own})
+    monkeypatch.setitem(agreement._announced, one._pipeline_key, {plan.shared_name: [(1, one._own)]})
     with pytest.warns(UserWarning, match=r"ranks 0, 1 of 2 did not make the loader 'train' within 0\.05 s; pass rank="):
-        one._compare(store, "key")
+        one._compare(store)
 
 
 def test_a_loader_that_only_one_rank_makes_goes_on_with_a_warning(reports: Reports) -> None:
