@@ -303,11 +303,12 @@ def _given_names(model: ModelSpec) -> tuple[str, ...] | None:
 
 def check_classes(
     engine: Engine, path: str, image: ImageSpec, device: torch.device, classes: tuple[str, ...] | None
-) -> None:
-    """Run one black image. Raise ConfigError unless the result is logits, one for each of the classes."""
+) -> torch.Tensor:
+    """Run one image of noise. Raise ConfigError unless the result is logits, one for each of the classes. Returns them,
+    [1, classes]."""
     height, width, channels = image.shape
     try:
-        logits = run_in_thread(lambda: engine.run(black_images(1, image, device)))
+        logits = run_in_thread(lambda: engine.run(noise_images(1, image, device)))
     except Exception as error:  # of the libraries and of a model's own code, which have no common base
         rule = f"fails on an image of {image.dtype} {channels}x{height}x{width}: {reason_of(error)}"
         raise model_error(path, rule) from error
@@ -324,16 +325,19 @@ def check_classes(
             rule = f"must name each of the {logits.shape[1]} outputs of {path}, names {len(classes)}"
             raise ConfigError([Problem("serve.model.classes", rule)])
         raise model_error(path, f"names {len(classes)} classes but gives {logits.shape[1]} logits; export it again")
+    return logits
 
 
-def check_answers(engine: Engine, path: str, image: ImageSpec, device: torch.device) -> None:
+def check_answers(engine: Engine, path: str, image: ImageSpec, device: torch.device, alone: torch.Tensor) -> None:
     """Raise ConfigError where an image gets other logits next to another image, or the second time, or where the model
-    gives probabilities, of which `Prediction` would take the softmax again."""
-    noise = noise_images(1, image, device)
+    gives probabilities, of which `Prediction` would take the softmax again.
+
+    alone: the logits of one image of noise, as `check_classes` returns them.
+    """
     batch = black_images(min(2, engine.batch), image, device)
-    batch[-1:] = noise
+    batch[-1:] = noise_images(1, image, device)
     with _locating_batches(engine, path):
-        alone, together = run_in_thread(lambda: (engine.run(noise), engine.run(batch)))
+        together = run_in_thread(lambda: engine.run(batch))
     apart, largest = difference(together[-1:], alone), float(alone.abs().max().nan_to_num())
     if apart > max(_UNSTABLE_AT_LEAST, _UNSTABLE * largest):
         when = "next to another one than alone" if len(batch) > 1 else "the second time"

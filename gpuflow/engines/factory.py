@@ -59,8 +59,8 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
             engines = tensorrt.open_all(model, image=image, device=device)
         case other:
             raise AssertionError(f"no engine {other!r}")
-    check_classes(engines[0], model.file, image, device, class_names(model, engines[0].info))
-    check_answers(engines[0], model.file, image, device)
+    logits = check_classes(engines[0], model.file, image, device, class_names(model, engines[0].info))
+    check_answers(engines[0], model.file, image, device, logits)
     return tuple(engines)
 
 
