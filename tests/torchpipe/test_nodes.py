@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import onnx
@@ -221,9 +220,25 @@ def test_a_model_that_fails_fails_every_request_of_the_batch(error: BaseExceptio
         assert fault.__cause__ is error
 
 
-def test_a_model_that_keeps_failing_is_reported_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, fails = 100.0, True
-    monkeypatch.setattr("gpuflow.torchpipe.nodes.time", SimpleNamespace(monotonic=lambda: now))
+class Clock:
+    """Replaces the clock of the nodes."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("gpuflow.torchpipe.nodes.time", clock)
+    return clock
+
+
+def test_a_model_that_keeps_failing_is_reported_until_it_works(clock: Clock) -> None:
+    fails = True
 
     def model(images: torch.Tensor) -> torch.Tensor:
         if fails:
@@ -242,7 +257,7 @@ def test_a_model_that_keeps_failing_is_reported_until_it_works(monkeypatch: pyte
     with pytest.raises(PredictorError) as caught:
         SESSIONS["test"].check()
     assert str(caught.value) == "the model failed on the last 3 batches: RuntimeError('no memory')"
-    now += 61
+    clock.now += 61
     SESSIONS["test"].check()
     run()
     with pytest.raises(PredictorError):
@@ -252,13 +267,16 @@ def test_a_model_that_keeps_failing_is_reported_until_it_works(monkeypatch: pyte
     SESSIONS["test"].check()
 
 
-def test_a_decoder_that_is_busy_works_unless_it_never_ends(
-    monkeypatch: pytest.MonkeyPatch, on_thread: OnThread
-) -> None:
+@pytest.fixture
+def checked_node(on_thread: OnThread) -> Any:
+    """A node that decodes and that its session checks."""
     SESSIONS["test"] = Session([])
-    node = preprocess_node(on_thread, session="test")
-    now = 1000.0
-    monkeypatch.setattr("gpuflow.torchpipe.nodes.time", SimpleNamespace(monotonic=lambda: now))
+    return preprocess_node(on_thread, session="test")
+
+
+def test_a_decoder_that_is_busy_works_unless_it_never_ends(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, checked_node: Any
+) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -270,13 +288,13 @@ def test_a_decoder_that_is_busy_works_unless_it_never_ends(
         def check(self) -> None:
             pass
 
-    monkeypatch.setattr(node, "_runner", Slow())
-    decoding = threading.Thread(target=node.images, args=([GOOD],))
+    monkeypatch.setattr(checked_node, "_runner", Slow())
+    decoding = threading.Thread(target=checked_node.images, args=([GOOD],))
     decoding.start()
     try:
         assert entered.wait(30)
         SESSIONS["test"].check()
-        now += 61
+        clock.now += 61
         with pytest.raises(DecoderError, match="has decoded one image for 61 s; restart the service"):
             SESSIONS["test"].check()
     finally:
@@ -286,14 +304,10 @@ def test_a_decoder_that_is_busy_works_unless_it_never_ends(
 
 
 def test_two_checks_at_once_find_no_fault_long_after_the_last_image(
-    monkeypatch: pytest.MonkeyPatch, on_thread: OnThread
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, checked_node: Any
 ) -> None:
-    SESSIONS["test"] = Session([])
-    node = preprocess_node(on_thread, session="test")
-    now = 1000.0
-    monkeypatch.setattr("gpuflow.torchpipe.nodes.time", SimpleNamespace(monotonic=lambda: now))
-    assert isinstance(node.images([GOOD])[0], torch.Tensor)
-    now += 3600
+    assert isinstance(checked_node.images([GOOD])[0], torch.Tensor)
+    clock.now += 3600
     entered, go_on = threading.Event(), threading.Event()
 
     class SlowCheck:
@@ -301,7 +315,7 @@ def test_two_checks_at_once_find_no_fault_long_after_the_last_image(
             entered.set()
             assert go_on.wait(30)
 
-    monkeypatch.setattr(node, "_runner", SlowCheck())
+    monkeypatch.setattr(checked_node, "_runner", SlowCheck())
     checking = threading.Thread(target=SESSIONS["test"].check)
     checking.start()
     try:
