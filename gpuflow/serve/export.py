@@ -81,8 +81,8 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A model file that passed its checks. weights: the file beside it that it needs; None if it holds all itself.
-    image: its input."""
+    """A model file that passed its checks. weights: the file in the same directory that holds the model's weights; None
+    if the model file does. image: the model's input."""
 
     path: Path
     weights: Path | None
@@ -238,7 +238,7 @@ def _weights_file(out: Path) -> Iterator[Path]:
 def _write_onnx(
     model: nn.Module, images: torch.Tensor, path: Path, weights: Path, info: ModelInfo, opset: int | None
 ) -> None:
-    """weights: the file beside `path` for weights that are too large for it."""
+    """weights: the file for weights that are too large for `path`, in the same directory."""
     try:
         import onnx  # noqa: F401
         import onnx_ir

@@ -311,13 +311,14 @@ def _memory(point: Point) -> tuple[str, float | None]:
 
 def _figures(point: Point) -> dict[str, tuple[float | None, str]]:
     """Metric -> value and unit."""
+    kind, memory = _memory(point)
     return {
         "qps": (point.qps, "requests/s"),
         "images_per_s": (point.images_per_s, "images/s"),
         **{name: (getattr(point.latency, name, None), "ms") for name in ("mean_ms", "tp50_ms", "tp90_ms", "tp99_ms")},
         "errors": (sum(point.errors.values()), "errors"),
         "cpu_percent": (point.cpu_percent, "%"),
-        **{f"{name}_mb": (value, "MB") for name, value in [_memory(point)]},
+        f"{kind}_mb": (memory, "MB"),
         "gpu_percent": (point.gpu_percent, "%"),
         "clients_cpu_percent": (point.clients_cpu_percent, "%"),
     }

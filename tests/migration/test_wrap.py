@@ -244,7 +244,7 @@ class Encoded(Dataset[tuple[bytes, int]]):
 
 
 class Several(Encoded):
-    """Gives other labels to whoever asks for several samples at a time, as a DataLoader does."""
+    """Its `__getitems__`, which a DataLoader calls, gives other labels than `__getitem__`."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[bytes, Any]]:
         return [(data, label + 10) for data, label in map(self.__getitem__, indices)]

@@ -238,7 +238,7 @@ def test_a_file_for_which_the_disk_has_no_space(name: str, models: Models, tmp_p
 def test_weights_that_no_onnx_file_can_hold(
     models: Models, gpuflow_export: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are in a file beside it, which is replaced with it."""
+    """They are in a second file in its directory. Another export replaces both files."""
     monkeypatch.setattr(export, "_MOST_IN_ONNX", 1)
     out, other = tmp_path / "m.onnx", tmp_path / "m.onnx.0123abcd.data"
     other.write_bytes(b"of no model")
