@@ -215,8 +215,8 @@ class _Moving(s.Geometry):
         shifted, mapped = np.flatnonzero(_SHIFT[operation]), np.flatnonzero(_IS_MAPPED[operation])
         numbers[shifted, _SHIFT[operation[shifted]]] = -np.trunc(magnitude[shifted])
         described = (values[mapped].tolist() for values in (operation, magnitude, height, width))
-        for row, *one in zip(mapped.tolist(), *described, strict=True):
-            numbers[row, :6] = _map_of(*one)
+        if len(mapped):
+            numbers[mapped, :6] = [_map_of(*one) for one in zip(*described, strict=True)]
         active = np.zeros(len(height), bool)
         active[shifted] = active[mapped] = True
         return (s.Warp(numbers.reshape(-1, 3, 3), height, width, *self.warps, active),)

@@ -16,10 +16,7 @@ def table_of(count: int, parts: Sequence[NDArray[Any] | int]) -> NDArray[np.int6
 
     parts: each [count], [count, columns of it], or a number for a column of it.
     """
-    columns: list[NDArray[Any] | int] = []
-    for part in parts:
-        columns += [part] if isinstance(part, int) or part.ndim == 1 else list(part.T)
-    table = np.empty((count, len(columns)), np.int64)
-    for place, column in enumerate(columns):
-        table[:, place] = column
-    return table
+    columns = [np.full(count, part) if isinstance(part, int) else part for part in parts]
+    columns = [column[:, None] if column.ndim == 1 else column for column in columns]
+    table = np.empty((count, sum(column.shape[1] for column in columns)), np.int64)
+    return np.concatenate(columns, axis=1, out=table)

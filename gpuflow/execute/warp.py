@@ -173,11 +173,12 @@ def image_points(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDA
 def float32_map(matrix: Numbers, height: Any, width: Any) -> NDArray[np.float32]:
     """Affine maps [..., 3, 3] as torchvision has them in float32, [..., 2, 3]: about the center of images of these
     sizes, and in units of half their sides."""
-    sides = np.stack(np.broadcast_arrays(width, height), axis=-1).astype(np.float64)
-    linear = matrix[..., :2, :2]
-    shift = matrix[..., :2, 2] + ((linear * sides[..., None, :]).sum(axis=-1) - sides) / 2
-    rounded = np.concatenate([linear, shift[..., None]], axis=-1).astype(np.float32)
-    found: NDArray[np.float32] = rounded / (sides / 2).astype(np.float32)[..., None]
+    found = np.empty((*matrix.shape[:-2], 2, 3), np.float32)
+    for i, side in enumerate((width, height)):
+        across, down = matrix[..., i, 0], matrix[..., i, 1]
+        found[..., i, 0], found[..., i, 1] = across, down
+        found[..., i, 2] = matrix[..., i, 2] + (across * width + down * height - side) / 2
+        found[..., i, :] /= np.asarray(side / 2, np.float32)[..., None]
     return found
 
 

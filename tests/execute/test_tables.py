@@ -16,3 +16,5 @@ def test_columns_next_to_each_other(count: int) -> None:
     table = table_of(count, [7, offsets, box, flags])
     assert table.dtype == np.int64 and table.flags.c_contiguous
     assert np.array_equal(table, np.column_stack([np.full(count, 7), offsets, box, flags]))
+    by_columns = table_of(count, [np.asfortranarray(box), offsets, np.asfortranarray(flags)])
+    assert by_columns.flags.c_contiguous and np.array_equal(by_columns, np.column_stack([box, offsets, flags]))
