@@ -4,7 +4,7 @@ read batches. What put the images there is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, assert_never
@@ -42,6 +42,7 @@ __all__ = [
     "DeviceImages",
     "DevicePasses",
     "Target",
+    "faults_of",
     "interleaved",
     "offsets_of",
     "plan_of",
@@ -66,17 +67,21 @@ class DeviceImages:
     memory: torch.Tensor | None
 
 
-def interleaved(images: torch.Tensor | Sequence[torch.Tensor], device_stream: DeviceStream) -> DeviceImages:
+def interleaved(
+    images: torch.Tensor | Sequence[torch.Tensor],
+    device_stream: DeviceStream,
+    shapes: Sequence[torch.Size] | None = None,
+) -> DeviceImages:
     """Tensors of the device, uint8 [N, C, H, W], or [C, H_i, W_i] each, of any strides. Those whose pixels' channels
-    are not next to each other are copied, at once."""
+    are not next to each other are copied, at once. shapes: of each image, if they were read already."""
     if isinstance(images, torch.Tensor):
         first = [*images.shape[1:], *images.stride()[1:], images.data_ptr()]
         described = np.tile(np.array(first, np.int64), (len(images), 1))
         described[:, 6] += images.stride(0) * np.arange(len(images))
     else:
         described = np.empty((len(images), 7), np.int64)
-        described[:, :3] = _numbers_of(torch.Tensor.size, images)
-        described[:, 3:6] = _numbers_of(torch.Tensor.stride, images)
+        described[:, :3] = _numbers_of([image.shape for image in images] if shapes is None else shapes)
+        described[:, 3:6] = _numbers_of([image.stride() for image in images])
         described[:, 6] = np.fromiter(map(torch.Tensor.data_ptr, images), np.int64, len(images))
     sizes, strides, addresses = described[:, 1:3], described[:, 3:6], described[:, 6]
     places, channels = described[:, [6, 4, 5]], int(described[0, 0]) if len(described) else 1
@@ -94,9 +99,8 @@ def interleaved(images: torch.Tensor | Sequence[torch.Tensor], device_stream: De
     return DeviceImages(places, sizes, memory)
 
 
-def _numbers_of(method: Callable[[torch.Tensor], tuple[int, ...]], images: Sequence[torch.Tensor]) -> NDArray[np.int64]:
-    """What a method returns of tensors [C, H, W], three numbers each: [N, 3], or [1, 3] if all are alike."""
-    found = list(map(method, images))
+def _numbers_of(found: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+    """Three numbers for each of N images: [N, 3], or [1, 3] if all are alike."""
     if len(set(found)) == 1:
         return np.array(found[:1], np.int64)
     return np.fromiter(chain.from_iterable(found), np.int64, 3 * len(found)).reshape(-1, 3)
@@ -145,8 +149,8 @@ class DevicePasses:
         """
         rows = np.arange(len(places))
         targets = self.targets(slots, draws, len(rows))
-        plan = self._plan_of_move(draws[0], places, targets[0], rows)
-        (first,), *later = self._send([[plan], *self._plans(draws, targets, rows)])
+        plan = self.plan_of_move(draws[0], places, targets[0], rows)
+        (first,), *later = self._send([[plan], *self.plans(draws, targets, rows)])
         self.sample(0, draws[0], first, targets[0])
         return self._queue(draws, targets, later)
 
@@ -156,10 +160,7 @@ class DevicePasses:
         Returns for each image None, or why a stage cannot take it; then its slot holds no result.
         """
         draws = draw_passes(self._passes, keys, images.sizes)
-        faults: list[BadSampleError | None] = [None] * len(images.sizes)
-        for draw in draws:
-            for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
-                faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
+        faults = faults_of(draws, len(images.sizes))
         if faults and not any(faults):
             for i, fault in self.run(draws, images.places, slots).items():
                 faults[i] = fault
@@ -174,15 +175,18 @@ class DevicePasses:
 
         Returns which of the n images an opaque stage refused, and why; their places in the last target hold no result.
         """
-        return self._queue(draws, targets, self._send(self._plans(draws, targets, rows)))
+        return self._queue(draws, targets, self._send(self.plans(draws, targets, rows)))
 
-    def _plans(
-        self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64]
+    def plans(
+        self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64], batches: int = 1
     ) -> list[list[NDArray[Any]]]:
-        """What each pass after the first one reads on the device."""
+        """What each pass after the first one reads on the device: an array with a row for each image, and others.
+
+        batches: how many batches of n images, which use the same targets in turn, the draws describe.
+        """
         plans: list[list[NDArray[Any]]] = []
         for i in range(1, len(self._passes)):
-            images, draw, places = targets[i - 1], draws[i], self.places(i, rows)
+            images, draw, places = targets[i - 1], draws[i], np.tile(self.places(i, rows), batches)
             match self._passes[i].step:
                 case SamplingStep() | WarpStep():
                     if isinstance(images, Canvas):
@@ -191,7 +195,7 @@ class DevicePasses:
                         addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
                         steps = images.stride(2), images.stride(3)
                     own = np.column_stack([addresses, np.tile(steps, (len(addresses), 1))])
-                    plans.append([self._plan_of_move(draw, own, targets[i], places)])
+                    plans.append([self.plan_of_move(draw, np.tile(own, (batches, 1)), targets[i], places)])
                 case PointwiseStep():
                     plans.append(adjust_plan_of(places, draw))
                 case LocalStep():
@@ -217,11 +221,11 @@ class DevicePasses:
         """
         refused: dict[int, BadSampleError] = {}
         for i, plan in enumerate(plans, start=1):
-            found = self._run(i, draws[i], targets[i - 1], targets[i], plan)
+            found = self.run_pass(i, draws[i], targets[i - 1], targets[i], plan)
             refused = {**found, **refused}  # later passes get what is no image
         return refused
 
-    def _run(
+    def run_pass(
         self, i: int, draw: Any, images: Target, target: Target, plan: Sequence[torch.Tensor]
     ) -> dict[int, BadSampleError]:
         """Queue pass i, after the first one, from images [n, C, H, W] or a canvas to the target. Returns what
@@ -272,7 +276,7 @@ class DevicePasses:
                 target.index_copy_(0, places[part], result)
         return refused
 
-    def _plan_of_move(
+    def plan_of_move(
         self,
         draw: Sampling | Warping,
         places: NDArray[np.int64],
@@ -317,6 +321,15 @@ def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: NDArray[n
     held = images.permute(0, 2, 3, 1).cpu().numpy()
     results = [step.stage.apply(image, row, None) for image, row in zip(held, coefficients, strict=True)]
     return as_batch(np.stack(results).reshape(-1, *slot_shape(step.after)), step.after)
+
+
+def faults_of(draws: Sequence[Any], count: int) -> list[BadSampleError | None]:
+    """For each of `count` images None, or why a stage cannot take it. draws: the result of `draw_passes`."""
+    faults: list[BadSampleError | None] = [None] * count
+    for draw in draws:
+        for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
+            faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
+    return faults
 
 
 def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:

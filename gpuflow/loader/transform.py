@@ -29,12 +29,13 @@ from gpuflow.pipeline.rng import epoch_number
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
 from gpuflow.runtime.buffers import SlotPool
+from gpuflow.runtime.cuda_capture import CudaCapture
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
-    from gpuflow.execute.gpu_passes import DevicePasses
+    from gpuflow.execute.repeated_passes import RepeatedPasses
 
 __all__ = ["Transform", "build_transform"]
 
@@ -82,8 +83,8 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
 class _Runner(Protocol):
     """Runs a program's stages on N checked images."""
 
-    def run(self, images: Images, keys: Keys) -> Result:
-        """The batch. Raises BadSampleError."""
+    def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
+        """The batch. shapes: [C, H, W] of each image. Raises BadSampleError."""
         ...
 
     def close(self) -> None:
@@ -110,6 +111,7 @@ class Transform:
         self.device = device
         first = program.programs[0] if isinstance(program, ViewsProgram) else program
         self._channels = first.specs[1].shape[2]
+        self._record_values = program.record_values
         self._finalizer = weakref.finalize(self, runner.close)
 
     @property
@@ -155,7 +157,7 @@ class Transform:
         """
         number = epoch_number(epoch, 63)
         images = images if isinstance(images, torch.Tensor) else list(images)
-        self._check(images)
+        shapes = self._checked_shapes(images)
         count = len(images)
         places = np.asarray(positions.cpu() if isinstance(positions, torch.Tensor) else positions)
         if places.shape != (count,) or (count and places.dtype.kind not in "iu"):
@@ -169,21 +171,25 @@ class Transform:
         values = self._values(fields, count)
         keys = Keys(self._seed, number, places.astype(np.int64), values=values)
         if self._targets is None:
-            return self._runner.run(images, keys)
-        moved = self._moved(self._targets, fields, images, keys)
-        return self._runner.run(images, keys), {**fields, **moved}
+            return self._runner.run(images, shapes, keys)
+        sizes = np.array([shape[1:] for shape in shapes], np.int64).reshape(-1, 2)
+        moved = self._moved(self._targets, fields, sizes, keys)
+        return self._runner.run(images, shapes, keys), {**fields, **moved}
 
-    def _moved(self, targets: TargetMapper, fields: Mapping[str, Any], images: Images, keys: Keys) -> dict[str, Any]:
-        """Those of the fields that follow the images, as a batch has them. Raises ValueError or BadSampleError."""
-        sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
+    def _moved(
+        self, targets: TargetMapper, fields: Mapping[str, Any], sizes: NDArray[np.int64], keys: Keys
+    ) -> dict[str, Any]:
+        """Those of the fields that follow the images, as a batch has them. sizes [N, 2]: of the images. Raises
+        ValueError or BadSampleError."""
         chosen, columns = columns_of(targets.fields, fields, sizes)
-        found = replace(targets, fields=chosen).map(Records(columns, [None] * len(images)), keys, sizes)
+        found = replace(targets, fields=chosen).map(Records(columns, [None] * len(sizes)), keys, sizes)
         _raise_first([None if error is None else BadSampleError("record", error) for error in found.errors])
         return to_tensors(found.columns, lambda arrays: [torch.from_numpy(x).to(self.device) for x in arrays])
 
     def _values(self, fields: Mapping[str, Any], count: int) -> Mapping[RecordValue, NDArray[np.float64]]:
         """What the stages take from these fields of `count` samples. Raises ValueError or BadSampleError."""
-        wanted = self._program.record_values
+        if not (wanted := self._record_values):
+            return {}
         columns: dict[str, Column] = {}
         moved = () if self._targets is None else self._targets.fields
         keypoints = {field.name for field in moved if field.type == "keypoints"}
@@ -197,21 +203,30 @@ class Transform:
         _raise_first([None if error is None else BadSampleError("record", error) for error in errors])
         return values
 
-    def _check(self, images: Images) -> None:
-        """Raise ValueError unless every image is what the stages take."""
-        if isinstance(images, torch.Tensor) and images.ndim != 4:
-            raise ValueError(f"images must be [N, C, H, W], or a list of [C, H, W], got {list(images.shape)}")
-        first: dict[object, int] = {}  # of the images that are alike
-        for i, image in enumerate(images[:1] if isinstance(images, torch.Tensor) else images):
-            first.setdefault(_kind_of(image), i)
-        for i in first.values():
-            image = images[i]
-            if not isinstance(image, torch.Tensor):
-                raise ValueError(f"images[{i}] must be a tensor, {self._wanted}, got {type(image).__name__}")
-            fits = image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == self._channels
-            if not fits or not image.numel() or image.device != self.device:
-                shown = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)} on {image.device}"
-                raise ValueError(f"images[{i}] must be {self._wanted}, got {shown}")
+    def _checked_shapes(self, images: Images) -> list[torch.Size]:
+        """The shape [C, H, W] of each image. Raises ValueError unless every image is what the stages take."""
+        if isinstance(images, torch.Tensor):
+            if images.ndim != 4:
+                raise ValueError(f"images must be [N, C, H, W], or a list of [C, H, W], got {list(images.shape)}")
+            return self._checked_shapes([*images[:1]]) * len(images)
+        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, images))):
+            shapes = [image.shape for image in images]
+            dtypes, devices = {image.dtype for image in images}, {image.device for image in images}
+            if dtypes <= {torch.uint8} and devices <= {self.device} and all(map(self._fits, set(shapes))):
+                return shapes
+        raise next(filter(None, map(self._fault, range(len(images)), images)))
+
+    def _fits(self, shape: torch.Size) -> bool:
+        return len(shape) == 3 and shape[0] == self._channels and 0 not in shape
+
+    def _fault(self, i: int, image: Any) -> ValueError | None:
+        """Why the stages cannot take images[i]; None if they can."""
+        if not isinstance(image, torch.Tensor):
+            return ValueError(f"images[{i}] must be a tensor, {self._wanted}, got {type(image).__name__}")
+        if image.dtype == torch.uint8 and image.device == self.device and self._fits(image.shape):
+            return None
+        shown = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)} on {image.device}"
+        return ValueError(f"images[{i}] must be {self._wanted}, got {shown}")
 
     @property
     def _wanted(self) -> str:
@@ -226,11 +241,6 @@ class Transform:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _kind_of(image: object) -> object:
-    """What decides whether stages can take an image."""
-    return (image.dtype, image.shape, image.device) if isinstance(image, torch.Tensor) else type(image)
 
 
 def _raise_first(faults: Sequence[BadSampleError | None]) -> None:
@@ -255,7 +265,7 @@ class _CpuRunner:
         self._results, self._largest = SlotPool((0, *shape), dtype, _KEPT_BATCHES), 0
         self._pool: DaemonPool | None = None
 
-    def run(self, images: Images, keys: Keys) -> Result:
+    def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
         memory = self._memory(len(arrays))
         slots = slots_of(self._program, memory)
@@ -338,16 +348,16 @@ class _GpuRunner:
 
     def __init__(self, program: AnyProgram, passes: Sequence[Sequence[Pass]], device: torch.device) -> None:
         self._program, self._passes, self._device = program, passes, device
-        self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, list[DevicePasses]]] = {}
+        self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, list[RepeatedPasses]]] = {}
         self._lock = threading.Lock()
 
-    def run(self, images: Images, keys: Keys) -> Result:
+    def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
         from gpuflow.execute.device_stream import allocate_slots
         from gpuflow.execute.gpu_passes import interleaved
 
         device_stream, passes = self._of_current_stream()
         with device_stream.queued():
-            held = interleaved(images, device_stream)
+            held = interleaved(images, device_stream, shapes)
             if not isinstance(self._program, ViewsProgram):
                 slots = allocate_slots(device_stream, len(images), self._program.result)
                 _raise_first(passes[0].run_images(held, keys, slots))
@@ -361,15 +371,20 @@ class _GpuRunner:
                     _raise_first(own.run_images(held, keys.of_view(view.name, number), rows))
             return views
 
-    def _of_current_stream(self) -> tuple[DeviceStream, list[DevicePasses]]:
+    def _of_current_stream(self) -> tuple[DeviceStream, list[RepeatedPasses]]:
         from gpuflow.execute.device_stream import DeviceStream
-        from gpuflow.execute.gpu_passes import DevicePasses
+        from gpuflow.execute.repeated_passes import RepeatedPasses
 
         stream = torch.cuda.current_stream(self._device)
         with self._lock:
             if stream not in self._of_streams:
                 device_stream = DeviceStream(self._device, stream)
-                self._of_streams[stream] = device_stream, [DevicePasses(one, device_stream) for one in self._passes]
+                capture = CudaCapture(self._device)
+                each = [
+                    RepeatedPasses(one, device_stream, lambda work: capture(work, runs_before=1)[0])
+                    for one in self._passes
+                ]
+                self._of_streams[stream] = device_stream, each
             return self._of_streams[stream]
 
     def close(self) -> None:

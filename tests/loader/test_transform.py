@@ -322,6 +322,34 @@ def test_on_a_gpu_it_gives_what_the_cpu_gives(photos: Path, tmp_path: Path, name
             there(images, epoch=2, positions=range(9))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+@pytest.mark.parametrize("in_views", [False, True])
+def test_on_a_gpu_batches_in_a_row_are_what_single_ones_are(photos: Path, tmp_path: Path, in_views: bool) -> None:
+    stages: Entries = (
+        {"decode": {}},
+        {"random_resized_crop": {"size": 40}},
+        {"rand_augment": {}},
+        {"gaussian_blur": {"kernel_size": 5, "probability": 0.5}},
+        {"random_erasing": {"probability": 0.5}},
+        {"normalize": {}},
+    )
+    views = {"views": {"large": {"count": 2, "stages": list(stages[1:])}}}
+    pipelines = {"pipelines": {"train": {"batch": {"size": 5}, **(views if in_views else {"stages": list(stages)})}}}
+    path = write_config(tmp_path / "x.yaml", photos, seed=5, **pipelines)
+    whole = torch.stack([torch.from_numpy(pixels(0, i)[:40, :44].copy()) for i in range(8)]).cuda().permute(0, 3, 1, 2)
+    mixed = [torch.from_numpy(pixels(0, i)).cuda().permute(2, 0, 1) for i in range(8)]
+    calls: list[tuple[int, int, Any]] = [(epoch, 8 * step, whole) for epoch in range(2) for step in range(21)]
+    calls += [(2, 8 * step, mixed if step % 3 else whole) for step in range(12)]
+    with gpuflow.transform(path, device="cuda") as in_a_row:
+        found = [in_a_row(given, epoch=epoch, positions=range(first, first + 8)) for epoch, first, given in calls]
+    for (epoch, first, given), result in zip(calls, found, strict=True):
+        with gpuflow.transform(path, device="cuda") as alone:
+            expected = alone(given, epoch=epoch, positions=range(first, first + 8))
+        pairs = zip(result.values(), expected.values(), strict=True) if in_views else [(result, expected)]
+        assert all(torch.equal(one, other) for one, other in pairs), (epoch, first)
+
+
 ON_A_GPU: dict[str, tuple[Entries, int]] = {
     "warps": (
         (
