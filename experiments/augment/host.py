@@ -2,8 +2,8 @@
 
     python experiments/augment/host.py --out experiments/augment/host.csv
 
-Triton compiles the kernels for an H100 but launches nothing, and tensors are in the host's memory. So a figure has
-drawing, describing and packing, torch's allocations and Triton's part of each launch, but nothing of CUDA's driver.
+Tensors are in the host's memory, and no kernel is launched: what replays the kernels of a batch as a CUDA graph does
+nothing here. So a figure has drawing, describing and packing and torch's allocations, but nothing of CUDA's driver.
 """
 
 from __future__ import annotations
@@ -18,74 +18,64 @@ import numpy as np
 import torch
 from pictures import CpuStream
 from run import CONFIG, HEIGHT, HERE, RECIPES, WIDTH
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 
 from gpuflow.config import read_config
-from gpuflow.execute.gpu_passes import DevicePasses, interleaved
+from gpuflow.execute import gpu_passes
+from gpuflow.execute.gpu_passes import interleaved
 from gpuflow.execute.passes import passes_of
+from gpuflow.execute.repeated_passes import RepeatedPasses
 from gpuflow.pipeline.stage import Keys
 from gpuflow.stages import STAGES
 from gpuflow.tools.bench import row, write_results
 
-WARM_UP_CALLS = 3
+WARM_UP_CALLS = 18
+CALLS = 16
+"""Calls of a measurement: for so many batches passes draw at once."""
 
 
-class NoDriver:
-    """Replaces Triton's driver for NVIDIA GPUs. Kernels are compiled for an H100; a launch does nothing."""
+class HostStream(CpuStream):  # type: ignore[misc]
+    """With the transfers of a batch, as copies in the host's memory."""
 
-    class utils:
-        @staticmethod
-        def load_binary(*kernel: Any) -> tuple[int, int, int, int, int]:
-            """Module, function, registers, spilled registers, most threads."""
-            return 1, 2, 32, 0, 1024
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
 
-        @staticmethod
-        def get_device_properties(device: int) -> dict[str, int]:
-            return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32}
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        return host.clone()
 
-    class launcher_cls:
-        def __init__(self, source: Any, metadata: Any) -> None: ...
-
-        def __call__(self, *arguments: Any) -> None: ...
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        target.copy_(host)
 
 
-def measure(recipe: str, count: int, calls: int) -> list[float]:
-    """The seconds of each call on `count` images."""
+def measure(recipe: str, count: int, measurements: int) -> list[float]:
+    """The seconds of a call on a list of `count` images: means of CALLS calls."""
     program: Any = read_config(CONFIG, STAGES).programs[recipe]
-    passes, stream = passes_of(program), CpuStream()
+    passes, stream = passes_of(program), HostStream()
     assert not isinstance(passes, str), passes
-    runner: Any = DevicePasses(passes, stream)
-    images = torch.zeros((count, HEIGHT, WIDTH, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    runner: Any = RepeatedPasses(passes, stream, lambda launch: lambda: None)
+    images = list(torch.zeros((count, HEIGHT, WIDTH, 3), dtype=torch.uint8).permute(0, 3, 1, 2))
     slots = torch.empty((count, 3, 224, 224))
     seconds = []
-    for epoch in range(calls + WARM_UP_CALLS):
+    for step in range(WARM_UP_CALLS + CALLS * measurements):
         start = time.perf_counter()
-        runner.run_images(interleaved(images, stream), Keys(0, epoch, np.arange(count)), slots)
+        runner.run_images(interleaved(images, stream), Keys(0, 0, np.arange(count) + count * step), slots)
         seconds.append(time.perf_counter() - start)
-    return seconds[WARM_UP_CALLS:]
+    means: list[float] = np.array(seconds[WARM_UP_CALLS:]).reshape(measurements, CALLS).mean(axis=1).tolist()
+    return means
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--measurements", type=int, default=30)
     parser.add_argument("--out", type=Path, default=HERE / "host.csv")
     options = parser.parse_args(arguments)
-    driver.set_active(NoDriver())
+    torch.set_num_threads(1)
+    for kernel in ("sample", "warp_all", "adjust", "smooth"):  # which the first calls launch one by one
+        setattr(gpu_passes, kernel, lambda *_, **__: None)
     rows = []
     for recipe in options.recipes:
-        milliseconds = [1e3 * x for x in measure(recipe, options.batch, options.calls)]
+        milliseconds = [1e3 * x for x in measure(recipe, options.batch, options.measurements)]
         print(f"{recipe:9} {np.median(milliseconds):6.2f} ms, lowest {min(milliseconds):.2f}", flush=True)
         rows.append(row("gpuflow", f"{recipe} 224; batch={options.batch}", "host_ms", milliseconds, "ms"))
     write_results(options.out, rows)

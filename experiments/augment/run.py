@@ -60,10 +60,11 @@ class Missing(Exception):
 
 
 def of_gpuflow(recipe: str, device: torch.device) -> Run:
-    transform, epochs = gpuflow.transform(CONFIG, recipe, device=device), itertools.count()
+    transform, steps = gpuflow.transform(CONFIG, recipe, device=device), itertools.count()
 
     def run(images: Images) -> torch.Tensor:
-        result: torch.Tensor = transform(images, epoch=next(epochs), positions=range(len(images)))
+        first = next(steps) * len(images)
+        result: torch.Tensor = transform(images, epoch=0, positions=range(first, first + len(images)))
         return result
 
     return run
@@ -259,25 +260,17 @@ def photographs(count: int, device: torch.device) -> list[Images]:
 
 
 def seconds_of(run: Run, batches: Iterator[Images], seconds: float, device: torch.device) -> float:
-    """The time of one call: the mean over calls that take at least `seconds` together."""
-    taken, calls, start = 0.0, 0, time.perf_counter()
+    """The time of one call: the mean over calls that take at least `seconds` together.
+
+    On a GPU they are queued one after the other, as a training queues its work; the last one's end counts.
+    """
+    calls, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds or calls < 2:
-        images = next(batches)
-        if device.type == "cuda":
-            event: Any = torch.cuda.Event
-            begin, end = event(enable_timing=True), event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            run(images)
-            end.record()
-            end.synchronize()
-            taken += begin.elapsed_time(end) / 1000
-        else:
-            called = time.perf_counter()
-            run(images)
-            taken += time.perf_counter() - called
+        run(next(batches))
         calls += 1
-    return taken / calls
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
 
 
 def gpu_seconds_of(run: Callable[[], object], calls: int = 5) -> list[float]:
