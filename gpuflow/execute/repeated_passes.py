@@ -232,7 +232,8 @@ class _PassesOfOneSize:
         memory = self._memory
         if memory is None or memory.filled is not ahead:
             if memory is None or any(len(room) < len(a) for room, a in zip(memory.shared, ahead.shared, strict=True)):
-                memory = self._memory = self._allocate(plan, ahead)
+                with torch.inference_mode(mode=False):  # so that calls outside of inference mode can copy into it, too
+                    memory = self._memory = self._allocate(plan, ahead)
             for room, given in zip(memory.shared, ahead.shared, strict=True):
                 room[: len(given)].copy_(given)
             memory.filled = ahead
