@@ -109,7 +109,7 @@ class Normalize(s.Pointwise):
 def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
     import torch
 
-    levels = torch.arange(256, dtype=torch.uint8).to(torch.float32).mul_(1.0 / 255)
-    columns = torch.tensor(mean)[:, None], torch.tensor(std)[:, None]
+    levels = torch.arange(256, dtype=torch.uint8, device="cpu").to(torch.float32).mul_(1.0 / 255)
+    columns = [torch.tensor(values, dtype=torch.float32, device="cpu")[:, None] for values in (mean, std)]
     table = levels[None].sub(columns[0]).div_(columns[1]).to(getattr(torch, dtype))
     return (table if dtype == "float32" else table.view(torch.uint16)).numpy()

@@ -15,8 +15,8 @@ class NormalizeModule(torch.nn.Module):
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(mean)[:, None, None])
-        self.register_buffer("std", torch.tensor(std)[:, None, None])
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32, device="cpu")[:, None, None])
         self._dtype = dtype
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

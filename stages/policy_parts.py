@@ -65,7 +65,7 @@ class Range:
         if self.whole:
             import torch
 
-            steps = torch.arange(count) / ((count - 1) / (self.low - self.high))
+            steps = torch.arange(count, dtype=torch.float32, device="cpu") / ((count - 1) / (self.low - self.high))
             return (self.low - steps).round().double().numpy()
         return _linspace(self.low, self.high * {"": 1, "height": height, "width": width}[self.of], count)
 
@@ -74,7 +74,7 @@ class Range:
 def _linspace(low: float, high: float, count: int) -> NDArray[np.float64]:
     import torch
 
-    return torch.linspace(low, high, count).double().numpy()
+    return torch.linspace(low, high, count, dtype=torch.float32, device="cpu").double().numpy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SampleGenerator"]
+__all__ = ["SampleGenerator", "on_cpu"]
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Within it, tensors for which no device is named are on the CPU, also where a program has set another default."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 class SampleGenerator(TorchFunctionMode):
     """Passes each random function called inside the block a generator seeded here. Affects only this thread.
 
-    Numbers for a GPU are drawn on the CPU and copied, so that both devices get the same numbers.
+    Numbers for a GPU are drawn on the CPU and copied, so that both devices get the same numbers. See also `on_cpu`.
 
     It sees the functions that Python calls. A mode that sees the operators below them (TorchDispatchMode) is not safe
     with several threads: where two call an operator for the first time at once, torch 2.11 keeps the address of an
@@ -24,6 +30,16 @@ class SampleGenerator(TorchFunctionMode):
         super().__init__()
         self.used = False
         self._generator = torch.Generator().manual_seed(seed)
+        self._with_cpu = ExitStack()
+
+    def __enter__(self) -> SampleGenerator:
+        self._with_cpu.enter_context(on_cpu())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._with_cpu.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.__name__

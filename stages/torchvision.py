@@ -168,12 +168,15 @@ def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Any:
     import torch
     from torchvision.transforms import InterpolationMode, v2
 
+    from gpuflow.stages.sample_generator import on_cpu
+
     arguments: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters}
     if "interpolation" in arguments:
         arguments["interpolation"] = InterpolationMode(arguments["interpolation"])
     if "dtype" in arguments:
         arguments["dtype"] = getattr(torch, arguments["dtype"])
-    return getattr(v2, name)(**arguments)
+    with on_cpu():
+        return getattr(v2, name)(**arguments)
 
 
 @lru_cache(maxsize=256)
@@ -192,7 +195,7 @@ def _probe(
     out_dtype, drew = dtype, False
     for seed in range(_PROBE_SEEDS):
         with SampleGenerator(seed) as mode:
-            result = _build(name, parameters)(torch.zeros(shape, dtype=getattr(torch, dtype)))
+            result = _build(name, parameters)(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"))
         if not isinstance(result, torch.Tensor) or result.ndim != 3:
             raise ValueError("the result is not one CHW image")
         shapes.add(tuple(result.shape))

@@ -183,9 +183,9 @@ def noise_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
     images = black_images(count, image, torch.device("cpu"))
     generator = torch.Generator().manual_seed(count)
     if image.dtype == "uint8":
-        noise = torch.randint(0, 256, images.shape, dtype=torch.uint8, generator=generator)
+        noise = torch.randint(0, 256, images.shape, dtype=torch.uint8, device="cpu", generator=generator)
     else:
-        noise = torch.randn(images.shape, generator=generator)
+        noise = torch.randn(images.shape, device="cpu", generator=generator)
     return images.copy_(noise).to(device)
 
 

@@ -87,7 +87,7 @@ class DeviceStream:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Pinned host memory, which the GPU copies from directly. torch keeps it until copies begun by torch end."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def send(self, host: torch.Tensor) -> torch.Tensor:
         """Queue a copy to the device and return it; copying from pinned memory does not block the host."""

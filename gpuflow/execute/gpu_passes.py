@@ -121,7 +121,7 @@ class DevicePasses:
     def _table(self, one: Pass) -> torch.Tensor:
         """The pass's table as a tensor [C, 256] in the dtype of its result; the identity if it has none."""
         if one.table is None:
-            return torch.arange(256, dtype=torch.uint8).expand(one.result.shape[2], 256).contiguous()
+            return torch.arange(256, dtype=torch.uint8, device="cpu").expand(one.result.shape[2], 256).contiguous()
         table = torch.from_numpy(one.table)
         return table.view(getattr(torch, one.result.dtype)) if table.dtype == torch.uint16 else table
 

@@ -63,11 +63,11 @@ def send_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch
     pinned = device.type == "cuda"
     if len(arrays) == 1:
         (array,) = arrays
-        host = torch.empty(array.shape, dtype=_torch_dtype(array.dtype), pin_memory=pinned)
+        host = torch.empty(array.shape, dtype=_torch_dtype(array.dtype), device="cpu", pin_memory=pinned)
         host.numpy()[...] = array
         return [host.to(device, non_blocking=True)]
     starts, size = layout(arrays)
-    block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     write(block.numpy(), starts, arrays)
     return tensors_in(block.to(device, non_blocking=True), starts, arrays)
 

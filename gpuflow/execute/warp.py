@@ -373,7 +373,7 @@ def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, 
         shares = [
             np.minimum(np.minimum(at + 1, side - at), 1).astype(np.float32) for at, side in ((x, width), (y, height))
         ]
-        fill = torch.tensor(lookup.fill, dtype=torch.float32)[:, None, None]
+        fill = torch.tensor(lookup.fill, dtype=torch.float32, device="cpu")[:, None, None]
         sampled = (sampled - fill) * torch.from_numpy(shares[0] * shares[1]) + fill
     np.copyto(out, sampled.round_().to(torch.uint8).permute(1, 2, 0).numpy())
 
@@ -385,7 +385,8 @@ def _as_floats(image: NDArray[np.uint8]) -> torch.Tensor:
     is, so the result is the same for any part of an image. What is further to the right or below is undefined.
     """
     height, width, channels = image.shape
-    planes = torch.empty((1, channels, *(1 << (side + 1).bit_length() for side in (height, width))))
+    sides = (1 << (side + 1).bit_length() for side in (height, width))
+    planes = torch.empty((1, channels, *sides), dtype=torch.float32, device="cpu")
     planes[0, :, :height, :width] = torch.from_numpy(image).permute(2, 0, 1)
     planes[0, :, height : height + 2, : width + 2] = 0
     planes[0, :, :height, width : width + 2] = 0

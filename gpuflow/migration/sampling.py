@@ -102,7 +102,7 @@ class SamplerDraws:
         assert dataloader.batch_sampler is not None
         iterator = iter(dataloader.batch_sampler)
         if not (self._begun and dataloader.persistent_workers):  # the seed of a DataLoader's workers
-            torch.empty((), dtype=torch.int64).random_(generator=dataloader.generator)
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=dataloader.generator)
         self._begun = True
         batches = [list(batch) for batch in islice(iterator, count + 1)]
         sizes = [len(batch) for batch in batches]

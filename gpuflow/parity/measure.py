@@ -88,7 +88,8 @@ class Scale:
         assert height is not None and width is not None
         if program.result.dtype == "uint8":
             shape = channels, 1, 1
-            return cls(torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64), 0.0)
+            black = torch.zeros(shape, dtype=torch.float64, device="cpu")
+            return cls(black, black + 1, 0.0)
         last = program.pipeline.stages[-1]
         table = last.table() if isinstance(last, Pointwise) else None
         if table is not None:

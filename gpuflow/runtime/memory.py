@@ -45,7 +45,7 @@ def pinned(size: int) -> NDArray[np.uint8]:
     """Allocate `size` bytes of pinned memory, which a GPU copies from directly."""
     import torch
 
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,10 +312,10 @@ def _check(
     shape = (_RANDOM_IMAGES, *real.shape[1:])
     generator = torch.Generator().manual_seed(0)
     if folded:
-        noise = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        noise = torch.randint(0, 256, shape, dtype=torch.uint8, device="cpu", generator=generator)
         references = (noise, model), (full, trained)
     else:
-        noise = torch.randn(shape, generator=generator).to(real.dtype)
+        noise = torch.randn(shape, device="cpu", generator=generator).to(real.dtype)
         references = (noise, trained), (full, trained)
     checks = []
     with closing(open_engine(ModelSpec(file=str(path), batch=_BATCH), image=program.result, device=_CPU)) as engine:

@@ -56,7 +56,7 @@ def _values_of_levels(pipeline: Pipeline) -> torch.Tensor | None:
     modules: list[Any] = [stage.module() for stage in pipeline.stages[last:]]
     if None in modules:
         return None
-    levels = torch.arange(256, dtype=torch.uint8).expand(1, specs[last].shape[2], 1, 256)
+    levels = torch.arange(256, dtype=torch.uint8, device="cpu").expand(1, specs[last].shape[2], 1, 256)
     for module in modules:
         levels = module(levels)
     values: torch.Tensor = levels[0, :, 0].float()

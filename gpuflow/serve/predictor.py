@@ -176,7 +176,7 @@ class Predictor:
         logits = [prediction.logits for prediction in found]
         if is_one:
             return logits[0]
-        return torch.stack(logits) if logits else torch.empty(0, len(self.classes or ()))
+        return torch.stack(logits) if logits else torch.empty(0, len(self.classes or ()), device="cpu")
 
     def predict(self, images: Iterable[Image]) -> list[Prediction | BadSampleError]:
         """The prediction for each image, or why it cannot be read or decoded.
@@ -257,7 +257,7 @@ class Predictor:
         batch = torch.empty(
             (len(found), channels, height, width),
             dtype=getattr(torch, self.image.dtype),
-            device=found[0].device if found else None,
+            device=found[0].device if found else "cpu",
         )
         if self.image.layout != "nchw":
             batch = batch.to(memory_format=torch.channels_last)

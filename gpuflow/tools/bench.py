@@ -195,7 +195,7 @@ def _spdl(job: Job) -> Iterable[int]:
 
     def collate(items: list[tuple[Any, int]]) -> Any:
         images, labels = zip(*items, strict=True)
-        return torch.stack(images), torch.tensor(labels)
+        return torch.stack(images), torch.tensor(labels, device="cpu")
 
     builder: Any = PipelineBuilder()
     pipeline = (

@@ -394,7 +394,7 @@ def _gpu_rate(batch: Sequence[tuple[NDArray[np.uint8], int, int]], backend: str)
 
     lengths = np.array([data.size for data, _, _ in batch], np.uint64)
     starts = np.cumsum(lengths) - lengths
-    pinned = torch.empty(int(lengths.sum()), dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(int(lengths.sum()), dtype=torch.uint8, device="cpu", pin_memory=True)
     np.concatenate([data for data, _, _ in batch], out=pinned.numpy())
     rows = np.array([(height, 3 * width) for _, height, width in batch], np.uint64)
     sizes = (rows[:, 0] * rows[:, 1] + np.uint64(_ALIGN - 1)) // np.uint64(_ALIGN) * np.uint64(_ALIGN)

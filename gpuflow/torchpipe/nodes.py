@@ -43,7 +43,7 @@ _MAX_BATCH = 2
 _FILE_THREADS = 16
 """The largest number of threads that check or rewrite the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
-_EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
+_EMPTY, _CANCELLED = torch.empty(0, device="cpu"), PredictorError("cancelled")
 _LONGEST_DECODE_SECONDS = 60.0
 """A decoder that takes longer for an image hangs: one of 50 million pixels takes about four seconds."""
 _ONE = Keys(0, 0, np.zeros(1, np.int64))

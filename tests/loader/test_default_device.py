@@ -1,0 +1,57 @@
+"""A program's `torch.set_default_device` and `set_default_dtype` change nothing that a pipeline gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import pytest
+
+from tests.datasets import TRAIN, pixels, python, write_config
+
+SCRIPT = """
+import sys, torch, gpuflow
+from tests.datasets import pixels
+torch.set_default_device(sys.argv[1])
+torch.set_default_dtype(getattr(torch, sys.argv[2]))
+for path in sys.argv[3:]:
+    with gpuflow.load(path, device="cpu") as loader:
+        for batch in loader:
+            print(batch.images.double().sum().item(), batch.labels.double().sum().item())
+        loader.load_state_dict(loader.state_dict())
+images = [torch.from_numpy(pixels(0, i)).permute(2, 0, 1) for i in range(5)]
+with gpuflow.transform(sys.argv[3], device="cpu") as transform:  # on this thread
+    print(transform(images, epoch=0, positions=range(5)).double().sum().item())
+"""
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("meta", "float32"), ("cpu", "float64")])
+def test_nothing_depends_on_torchs_defaults(tmp_path: Path, device: str, dtype: str) -> None:
+    for label in range(2):
+        (tmp_path / "photos" / f"class{label}").mkdir(parents=True)
+        for number in range(4):
+            name = tmp_path / "photos" / f"class{label}" / f"{number}.png"
+            cv2.imwrite(str(name), pixels(label, number))
+    policies: list[Any] = [
+        {"decode": {}},
+        {"affine": {"degrees": 20, "fill": 9}},
+        {"random_resized_crop": {"size": 24}},
+        {"rand_augment": {}},
+        {"trivial_augment": {}},
+        {"normalize": {"dtype": "bfloat16"}},
+    ]
+    # torchvision's draws differ with the default dtype, as they do without gpuflow.
+    opaque: list[Any] = [{"torchvision": {"name": "RandomErasing", "p": 0.9}}] if dtype == "float32" else []
+    policies[3:3] = opaque
+    photos = tmp_path / "photos"
+    paths = [
+        write_config(tmp_path / "policies.yaml", photos, train=policies, run={"threads": 1}),
+        write_config(tmp_path / "mixed.yaml", photos, train=[*TRAIN, {"mixup": {"alpha": 0.2}}]),
+    ]
+    plain, other = (
+        python(SCRIPT, *arguments, *map(str, paths), cwd=Path(__file__).parents[2])
+        for arguments in (("cpu", "float32"), (device, dtype))
+    )
+    assert other.returncode == 0, other.stderr
+    assert len(plain.stdout.splitlines()) == 5 and other.stdout == plain.stdout
