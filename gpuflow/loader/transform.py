@@ -260,12 +260,16 @@ class _CpuRunner:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid, self._runners = os.getpid(), CpuRunners(self._program)
+        self._runners = CpuRunners(self._program)
         shape, dtype = slot_of(self._program)
         self._results, self._largest = SlotPool((0, *shape), dtype, _KEPT_BATCHES), 0
         self._pool: DaemonPool | None = None
+        self._pid = os.getpid()
 
     def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
+        if self._pid != os.getpid():  # in a forked child, without its parent's threads, which may have held these locks
+            self._lock = threading.Lock()
+            self._begin()
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
         memory = self._memory(len(arrays))
         slots = slots_of(self._program, memory)
@@ -319,10 +323,7 @@ class _CpuRunner:
                 future.cancel()
 
     def _workers(self, pieces: int) -> tuple[CpuRunners, DaemonPool | None]:
-        """Runners, and threads if there are several pieces. A forked child has none of its parent's threads."""
-        if self._pid != os.getpid():
-            self._lock = threading.Lock()  # which a thread of the parent may have held
-            self._begin()
+        """Runners, and threads if there are several pieces."""
         with self._lock:
             if pieces > 1 and self._pool is None:
                 self._pool = DaemonPool(self._threads, "transform", lambda: use_torch_threads(1))

@@ -262,14 +262,20 @@ def test_an_error_of_a_stage_is_raised_as_it_is(photos: Path, tmp_path: Path, mo
 
 
 FORK = """
-import os, sys, torch, gpuflow
+import os, signal, sys, torch, gpuflow
 images = torch.randint(256, (7, 3, 40, 44), dtype=torch.uint8)
 transform = gpuflow.transform(sys.argv[1])
 expected = transform(images, epoch=0, positions=range(7))
+locks = transform._runner._lock, transform._runner._results._lock
+for lock in locks:
+    lock.acquire()  # as another thread may at this moment
 if (child := os.fork()) == 0:
+    signal.alarm(20)
     print(torch.equal(transform(images, epoch=0, positions=range(7)), expected), flush=True)
     os._exit(0)
 os.waitpid(child, 0)
+for lock in locks:
+    lock.release()
 """
 
 
