@@ -74,10 +74,14 @@ class Progress:
 
 
 class EpochIterator(Iterator[Batch]):
-    """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it."""
+    """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it.
+
+    loader: is not collected, and so not closed, before the epoch has ended: a `for` may hold nothing but this iterator.
+    """
 
     def __init__(
         self,
+        loader: object,
         plan: LoaderPlan,
         feed: Feed,
         stats: Stats,
@@ -86,6 +90,7 @@ class EpochIterator(Iterator[Batch]):
         epoch: int,
         steps: EpochSteps,
     ) -> None:
+        self._loader: object = loader
         self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
         self._epoch, self._steps = epoch, steps
         self._in_use, stream = in_use, self._stream
@@ -250,6 +255,7 @@ class EpochIterator(Iterator[Batch]):
             self._run.stop()
         else:
             self._run.request_stop()
+        self._loader = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` is None at the end
         """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""

@@ -150,7 +150,7 @@ class Loader:
         self._stats.start_epoch(epoch)
         steps = self._steps.begin(epoch, start)
         self._plan.bad.begin_epoch(len(steps) * self.batch_size)
-        iterator = EpochIterator(self._plan, self._feed, self._stats, self._progress, self._in_use, epoch, steps)
+        iterator = EpochIterator(self, self._plan, self._feed, self._stats, self._progress, self._in_use, epoch, steps)
         self._progress.begin()
         self._active = weakref.ref(iterator)
         return iterator

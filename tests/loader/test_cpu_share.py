@@ -500,7 +500,7 @@ def test_three_batches_are_in_use_at_most_whatever_the_epoch(
     with feed_of(source, None) as (feed, _, _):
         stats, progress, state = Stats(*feed.meters), iterator.Progress(), BatchesInUse()
         for epoch in range(4):
-            batches = iterator.EpochIterator(feed._plan, feed, stats, progress, state, epoch, steps)
+            batches = iterator.EpochIterator(None, feed._plan, feed, stats, progress, state, epoch, steps)
             if way == "next":
                 for _ in range(len(steps)):
                     next(batches)

@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,6 +135,24 @@ ENDS = [
 def test_nothing_is_left_behind(end: Callable[[gpuflow.Loader], None], config: Path, tmp_path: Path) -> None:
     with nothing_left_behind():
         end(gpuflow.load(config, overrides=[f"run.bad_file={tmp_path / 'bad.jsonl'}"]))
+
+
+@pytest.mark.parametrize("last", [2, 20])  # of the steps 0 to 19
+def test_a_loader_that_only_its_loop_holds_is_closed_when_the_loop_ends(last: int) -> None:
+    """As in `for images, labels in gpuflow.load(file)`."""
+    closed = threading.Event()
+
+    def loader() -> gpuflow.Loader:
+        made = loader_of(MemorySource.of(60), batch_size=3)
+        weakref.finalize(made, closed.set)
+        return made
+
+    with nothing_left_behind():
+        for batch in loader():
+            assert not closed.is_set()
+            if batch.step == last:
+                break
+        assert closed.is_set()
 
 
 def test_a_break_ends_the_threads_and_does_not_wait_for_them(config: Path) -> None:
