@@ -114,7 +114,7 @@ class RankAgreement:
         Raises:
             LoaderError: they differ.
         """
-        if self._key is None:
+        if self._key is None or group_ranks() is None:  # the group may have been destroyed since the first loop
             return
         self._loops += 1
         rank, own = self._plan.rank, f"epoch {epoch} at sample {position:,}"

@@ -152,8 +152,12 @@ def main(rank: int, directory: Path) -> None:
     if rank == 1:
         report["second"] = loaded(own, "val")
     dist.barrier()
+    with gpuflow.load(same) as loader:
+        seen(loader)
+        dist.barrier()
+        dist.destroy_process_group()
+        report["without_the_group"] = {"samples": seen(loader)}
     (directory / f"{rank}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
 
 
 def with_environment_and_arguments(config: Path, rank: int) -> dict[str, Any]:

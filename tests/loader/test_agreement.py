@@ -89,6 +89,12 @@ def test_ranks_share_what_they_find_out_about_files(reports: Reports) -> None:
     assert each(reports, "checks") == [{"found": shared}] * RANKS
 
 
+def test_a_loader_goes_on_after_the_group_was_destroyed(reports: Reports) -> None:
+    """As for a last validation."""
+    found = each(reports, "without_the_group")
+    assert sorted(found[0]["samples"] + found[1]["samples"]) == list(range(PHOTOS))
+
+
 def test_arguments_win_over_the_group(reports: Reports) -> None:
     for rank, one in enumerate(each(reports, "subgroup")):
         assert (one["rank"], sorted(one["samples"]), one["warnings"]) == ([0, 1], list(range(PHOTOS)), []), rank
