@@ -196,9 +196,10 @@ class EpochIterator(Iterator[Batch]):
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:
-                if self._plan.world_size == 1:
+                steps = self._plan.steps  # of a wrapped DataLoader, these alone know of other ranks
+                if steps.world_size == 1:
                     return None
-                where = f" on rank {self._plan.rank}"
+                where = f" on rank {steps.rank}"
                 raise step_without_batch(assembly.step, self._epoch, "all ranks make the same steps", where=where)
             images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
         labels, valid, indices = rows

@@ -226,6 +226,28 @@ def test_a_bad_sample_is_replaced_by_one_of_the_sampler_and_no_batch_is_dropped(
         assert caught.value.path == str(files[2])
 
 
+@pytest.mark.filterwarnings("ignore:1 of 4 samples are bad so far:UserWarning")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_of_bad_samples_alone_is_left_out_on_one_rank_and_an_error_on_several(
+    ranks: int, tmp_path: Path, config: Path
+) -> None:
+    """On several ranks the others would wait for this one."""
+    truncate(make_photos(tmp_path, classes=1, each=4)[1])
+    photos = ImageFolder(str(tmp_path), loader=gpuflow.bytes_loader)
+    sampler: Any = DistributedSampler(photos, num_replicas=ranks, rank=ranks - 1, shuffle=False)
+    dataloader = DataLoader(photos, batch_size=1, sampler=sampler)
+    with gpuflow.wrap(dataloader, config, overrides=["run.on_error=skip"]) as loader:
+        if ranks == 1:
+            assert [batch.indices.tolist() for batch in loader] == [[0], [2], [3]]
+            return
+        with pytest.raises(LoaderError) as caught:
+            list(loader)
+    assert str(caught.value) == (
+        "step 0 of epoch 0 holds nothing but bad samples on rank 1, and all ranks make the same steps; run `gpuflow "
+        "scan` to list them, or set on_error: replace"
+    )
+
+
 class Encoded(Dataset[tuple[bytes, int]]):
     """Samples that only the dataset can give. `fault`: raised by sample 3, once it is read in an epoch."""
 
