@@ -103,6 +103,9 @@ def test_thirty_two_shards_stay_open(tmp_path: Path) -> None:
     assert [open_descriptors(path) for path in paths] == [0] * 8 + [1] * 32
     storage.close()
     assert not any(map(open_descriptors, paths))
+    read = [storage.read_ranges([shard], [0], [1], lambda size: np.zeros(size, np.uint8)) for shard in shards]
+    assert [payload.errors for payload in read] == [[None]] * 40, "by a thread of an epoch that is being ended"
+    assert not any(map(open_descriptors, paths)), "none stays open after the storage was closed"
 
 
 def test_remote_classes_and_images_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:

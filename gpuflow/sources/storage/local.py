@@ -242,7 +242,9 @@ class _FilePool:
                     os.close(idle.descriptor)
 
     def close(self) -> None:
+        """Close all files. One that a thread still reads, or opens later, is closed when no thread reads from it."""
         with self._lock:
+            self._limit = 0
             for file in self._files.values():
                 if not file.users:
                     os.close(file.descriptor)
