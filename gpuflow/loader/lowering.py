@@ -40,7 +40,7 @@ from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.admission import Admission, Completion
 from gpuflow.runtime.metrics import Meter, oldest_operation
-from gpuflow.runtime.threads import DaemonPool, QuickSwitching
+from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lock
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import ChunkRunner
@@ -106,9 +106,13 @@ class Feed:
             raise self.error_in_child()
         self._pid, self._begun = os.getpid(), True
         self.workers.start()
-        torch_threads = torch.get_num_threads()
         try:
-            run = EpochRun(functools.partial(self._begin, epoch, steps, in_flight), self.culprit)
+            with torch_threads_lock():
+                torch_threads = torch.get_num_threads()
+                try:
+                    run = EpochRun(functools.partial(self._begin, epoch, steps, in_flight), self.culprit)
+                finally:
+                    torch.set_num_threads(torch_threads)  # undo what _begin_thread did to threads yet to come
         except GpuflowError:
             raise
         except (OSError, RuntimeError, MemoryError) as error:
@@ -116,8 +120,6 @@ class Feed:
                 f"epoch {epoch} cannot begin: {str(error) or type(error).__name__}; lower run.threads, or raise this "
                 "process's limits of threads (ulimit -u, a container's pids), open files (ulimit -n) and memory"
             ) from error
-        finally:
-            torch.set_num_threads(torch_threads)  # undo what _begin_thread did to threads yet to come
         self._owners = [*filter(threading.Thread.is_alive, self._owners), run.owner]
         return run
 

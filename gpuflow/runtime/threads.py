@@ -6,6 +6,7 @@ mount would hang the interpreter.
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -15,11 +16,12 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["DaemonPool", "QuickSwitching", "use_torch_threads"]
+__all__ = ["DaemonPool", "QuickSwitching", "torch_threads_lock", "use_torch_threads"]
 
 _START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
-_torch_lock = threading.Lock()
+_torch_locks: dict[int, threading.Lock] = {}
+"""By process. A forked child needs its own: its parent's may be held in it for ever."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,6 +128,11 @@ def _cancel(future: Future[Any]) -> None:
         future.set_running_or_notify_cancel()
 
 
+def torch_threads_lock() -> threading.Lock:
+    """The lock to hold while torch's default number of threads is another one, until it is set back."""
+    return _torch_locks.setdefault(os.getpid(), threading.Lock())
+
+
 def use_torch_threads(count: int) -> None:
     """Make torch use `count` threads for what it computes on this thread. OpenMP threads spin for a while after work.
 
@@ -135,7 +142,7 @@ def use_torch_threads(count: int) -> None:
 
     if torch.get_num_threads() == count:  # which also ties this thread to the default, so that what is set next stays
         return
-    with _torch_lock, DaemonPool(1, "torch_threads") as other:
+    with torch_threads_lock(), DaemonPool(1, "torch_threads") as other:
         default = other.submit(torch.get_num_threads).result(_START_SECONDS)
         torch.set_num_threads(count)
         other.submit(torch.set_num_threads, default).result(_START_SECONDS)

@@ -388,6 +388,38 @@ def test_torchs_threads_are_left_as_they_are(config: Path) -> None:
     assert torch.get_num_threads() == before
 
 
+def test_torchs_threads_are_left_as_they_are_where_several_threads_begin_epochs() -> None:
+    """As where two models are trained, or one is validated, on threads of their own."""
+    done = python(SEVERAL)
+    assert done.stdout == "{4}\n", done.stderr
+
+
+SEVERAL = """
+import threading, torch
+from tests.datasets import MemorySource, loader_of
+torch.set_num_threads(4)
+found = set()
+
+def train():
+    with loader_of(MemorySource.of(8)) as loader:
+        for _ in range(3):
+            for _ in loader:
+                pass
+            found.add(torch.get_num_threads())
+
+for _ in range(8):
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+last = threading.Thread(target=lambda: found.add(torch.get_num_threads()))
+last.start()
+last.join()
+print(found)
+"""
+
+
 def test_a_generator_that_yields_from_a_loader_can_be_closed() -> None:
     with nothing_left_behind():
         loader = loader_of(MemorySource.of(24))
