@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 import numpy as np
 import torch
@@ -118,6 +118,12 @@ class Transform:
     def preprocessing(self) -> str:
         """The fingerprint of the pipeline's stages and all their parameters, 16 hex digits, as a loader's."""
         return self._program.pipeline.fingerprint
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a transform cannot be pickled or copied: it has threads; make it in the process that calls it, as in the "
+            "worker_init_fn of a DataLoader"
+        )
 
     def __repr__(self) -> str:
         return f"<gpuflow.Transform {self._program.pipeline!r}; on {self.device}>"

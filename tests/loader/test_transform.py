@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +285,19 @@ def test_it_works_in_a_forked_child(photos: Path, tmp_path: Path) -> None:
     """As in a worker of a DataLoader that runs it on what it collates."""
     done = python(FORK, str(config_of(tmp_path, photos)))
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_one_that_is_sent_to_another_process_says_what_to_do(
+    send: Callable[[object], object], photos: Path, tmp_path: Path
+) -> None:
+    """As a DataLoader does whose workers are not forked."""
+    with gpuflow.transform(config_of(tmp_path, photos)) as transform, pytest.raises(TypeError) as caught:
+        send(transform)
+    assert str(caught.value) == (
+        "a transform cannot be pickled or copied: it has threads; make it in the process that calls it, as in the "
+        "worker_init_fn of a DataLoader"
+    )
 
 
 def test_a_pipeline_that_cannot_run_so_is_refused(photos: Path, tmp_path: Path) -> None:
