@@ -22,6 +22,8 @@ __all__ = ["decode_optional", "missing_library"]
 _EXTRA = "formats"
 _PILLOW_LACKS_MEMORY = ("out of memory", "decoder error -9")
 """How the texts of Pillow's OSErrors for its codecs' status -9 begin; they have no errno."""
+_INTERPRETATION_TAG, _WHITE_IS_ZERO = 0x0106, 0
+"""A TIFF's photometric interpretation, and its value in gray files whose level 0 is white."""
 _Decoder = Callable[[bytes, Header, bool], NDArray[np.uint8]]
 """Decodes bytes with this header, with alpha or without."""
 
@@ -107,7 +109,9 @@ def _by_pillow(name: str) -> _Decoder:
 def _levels(image: Any, alpha: bool) -> NDArray[np.uint8]:
     """The pixels of a loaded Pillow image as `decode_optional` returns them."""
     if image.mode.startswith("I;16"):
-        return (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)[..., None]
+        levels = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)[..., None]
+        white_is_zero = image.format == "TIFF" and image.tag_v2.get(_INTERPRETATION_TAG) == _WHITE_IS_ZERO
+        return 255 - levels if white_is_zero else levels  # Pillow inverts only levels of up to 8 bits
     if image.mode in ("I", "F", "LAB", "HSV"):
         refuse(f"pixels of Pillow's mode {image.mode}, which have no 8-bit levels; convert this image")
     opaque = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"

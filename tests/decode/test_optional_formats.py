@@ -119,6 +119,11 @@ FILES: dict[str, File] = {
     "tiff, gray of 16 bits": File(
         "tiff", pil("TIFF", Image.fromarray(DEEP[..., 0].copy())), np.dstack([HIGH[..., 0]] * 3)
     ),
+    "tiff, gray of 16 bits whose 0 is white": File(
+        "tiff",
+        lambda: tag(encode(Image.fromarray(~DEEP[..., 0]), "TIFF"), 262, value=0),
+        np.dstack([HIGH[..., 0]] * 3),
+    ),
     "tiff, two pages": File("tiff", pil("TIFF", save_all=True, append_images=[NEGATIVE]), PIXELS),
     "tiff, big": File("tiff", pil("TIFF", big_tiff=True), PIXELS),
     "gif": File("gif", pil("GIF", PALETTE), on_rgb(PALETTE)),
