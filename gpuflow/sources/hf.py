@@ -302,7 +302,7 @@ class _Reader:
 
     def _image_column(self, name: str | None) -> str:
         """The column of images of this name, or that there is. Raises SourceError."""
-        of_images = [field.name for field in self._schema if is_of_bytes(field.type)]
+        of_images = [field.name for field in self._schema if is_of_bytes(field.type, self._tables[0])]
         if name is None:
             called = [column for column in of_images if _get(self._features, column, "_type") == "Image"] or of_images
             name = "image" if "image" in of_images or len(called) != 1 else called[0]
@@ -392,7 +392,7 @@ class _Reader:
         pa = pyarrow()
         stored, names = self._schema.field(column).type, self._class_names(column)
         kind = stored.value_type if pa.types.is_dictionary(stored) else stored
-        if not any(test(kind) for test in (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)):
+        if not (pa.types.is_integer(kind) or _is_text(kind)):
             raise SourceError(
                 f"{self._where}: the column {column!r} must hold a class of each sample, a number or a name, got "
                 f"{kind}; declare fields with a label of another kind, or without one"
@@ -527,7 +527,13 @@ def _is_plain(kind: Any) -> bool:
     types = pyarrow().types
     if types.is_struct(kind):
         return all(_is_plain(field.type) for field in kind)
-    if any(test(kind) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_dictionary)):
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if types.is_dictionary(kind) or any(test(kind) for test in lists):
         return _is_plain(kind.value_type)
-    simple = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
-    return any(test(kind) for test in simple) or types.is_null(kind)
+    simple = (types.is_integer, types.is_floating, types.is_boolean, types.is_null, _is_text)
+    return any(test(kind) for test in simple)
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow().types
+    return any(test(kind) for test in (types.is_string, types.is_large_string, types.is_string_view))

@@ -203,6 +203,8 @@ def _group(array: Any) -> tuple[_Group, int]:
     pa = pyarrow()
     if pa.types.is_struct(array.type):
         array = array.flatten()[array.type.get_field_index("bytes")]
+    if pa.types.is_binary_view(array.type):
+        array = array.cast(pa.large_binary())
     wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
     _, offsets, data = array.buffers()
     all_offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
@@ -211,13 +213,14 @@ def _group(array: Any) -> tuple[_Group, int]:
     return _Group(all_offsets.astype(np.int64), values, valid), 0 if data is None else data.address
 
 
-def is_of_bytes(kind: Any) -> bool:
-    """Whether a column of this type can hold encoded images."""
-    pa = pyarrow()
-    if pa.types.is_struct(kind):
+def is_of_bytes(kind: Any, table: Table) -> bool:
+    """Whether a column of this type of a table can hold encoded images."""
+    types = pyarrow().types
+    if types.is_struct(kind):
         place = kind.get_field_index("bytes")
-        return place >= 0 and is_of_bytes(kind.field(place).type)
-    return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary))
+        return place >= 0 and is_of_bytes(kind.field(place).type, table)
+    views = types.is_binary_view(kind) and isinstance(table, _ParquetTable)  # in Arrow's files they are no ranges
+    return views or types.is_binary(kind) or types.is_large_binary(kind)
 
 
 def open_cells(tables: Sequence[Table], storage: Storage, column: str, window: int | None) -> Cells:

@@ -135,6 +135,31 @@ def test_columns_that_are_written_as_a_dictionary(write: Write, tmp_path: Path) 
 
 
 @with_pyarrow
+@forms
+def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll) -> None:
+    """As pyarrow makes them of polars' tables, and DataFusion by default."""
+    import pyarrow as pa
+
+    data = [jpeg(0, 0), None, jpeg(0, 1)]
+    names = pa.array(["b", "a", "b"], pa.string_view())
+    tags = pa.array([["b"], [], ["a", "b"]], pa.list_view(pa.string_view()))
+    columns = {"image": pa.array(data, pa.binary_view()), "label": names, "tags": tags}
+    path = str(write(tmp_path / "x.parquet", columns))
+    if write is write_saved:
+        with pytest.raises(SourceError, match=r"'image' must hold encoded images \(bytes, .*\), got binary_view"):
+            open_source(SourceSpec(hf=path))
+        columns["image"] = pa.array(data, pa.large_binary())
+        path = str(write(tmp_path / "y.parquet", columns))
+    source = open_source(SourceSpec(hf=path))
+    assert (source.classes, source.labels.tolist()) == (("a", "b"), [1, 0, 1])
+    assert read_all(source, [2, 1, 0]) == [data[2], "has no image: its cell is null", data[0]]
+    fields = {"label": {"kind": "classes", "column": "tags"}, "text": {"column": "label"}}
+    source = open_source(SourceSpec(hf=path, fields=fields))
+    assert (source.classes, source.labels.tolist()) == (("a", "b"), [[0, 1], [0, 0], [1, 1]])
+    assert records_of(source, range(3)).columns["text"] == ["b", "a", "b"]
+
+
+@with_pyarrow
 @pytest.mark.parametrize("keys", [{}, {"fields": {"image": None, "label": {"kind": "number"}}}])
 def test_a_column_that_a_file_has_twice(keys: dict[str, Any], tmp_path: Path) -> None:
     import pyarrow as pa
