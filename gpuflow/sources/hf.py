@@ -255,18 +255,14 @@ class _Reader:
     def __init__(self, spec: SourceSpec, tables: Sequence[Table], storage: LocalStorage) -> None:
         self._spec, self._tables, self._storage = spec, tables, storage
         self._ends = np.cumsum([table.rows for table in tables])
-        self._schema, self._features = tables[0].schema, features_of(tables[0].schema)
+        self._schema, self._all_features = tables[0].schema, [features_of(table.schema) for table in tables]
+        self._features = self._all_features[0]
         self._where, self._locate = str(spec.hf), Locate(self._place)
         for table in tables[1:]:
             if table.form != tables[0].form:
                 raise SourceError(
                     f"{table.shard.path}: must be an {tables[0].form} file like {tables[0].shard.path}, got "
                     f"{table.form}; name the files of one form: source.hf: 'DIRECTORY/*.parquet'"
-                )
-            if not table.schema.equals(self._schema) or features_of(table.schema) != self._features:
-                raise SourceError(
-                    f"{table.shard.path}: must have the columns of {tables[0].shard.path}, with the same types and "
-                    "classes, and has others; write them again, or name one of them"
                 )
 
     def _place(self, i: int) -> str:
@@ -340,9 +336,31 @@ class _Reader:
             raise SourceError(
                 f"{self._where}: must have the column {whole!r} once, got {', '.join(names)}; rename or remove one"
             )
+        for table, features in zip(self._tables, self._all_features, strict=True):
+            self._check_same(table, features, whole)
         if column not in names:
             name, _, member = column.partition(".")
             self._check_member(name, member, self._schema.field(name).type)
+
+    def _check_same(self, table: Table, features: Mapping[str, Any], column: str) -> None:
+        """Raise SourceError unless a table has a column as the first table has it."""
+        here, first = table.shard.path, self._tables[0].shard.path
+        if (count := table.schema.names.count(column)) != 1:
+            raise SourceError(
+                f"{here}: must have the column {column!r} once, as {first} has it, got {count or 'none'} among "
+                f"{', '.join(table.schema.names)}; write it again, or name one of these files"
+            )
+        kind, wanted = table.schema.field(column).type, self._schema.field(column).type
+        if kind != wanted:
+            raise SourceError(
+                f"{here}: the column {column!r} must be {wanted}, as in {first}, got {kind}; write it again, or name "
+                "one of these files"
+            )
+        if features.get(column) != self._features.get(column):
+            raise SourceError(
+                f"{here}: the column {column!r} must have the features and classes that it has in {first}; write it "
+                "again, or name one of these files"
+            )
 
     def _check_member(self, column: str, member: str, kind: Any) -> None:
         """Raise SourceError unless the structures in a column, or in its lists, have this member."""

@@ -135,6 +135,35 @@ def test_columns_that_are_written_as_a_dictionary(write: Write, tmp_path: Path) 
 
 
 @with_pyarrow
+def test_files_must_agree_in_the_columns_that_are_read(tmp_path: Path, read_all: ReadAll) -> None:
+    """Not in others, in their order, or in whether a column may hold nulls."""
+    import pyarrow as pa
+
+    data = [jpeg(0, i) for i in range(4)]
+    features = {"label": {"_type": "ClassLabel", "names": ["a", "b"]}}
+    write_parquet(tmp_path / "0.parquet", {"image": data[:2], "label": [0, 1], "note": ["x", "y"]}, features)
+    schema = pa.schema([("note", pa.null()), pa.field("label", pa.int64(), nullable=False), ("image", pa.binary())])
+    schema = schema.append(pa.field("more", pa.int64()))
+    rows = pa.table([pa.nulls(2), pa.array([1, 0]), pa.array(data[2:]), pa.array([1, 2])], schema=schema)
+    write_parquet(tmp_path / "1.parquet", rows, features)
+    source = open_source(SourceSpec(hf=str(tmp_path)))
+    assert (source.classes, source.labels.tolist()) == (("a", "b"), [0, 1, 1, 0])
+    assert read_all(source, [3, 2, 1, 0]) == data[::-1]
+    fields = {"image": None, "text": {"column": "note"}}
+    with pytest.raises(SourceError, match=r"1\.parquet: the column 'note' must be string, .*0\.parquet, got null;"):
+        open_source(SourceSpec(hf=str(tmp_path), fields=fields))
+    others: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
+        ({"image": data, "text": list("abab")}, features, "must have the column 'label' once, .* got none"),
+        ({"image": data, "label": pa.array([0, 1] * 2, pa.int8())}, features, "'label' must be int64, .*, got int8;"),
+        ({"image": data, "label": [0, 1] * 2}, None, "'label' must have the features and classes that it has in"),
+    ]
+    for table_columns, known, reason in others:
+        write_parquet(tmp_path / "1.parquet", table_columns, known)
+        with pytest.raises(SourceError, match=rf"1\.parquet: .*{reason}"):
+            open_source(SourceSpec(hf=str(tmp_path)))
+
+
+@with_pyarrow
 @forms
 def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll) -> None:
     """As pyarrow makes them of polars' tables, and DataFusion by default."""
