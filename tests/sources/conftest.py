@@ -83,7 +83,7 @@ class FileServer:
     takes `seconds`; `most_at_once` is the most that were under way. Links to files in `gone` are dead, and a directory
     `up` lies in `endless` and in each other directory `up`. With `tags` each file has an ETag of its content. An answer
     to a GET of a file in `held` stops in the middle: it sets `reached`, and waits until `go_on` is set. A GET of a file
-    in `replaced` gets what is there, as from a proxy.
+    in `replaced` gets what is there, as from a proxy. Links on pages begin with `start`, and stand below `above`.
     """
 
     def __init__(self) -> None:
@@ -92,6 +92,7 @@ class FileServer:
         self.status = 500
         self.gone: set[str] = set()
         self.endless = "nowhere"
+        self.start = self.above = ""
         self.ranges = True
         self.tags = False
         self.held: set[str] = set()
@@ -177,8 +178,8 @@ class FileServer:
             return b'<a href="up/">up</a>'
         root = path.rstrip("/") + "/"
         below = sorted({name[len(root) :].partition("/")[::2] for name in self.files if name.startswith(root)})
-        links = dict.fromkeys(f'<a href="{name}{"/" if rest else ""}">{name}</a>' for name, rest in below)
-        return f"<html><body>{''.join(links)}</body></html>".encode() if links else b""
+        links = dict.fromkeys(f'<a href="{self.start}{name}{"/" if rest else ""}">{name}</a>' for name, rest in below)
+        return f"<html><body>{self.above}{''.join(links)}</body></html>".encode() if links else b""
 
     def close(self) -> None:
         self._server.shutdown()

@@ -147,6 +147,19 @@ def test_folder_on_a_server(server: FileServer, read_all: ReadAll) -> None:
     assert read_all(source, [2, 1, 0]) == [b"b2", b"a3", b"a1"]
 
 
+@pytest.mark.parametrize("start", ["", "./"])
+def test_a_folder_on_a_server_whose_pages_link_in_other_ways(start: str, server: FileServer, read_all: ReadAll) -> None:
+    """Caddy's pages link to `./1.jpg` and to all directories above, those of npm's http-server to `./../`."""
+    server.files.update(FILES)
+    server.start = start
+    server.above = '<a href="../../">up</a><a href="./../">up</a><a href="./">here</a><a href="./..">up</a>'
+    source = open_source(SourceSpec(folder=f"{server.url}/photos"))
+    assert [source.path(i) for i in range(3)] == [
+        f"{server.url}/photos/{name}" for name in ("a/1.jpg", "a/z/3.png", "b/2.jpg")
+    ]
+    assert read_all(source, [2, 1, 0]) == [b"b2", b"a3", b"a1"]
+
+
 def test_a_folder_on_a_server_has_the_labels_of_the_same_folder_here(
     server: FileServer, read_all: ReadAll, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
@@ -196,10 +197,12 @@ class RemoteStorage:
                     raise
                 raise _cannot_be_listed(directory, fault) from fault
             for entry in entries:
-                path = entry["name"].rstrip("/")
+                path = _linked(entry["name"], directory) if self._over_http else entry["name"].rstrip("/")
+                if path == directory.rstrip("/"):
+                    continue
                 if entry["type"] != "directory":
                     files[path] = entry
-                elif path != directory.rstrip("/"):
+                else:
                     waiting.append((path, depth + 1))
             if depth == _DEEPEST:
                 raise SourceError(
@@ -311,6 +314,17 @@ def _http_options() -> dict[str, Any]:
         known |= conf.get(protocol, {}).get("client_kwargs", {})
     timeout = ClientTimeout(total=_REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
     return {"client_kwargs": {"timeout": timeout, **known}}
+
+
+def _linked(address: str, directory: str) -> str:
+    """Where a link on a server's page of a directory leads, if that is below the directory; else the directory itself.
+
+    Some servers, such as Caddy, write `./1.jpg`, and link to all directories above.
+    """
+    scheme, _, here = directory.rstrip("/").partition("://")
+    link = posixpath.normpath(address.partition("://")[2].removeprefix(f"{here}/"))  # https may link to http
+    is_below = link != "." and link.split("/")[0] != ".."
+    return f"{scheme}://{here}/{link}" if is_below else f"{scheme}://{here}"
 
 
 def _cannot_be_listed(directory: str, fault: Exception) -> SourceError:
