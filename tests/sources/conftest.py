@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -178,7 +179,9 @@ class FileServer:
             return b'<a href="up/">up</a>'
         root = path.rstrip("/") + "/"
         below = sorted({name[len(root) :].partition("/")[::2] for name in self.files if name.startswith(root)})
-        links = dict.fromkeys(f'<a href="{self.start}{name}{"/" if rest else ""}">{name}</a>' for name, rest in below)
+        links = dict.fromkeys(
+            f'<a href="{self.start}{escape(name)}{"/" if rest else ""}">{name}</a>' for name, rest in below
+        )
         return f"<html><body>{self.above}{''.join(links)}</body></html>".encode() if links else b""
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from html import unescape
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 from urllib.parse import unquote
 
@@ -322,7 +323,8 @@ def _linked(address: str, directory: str) -> str:
     Some servers, such as Caddy, write `./1.jpg`, and link to all directories above.
     """
     scheme, _, here = directory.rstrip("/").partition("://")
-    link = posixpath.normpath(address.partition("://")[2].removeprefix(f"{here}/"))  # https may link to http
+    link = address.partition("://")[2].removeprefix(f"{here}/")  # https may link to http
+    link = posixpath.normpath(unescape(link))  # fsspec leaves &amp; as it is
     is_below = link != "." and link.split("/")[0] != ".."
     return f"{scheme}://{here}/{link}" if is_below else f"{scheme}://{here}"
 
