@@ -180,7 +180,7 @@ class FileServer:
         root = path.rstrip("/") + "/"
         below = sorted({name[len(root) :].partition("/")[::2] for name in self.files if name.startswith(root)})
         links = dict.fromkeys(
-            f'<a href="{self.start}{escape(name)}{"/" if rest else ""}">{name}</a>' for name, rest in below
+            f'<a href="{self.start}{escape(name, quote=False)}{"/" if rest else ""}">{name}</a>' for name, rest in below
         )
         return f"<html><body>{self.above}{''.join(links)}</body></html>".encode() if links else b""
 

@@ -152,7 +152,10 @@ def test_a_folder_on_a_server_whose_pages_link_in_other_ways(start: str, server:
     """Caddy's pages link to `./1.jpg` and to all directories above, those of npm's http-server to `./../`."""
     server.files.update(FILES)
     server.start = start
-    server.above = '<a href="../../">up</a><a href="./../">up</a><a href="./">here</a><a href="./..">up</a>'
+    server.above = (
+        '<a href="../../">up</a><a href="./../">up</a><a href="./">here</a><a href="?sort=name">by name</a>'
+        f"<A class=x HREF='{server.url}/photos/a/'>a</A><a href=/photos/b/>b</a><link href=/photos/c/>"
+    )
     source = open_source(SourceSpec(folder=f"{server.url}/photos"))
     assert [source.path(i) for i in range(3)] == [
         f"{server.url}/photos/{name}" for name in ("a/1.jpg", "a/z/3.png", "b/2.jpg")
@@ -163,17 +166,17 @@ def test_a_folder_on_a_server_whose_pages_link_in_other_ways(start: str, server:
 def test_a_folder_on_a_server_has_the_labels_of_the_same_folder_here(
     server: FileServer, read_all: ReadAll, tmp_path: Path
 ) -> None:
-    """A server's pages name files percent-encoded, in another order. Apache and Caddy write an ampersand as &amp;."""
+    """A server's pages name files percent-encoded, in another order; Apache encodes no apostrophes or ampersands."""
     names = [
         *("Zoo/1.jpg", "a b/1.jpg", "a+b/1.jpg", "a/1.jpg", "z/1.jpg", "\u00e9t\u00e9/1.jpg", "\u732b/1.jpg"),
         *("z/\u00e9/1.jpg", "z/zz/1.jpg", "z/100%.jpg", "z/#1?.jpg", "z/\u00e9.JPG", "caf\udce9/1.jpg"),
-        *("salt & pepper/1.jpg", "salt & pepper/a&b.jpg", "z/&amp;.jpg"),
+        *("salt & pepper/1.jpg", "salt & pepper/a&b.jpg", "z/&amp;.jpg", "child's toy/it's 1.jpg"),
     ]
     for name in names:
         file = tmp_path / "photos" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(os.fsencode(name))
-        server.files[f"/photos/{quote(os.fsencode(name), safe='/&;')}"] = os.fsencode(name)
+        server.files["/photos/" + quote(os.fsencode(name), safe="/&;'")] = os.fsencode(name)
     here = open_source(SourceSpec(folder=str(tmp_path / "photos")))
     there = open_source(SourceSpec(folder=f"{server.url}/photos"))
     assert there.classes == here.classes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import posixpath
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import unescape
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 import numpy as np
 
@@ -35,6 +35,9 @@ again after 1, 3, 7, 15, ... s, and a new attempt comes sooner than its later on
 _OVERLOADED = (429, 502, 503, 504)
 _MISSING, _FORBIDDEN = (404, 410), (401, 403)
 """Statuses of answers that stay the same."""
+_PAGE = "text/html"
+_LINK = re.compile(r"""<a\s(?:[^<>]*?\s)?href\s*=\s*(?:(["'])(.*?)\1|([^\s>]+))""", re.IGNORECASE | re.DOTALL)
+"""A link of a page: its quotation mark and the address between two of them, or an address without."""
 TOO_SHORT = "its server sent less than was asked for"
 _DEEPEST = 64
 """Directories below each other; more of them are a link that leads back to its own parent."""
@@ -192,24 +195,53 @@ class RemoteStorage:
         while waiting:
             directory, depth = waiting.pop()
             try:
-                entries = list(retry(partial(self._fs.ls, directory, detail=True), _is_permanent, REMOTE_DELAYS))
+                entries = retry(partial(self._entries, directory), _is_permanent, REMOTE_DELAYS)
             except Exception as fault:  # as above
                 if not depth:
                     raise
                 raise _cannot_be_listed(directory, fault) from fault
-            for entry in entries:
-                path = _linked(entry["name"], directory) if self._over_http else entry["name"].rstrip("/")
-                if path == directory.rstrip("/"):
-                    continue
+            for path, entry in entries.items():
                 if entry["type"] != "directory":
                     files[path] = entry
-                else:
+                elif path != directory.rstrip("/"):
                     waiting.append((path, depth + 1))
             if depth == _DEEPEST:
                 raise SourceError(
                     f"{directory}: lies {depth} directories below {root}; remove the link that leads back"
                 )
         return files
+
+    def _entries(self, directory: str) -> dict[str, Mapping[str, Any]]:
+        """What is known of the files and directories right below a directory, by their paths.
+
+        Over HTTP these are the links of the directory's page. They are found here, because fsspec ends a link at an
+        apostrophe, and does not resolve `./1.jpg`, `../` and `&amp;`.
+        """
+        if not self._over_http:
+            return {entry["name"].rstrip("/"): entry for entry in self._fs.ls(directory, detail=True)}
+        directory = directory.rstrip("/")
+        here = urljoin(f"{directory}/", ".")
+        found: dict[str, Mapping[str, Any]] = {}
+        for quote, quoted, other in _LINK.findall(self._page(directory)):
+            address = urljoin(here, unescape(quoted if quote else other))
+            start, place = (url.partition("://")[2] for url in (here, address))  # a page may name http for https
+            name = place.removeprefix(start)
+            if place.startswith(start) and name[:1] not in ("", "?", "#"):
+                found[f"{directory}/{name.rstrip('/')}"] = {"type": "directory" if name.endswith("/") else "file"}
+        return found
+
+    def _page(self, url: str) -> str:
+        """The text of a page; empty for another file."""
+        from fsspec.asyn import sync
+
+        async def load() -> str:
+            session = await self._fs.set_session()
+            async with session.get(self._fs.encode_url(url), **self._fs.kwargs) as answer:
+                answer.raise_for_status()
+                is_page = answer.headers.get("Content-Type", _PAGE).startswith(_PAGE)
+                return str(await answer.text(errors="replace")) if is_page else ""
+
+        return str(sync(self._fs.loop, load))
 
     def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
         with DaemonPool(_THREADS, "storage") as threads:
@@ -315,18 +347,6 @@ def _http_options() -> dict[str, Any]:
         known |= conf.get(protocol, {}).get("client_kwargs", {})
     timeout = ClientTimeout(total=_REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
     return {"client_kwargs": {"timeout": timeout, **known}}
-
-
-def _linked(address: str, directory: str) -> str:
-    """Where a link on a server's page of a directory leads, if that is below the directory; else the directory itself.
-
-    Some servers, such as Caddy, write `./1.jpg`, and link to all directories above.
-    """
-    scheme, _, here = directory.rstrip("/").partition("://")
-    link = address.partition("://")[2].removeprefix(f"{here}/")  # https may link to http
-    link = posixpath.normpath(unescape(link))  # fsspec leaves &amp; as it is
-    is_below = link != "." and link.split("/")[0] != ".."
-    return f"{scheme}://{here}/{link}" if is_below else f"{scheme}://{here}"
 
 
 def _cannot_be_listed(directory: str, fault: Exception) -> SourceError:
