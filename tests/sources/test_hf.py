@@ -166,7 +166,7 @@ def test_files_must_agree_in_the_columns_that_are_read(tmp_path: Path, read_all:
 @with_pyarrow
 @forms
 def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll) -> None:
-    """As pyarrow makes them of polars' tables, and DataFusion by default."""
+    """As `pyarrow.table` makes them of a polars DataFrame."""
     import pyarrow as pa
 
     data = [jpeg(0, 0), None, jpeg(0, 1)]
