@@ -1,6 +1,7 @@
 """Dotted overrides of a file's data: `run.threads=8`, `pipelines.train.stages.resize.shorter=160`.
 
 What YAML's anchors share stays shared: an override changes it wherever it stands, so that val and serve stay equal.
+`preprocess` only holds what they share. An override there that no pipeline would see is an error.
 """
 
 from __future__ import annotations
@@ -48,8 +49,25 @@ class Overrides:
             for key in found:
                 at.append(key)
                 holder, target = target, target.get(key) if isinstance(target, dict) else target[key]
+        if at[0] == "preprocess" and not self._is_used(holder):
+            rule = "cannot be overridden here: what has it by an anchor keeps the file's value"
+            action = "override pipelines.NAME.stages and serve.stages"
+            raise ConfigError([Problem.of(tuple(at), rule, action=action, code="config.override")])
         holder[at[-1]] = value
         self._set.append((holder, at[-1], override))
+
+    def _is_used(self, container: Any) -> bool:
+        """Whether a mapping or list stands outside `preprocess`, by an anchor."""
+        waiting = [value for key, value in self._data.items() if key != "preprocess"]
+        seen: set[int] = set()
+        while waiting:
+            value = waiting.pop()
+            if value is container:
+                return True
+            if isinstance(value, (dict, list)) and id(value) not in seen:
+                seen.add(id(value))
+                waiting += value.values() if isinstance(value, dict) else value
+        return False
 
     def at(self, path: Sequence[Key]) -> str | None:
         """The override that set the value at a path, or one that it lies in."""

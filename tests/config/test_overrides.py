@@ -47,6 +47,40 @@ def test_an_override_of_a_shared_list_changes_all_who_share_it() -> None:
     assert config.program("train") == read(FULL).program("train")
 
 
+SHARED = """\
+source: {folder: x}
+preprocess: &eval [decode, resize: {height: 8, width: 8}, normalize]
+pipelines: {val: {stages: *eval}}
+serve: {stages: *eval}
+"""
+MERGED = """\
+source: {folder: x}
+preprocess: {size: &size {height: 8}}
+pipelines: {val: {stages: [decode, resize: {<<: *size, width: 8}]}}
+"""
+
+
+def test_an_override_of_what_preprocess_holds_changes_all_who_share_it() -> None:
+    config = read(SHARED, "preprocess.resize.height=9", "preprocess.2={normalize: {dtype: float16}}")
+    for name in ("val", "serve"):
+        assert config.programs[name].pipeline.stages[1:] == (Resize(height=9, width=8), Normalize(dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "at"),
+    [
+        (SHARED, "preprocess=[decode, center_crop: {size: 8}]", "preprocess"),
+        (SMALL, "preprocess=[decode]", "preprocess"),
+        (MERGED, "preprocess.size.height=9", "preprocess.size.height"),
+    ],
+)
+def test_an_override_that_no_pipeline_would_see_is_an_error(text: str, override: str, at: str) -> None:
+    assert fault(text, override) == (
+        f"override {override!r}: {at} cannot be overridden here: what has it by an anchor keeps the file's value; "
+        "override pipelines.NAME.stages and serve.stages"
+    )
+
+
 def test_overrides_of_stages_that_are_no_more_than_a_name() -> None:
     config = read(FULL, "pipelines.val.stages.decode.max_pixels=99999", "pipelines.val.stages.resize={longer: 300}")
     assert config.program("val").pipeline.stages[:2] == (Decode(max_pixels=99_999), Resize(longer=300))
