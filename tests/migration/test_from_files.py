@@ -491,6 +491,13 @@ def test_the_notes_say_how_a_rotated_border_is_blended(tmp_path: Path, border: i
     assert any("blended with the fill as torchvision does it" in note for note in found.matches) == said
 
 
+@pytest.mark.parametrize(("hue", "said"), [(0.1, True), (0, False)])
+def test_the_notes_say_how_far_hues_are_apart(tmp_path: Path, hue: float, said: bool) -> None:
+    keys = {"brightness": [1, 1], "contrast": [1, 1], "saturation": [1, 1], "hue": [-hue, hue]}
+    found = read(tmp_path, "albumentations", serialised({"name": "ColorJitter", **keys}))
+    assert any("turns hues in steps of two degrees" in note for note in found.matches) == said
+
+
 def test_a_file_that_is_not_serialised_albumentations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x\.json: must hold what Albumentations' A\.to_dict gives"):
         read(tmp_path, "albumentations", {"transform": []})
