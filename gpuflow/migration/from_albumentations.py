@@ -205,6 +205,13 @@ def _one_side(side: str) -> _Make:
     def make(reader: _Reader, given: _Given) -> list[Entry]:
         reader.always(given, "resize")
         length = given["max_size"]
+        if length is None and (box := given.get("max_size_hw")) is not None:
+            length = max(each or 0 for each in box)
+            reader.differs("max_size_hw", "limits height and width separately", f"resize: {{{side}: {length}}}")
+        elif isinstance(length, (list, tuple)):
+            length = max(length)
+            reader.random = True
+            reader.differs("max_size", "draws one of several sizes", f"resize: {{{side}: {length}}}")
         if not isinstance(length, int):
             raise ValueError(f"max_size must be one number, got {length!r}")
         return [Entry("resize", {side: length, **reader.filters(given, "resize"), "rounding": "nearest"})]

@@ -405,6 +405,15 @@ def test_serialised_transforms_of_albumentations(tmp_path: Path, transform: dict
             "x.json:12: transform.transforms[0].interpolation takes OpenCV's nearest pixels, of two that are equally "
             "near often the other one; nearest: resize: {interpolation: nearest, antialias: false}",
         ),
+        (
+            {"name": "LongestMaxSize", "max_size": None, "max_size_hw": [9, None]},
+            "x.json:11: transform.transforms[0].max_size_hw limits height and width separately; nearest: "
+            "resize: {longer: 9}",
+        ),
+        (
+            {"name": "SmallestMaxSize", "max_size": [8, 9]},
+            "x.json:10: transform.transforms[0].max_size draws one of several sizes; nearest: resize: {shorter: 9}",
+        ),
     ],
 )
 def test_what_albumentations_has_and_no_stage_equals(tmp_path: Path, transform: dict[str, Any], text: str) -> None:
