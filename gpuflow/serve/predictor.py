@@ -385,7 +385,13 @@ def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
         return [images], True
     if callable(getattr(images, "read", None)):  # iterating over it would give its lines
         raise TypeError("an image must be a path or the bytes of its file, got an open file; give its read()")
+    if not (hasattr(images, "__iter__") or hasattr(images, "__getitem__")):
+        raise _no_image(images)
     return images, False
+
+
+def _no_image(given: object) -> TypeError:
+    return TypeError(f"an image must be a path or the bytes of its file, got {type(given).__name__}")
 
 
 def _path_of(image: Image) -> str:
@@ -425,7 +431,7 @@ def _read(image: Image) -> bytes | BadSampleError:
     if isinstance(image, _BYTES):
         return bytes(image)
     if not isinstance(image, (str, os.PathLike)):
-        raise TypeError(f"an image must be a path or the bytes of its file, got {type(image).__name__}")
+        raise _no_image(image)
     try:
         return Path(image).read_bytes()
     except OSError as error:

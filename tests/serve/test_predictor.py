@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import gpuflow
@@ -110,6 +111,8 @@ def test_a_negative_number_of_labels_is_refused() -> None:
     [
         (np.frombuffer(b"abc", np.uint8), "an image must be a path or the bytes of its file, got uint8"),
         ([5], "an image must be a path or the bytes of its file, got int"),
+        (5, "an image must be a path or the bytes of its file, got int"),
+        (Image.new("RGB", (2, 2)), "an image must be a path or the bytes of its file, got Image"),
         (io.BytesIO(b"a\nb"), "an image must be a path or the bytes of its file, got an open file"),
     ],
 )
