@@ -307,6 +307,8 @@ def version_fault(version: object) -> str:
 
 def _read_checkpoint(path: str) -> dict[str, Any]:
     what = "a checkpoint of gpuflow train"
+    if _is_torchscript(path):  # torch.load warns of it, and advises weights_only=False, which runs code
+        raise model_error(path, f"is not {what} but TorchScript, which gpuflow does not run; export the model as .pt2")
     state = read_model(path, lambda: torch.load(path, map_location="cpu", weights_only=True), what)
     keys = ("arch", "classes", "model", "preprocessing")
     missing = [key for key in keys if not isinstance(state, dict) or key not in state]
@@ -315,6 +317,14 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
     if fault := version_fault(state.get("version", CHECKPOINT_VERSION)):
         raise model_error(path, fault)
     return state  # type: ignore[no-any-return]
+
+
+def _is_torchscript(path: str) -> bool:
+    """Whether `torch.jit.save` wrote a file."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(PurePath(name).name == "constants.pkl" for name in archive.namelist())
 
 
 def _checkpoint_info(path: str, state: dict[str, Any]) -> ModelInfo:

@@ -655,6 +655,23 @@ def test_what_runs_code_when_it_is_loaded_is_refused_without_advice_to_load_it(t
     )
 
 
+class Own(nn.Module):
+    """A model that TorchScript can hold."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean(dim=[2, 3])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_refused_without_advice_to_load_it(tmp_path: Path) -> None:
+    path = tmp_path / "script.pt"
+    torch.jit.save(torch.jit.script(Own()), path)
+    assert fault(lambda: engine(path)) == (
+        f"{path}: is not a checkpoint of gpuflow train but TorchScript, which gpuflow does not run; "
+        "export the model as .pt2"
+    )
+
+
 class Pair(nn.Module):
     """A model with two outputs."""
 
