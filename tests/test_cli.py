@@ -499,6 +499,19 @@ def test_an_output_that_is_a_directory_or_needs_one(gpuflow: Run, config: Path) 
     assert done.err == f"error: --out: {config} must be a directory\n"
 
 
+def test_an_output_does_not_replace_a_pipe_or_a_link(gpuflow: Run, tmp_path: Path) -> None:
+    pipe, link, file = (tmp_path / name for name in ("pipe", "link", "x.yaml"))
+    os.mkfifo(pipe)
+    done = gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", pipe)
+    assert (done.code, done.err) == (1, f"error: --out: {pipe} must be a file, and is a device or a pipe\n")
+    assert pipe.is_fifo()
+    file.write_text("old")
+    link.symlink_to(file)
+    assert gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", link).code == 0
+    assert link.is_symlink()
+    assert file.read_text().startswith("# Imported by gpuflow")
+
+
 def test_export_makes_the_folder_of_its_output(gpuflow: Run, config: Path) -> None:
     config.write_text(config.read_text() + "serve: {stages: [decode, {resize: {height: 24, width: 24}}, normalize]}\n")
     out = config.parent / "made" / "graphs" / "x.toml"

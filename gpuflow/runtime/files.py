@@ -60,6 +60,9 @@ def atomic_write(
         text: open it for text in UTF-8, newlines as written; what is no text, such as bytes of a file's name, is
             escaped by backslashes. Otherwise for bytes.
         suffix: how the temporary file's name ends, for writers that open `file.name` and choose a format by it.
+
+    Raises:
+        OSError: what stands there is a device or a pipe, such as /dev/null, which root could replace.
     """
     return _replacing(Path(path), text, suffix)
 
@@ -68,6 +71,8 @@ def atomic_write(
 def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
     mode = _mode(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "is a device or a pipe, which no file may replace", str(path))
 
     def create(name: str, flags: int) -> int:
         """Where the mode is that of an old file, nobody else may read the new one before it has that mode."""

@@ -132,6 +132,15 @@ def test_a_place_that_is_a_directory(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
+def test_a_place_that_is_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is a device or a pipe, which no file may replace"), atomic_write(path):
+        pass
+    assert path.is_fifo()
+    assert names(tmp_path) == ["pipe"]
+
+
 def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"absent/\.file\."), atomic_write(tmp_path / "absent" / "file"):
         pytest.fail("there is nothing to write to")
