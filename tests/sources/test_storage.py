@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from gpuflow.errors import SourceError
 from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources.storage import local
 from gpuflow.sources.storage.base import Shard
 from gpuflow.sources.storage.local import LocalStorage
 from gpuflow.sources.storage.remote import RemoteStorage
@@ -58,6 +60,34 @@ def test_a_shard_that_vanishes_before_it_is_scanned_is_named() -> None:
     shard = Shard(path="absent.tar", size=1, stamp="")
     with pytest.raises(SourceError, match=r"^absent.tar: no such file"):
         list(LocalStorage().scan([shard], lambda shard, read: read(0, 1)))
+
+
+@pytest.mark.parametrize("function", ["stat", "open", "pread"])
+def test_opening_and_scanning_a_shard_is_retried(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network mount that answers late."""
+    path, real, left = str(tmp_path / "x.tar"), getattr(os, function), [3]
+    (tmp_path / "x.tar").write_bytes(b"data")
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error", path)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(local, "LOCAL_DELAYS", (0.0, 0.001, 0.001, 0.001))
+    monkeypatch.setattr(os, function, fail)
+    [shard] = LocalStorage().inspect([path])
+    assert isinstance(shard, Shard)
+    assert list(LocalStorage().scan([shard], lambda shard, read: read(0, 9))) == [b"data"]
+    assert left == [0]
+    left[0] = 4
+    if function == "stat":
+        assert LocalStorage().inspect([path]) == ["input/output error; tried 4 times"]
+    else:
+        with pytest.raises(SourceError, match=r"x\.tar: input/output error; tried 4 times; check that it can be read$"):
+            list(LocalStorage().scan([shard], lambda shard, read: read(0, 9)))
 
 
 def open_descriptors(path: Path) -> int:

@@ -10,13 +10,14 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from stat import S_IFDIR, S_IFMT, S_IFREG
 from typing import TypeVar, final
 
 from gpuflow.errors import SourceError, is_system_fault, system_fault
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
-from gpuflow.sources.storage.retry import AFTER_RETRIES, LOCAL_DELAYS, retry, retry_each
+from gpuflow.sources.storage.retry import LOCAL_DELAYS, after_retries, retry, retry_each
 
 __all__ = ["LocalStorage"]
 
@@ -152,9 +153,8 @@ class LocalStorage:
             with open(path, "rb", buffering=0) as file:
                 return file.read()
 
-        permanent = (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError)
         try:
-            return retry(action, lambda fault: isinstance(fault, permanent), LOCAL_DELAYS)
+            return retry(action, _is_permanent, LOCAL_DELAYS)
         except OSError as fault:
             raise SourceError(f"{path}: {_reason(fault)}; check that it can be read") from fault
 
@@ -163,7 +163,7 @@ class LocalStorage:
 
     def _inspect(self, path: str) -> Shard | str:
         try:
-            status = os.stat(self.place(path))
+            status = retry(lambda: os.stat(self.place(path)), _is_permanent, LOCAL_DELAYS)
         except OSError as fault:
             return _reason(fault)
         if S_IFMT(status.st_mode) != S_IFREG:
@@ -172,18 +172,21 @@ class LocalStorage:
         return Shard(path=path, size=status.st_size, stamp=stamp, made=made)
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
-        for shard in shards:
-            try:
-                descriptor = os.open(shard.path, _READ_ONLY)
-            except OSError as fault:
-                raise SourceError(f"{shard.path}: {_reason(fault)}; check that it can be read") from fault
+        def scan_one(shard: Shard) -> T:
+            descriptor = os.open(shard.path, _READ_ONLY)
             try:
                 try:
-                    found = scanner(shard, _reader(descriptor))
+                    return scanner(shard, _reader(descriptor))
                 finally:
                     _check_unchanged(shard, descriptor)  # which explains what else may be wrong with it
             finally:
                 os.close(descriptor)
+
+        for shard in shards:
+            try:
+                found = retry(partial(scan_one, shard), _is_permanent, LOCAL_DELAYS)
+            except OSError as fault:
+                raise SourceError(f"{shard.path}: {_reason(fault)}; check that it can be read") from fault
             yield found
 
     def close(self) -> None:
@@ -281,10 +284,15 @@ def _read_rest(descriptor: int, target: memoryview, start: int) -> int:
     return got
 
 
+def _is_permanent(fault: Exception) -> bool:
+    """Whether another attempt would fail, too: the file is not there or must not be read, or no read has failed."""
+    return not isinstance(fault, OSError) or fault.errno in _PERMANENT
+
+
 def _reason(fault: OSError) -> str:
     if fault.errno in _PERMANENT:
         return _PERMANENT[fault.errno]
-    return (fault.strerror or str(fault)).lower() + AFTER_RETRIES
+    return (fault.strerror or str(fault)).lower() + after_retries(LOCAL_DELAYS)
 
 
 def _each(
@@ -310,7 +318,7 @@ def _each(
             except OSError as fault:
                 undo(i)
                 errors[i] = _reason(fault)
-                if fault.errno not in _PERMANENT:
+                if not _is_permanent(fault):
                     again.append(i)
                 if is_system_fault(fault):
                     refused[i] = fault

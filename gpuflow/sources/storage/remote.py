@@ -18,7 +18,7 @@ from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.request_limit import RequestLimit
-from gpuflow.sources.storage.retry import AFTER_RETRIES, REMOTE_DELAYS, retry, retry_each
+from gpuflow.sources.storage.retry import REMOTE_DELAYS, after_retries, retry, retry_each
 
 __all__ = ["TOO_SHORT", "FoundFile", "RemoteStorage", "payload_of"]
 
@@ -389,7 +389,7 @@ def _reason(fault: BaseException) -> str:
     if _is_missing(fault):
         return "no such file"
     described = reason_of(_answer(fault), with_type=True)
-    return described if _is_permanent(fault) else described + AFTER_RETRIES
+    return described if _is_permanent(fault) else described + after_retries(REMOTE_DELAYS)
 
 
 def _checked(data: bytes, start: int | None, end: int | None) -> tuple[bytes, str | None]:

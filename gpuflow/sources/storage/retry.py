@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["AFTER_RETRIES", "LOCAL_DELAYS", "REMOTE_DELAYS", "retry", "retry_each"]
+__all__ = ["LOCAL_DELAYS", "REMOTE_DELAYS", "after_retries", "retry", "retry_each"]
 
 T = TypeVar("T")
 
@@ -14,8 +14,11 @@ LOCAL_DELAYS = (0.0, 0.05, 0.1, 0.2)
 """Seconds before each attempt to read a file of this machine."""
 REMOTE_DELAYS = (0.0, 0.1, 0.5, 2.0)
 """As `LOCAL_DELAYS`, for a server: one that is overloaded needs time."""
-AFTER_RETRIES = f"; tried {len(LOCAL_DELAYS)} times"
-"""The end of an error text of an operation that failed at every attempt."""
+
+
+def after_retries(delays: Sequence[float]) -> str:
+    """The end of the error text of an operation that failed at every attempt."""
+    return f"; tried {len(delays)} times"
 
 
 def retry_each(
