@@ -6,6 +6,7 @@ paths and encoded bytes; only the decoder interprets the bytes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -213,7 +214,8 @@ class SourceSpec:
             rule = f"must go with source.{_KINDS_OF[wrong[0]][0]}, got source.{given[0]}"
             yield Problem.of(wrong[0], rule, action=f"remove {wrong[0]}", code="config.conflict")
         elif self.classes is not None and given[0] in _NAMED_BY:
-            rule = f"must go with listing, tar, hf or mix, got source.{given[0]}"
+            *others, last = (kind for kind in _KINDS if kind not in _NAMED_BY)
+            rule = f"must go with {', '.join(others)} or {last}, got source.{given[0]}"
             yield Problem.of("classes", rule, action=_NAMED_BY[given[0]], code="config.conflict")
         elif given[0] == "mix" and isinstance(self.classes, int):
             action = "or set unite_classes: true to unite those of its sources"
@@ -245,8 +247,9 @@ class SourceSpec:
         yield from self._split_problems(given)
 
     def _is_set(self, key: str) -> bool:
-        """Whether a key has another value than its default, `sample`, false or None."""
-        return getattr(self, key) not in (None, "sample", False)
+        """Whether a key has another value than its default."""
+        [default] = [field.default for field in dataclasses.fields(self) if field.name == key]
+        return bool(getattr(self, key) != default)
 
     def _mix_problems(self) -> Iterator[Problem]:
         """Rules for a mix and its sources."""

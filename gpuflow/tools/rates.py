@@ -138,20 +138,21 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
     """
     deadline, chance = time.monotonic() + seconds, random.Random(0)
     try:
-        if spec.listing is not None or spec.coco is not None:
-            source = open_source(spec)
-            if is_read_remotely(source):
-                raise NotMeasuredError(f"{spec.where} lists files behind URLs")
-            found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
-            source.close()
-        elif spec.other:
-            raise NotMeasuredError(f"{spec.where} belongs to another package")
-        elif spec.hf is not None or spec.mix:
-            raise NotMeasuredError(f"{spec.where} is no folder of images")
-        elif spec.tar is not None:
-            found = _in_shards(expand_braces(os.path.expanduser(spec.tar)), spec, limit, deadline, chance)
-        else:
-            found = _in_folder(os.path.expanduser(str(spec.folder)), spec, limit, deadline, chance)
+        match spec.kind:
+            case "folder":
+                found = _in_folder(os.path.expanduser(spec.where), spec, limit, deadline, chance)
+            case "tar":
+                found = _in_shards(expand_braces(os.path.expanduser(spec.where)), spec, limit, deadline, chance)
+            case "listing" | "coco":
+                source = open_source(spec)
+                if is_read_remotely(source):
+                    raise NotMeasuredError(f"{spec.where} lists files behind URLs")
+                found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
+                source.close()
+            case _ if spec.other:
+                raise NotMeasuredError(f"{spec.where} belongs to another package")
+            case _:
+                raise NotMeasuredError(f"{spec.where} is no folder of images")
     except OSError as fault:
         raise SourceError(f"{fault.filename}: {str(fault.strerror).lower()}; check the path") from fault
     if not found:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import Allocate, Payload, SourceSpec, Subset, open_source, subset
+from gpuflow.sources import KINDS, Allocate, Payload, SourceSpec, Subset, base, open_source, subset
 from gpuflow.sources.split import split_counts, split_indices
 from gpuflow.sources.storage import LocalStorage, Storage
 from tests.sources.conftest import ReadAll
@@ -147,6 +147,10 @@ def test_a_spec_is_a_value() -> None:
     assert spec.kind == "folder"
     assert SourceSpec(listing="x", classes=["b", "a"]).classes == ("b", "a")  # type: ignore[arg-type]
     assert sum(share for _, share in SourceSpec(tar="x", split={str(i): 0.1 for i in range(10)}).fractions) <= 1
+
+
+def test_every_kind_can_be_opened() -> None:
+    assert tuple(KINDS) == base._KINDS
 
 
 @pytest.mark.parametrize(
