@@ -143,7 +143,10 @@ def _slice(at: NDArray[np.int64]) -> slice:
 
 
 def fold_back(at: NDArray[Any], length: int, border: str) -> NDArray[Any]:
-    """Indices of pixels, whole or between two, of which those outside 0 to length - 1 are looked up inside."""
+    """Indices of pixels, whole or between two, of which those outside 0 to length - 1 are looked up inside.
+
+    Indices that are next to each other outside must be so inside, or be equal: `bilinear` takes the next pixel, too.
+    """
     match border:
         case "reflect" if length > 1:
             at = at % (2 * (length - 1))

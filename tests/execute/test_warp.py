@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import cv2
 import numpy as np
@@ -14,10 +14,11 @@ from gpuflow.execute import warp as warp_module
 from gpuflow.execute.jit import loops_of
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline.stage import Lookup
+from gpuflow.pipeline.warp_parameters import Border
 from tests.images import photo
 from tests.running import warped
 
-BORDERS = ("constant", "edge", "reflect", "symmetric")
+BORDERS = get_args(Border)
 LOOKUPS = [Lookup(way, border, (7, 99, 200)) for way, border in itertools.product(("nearest", "bilinear"), BORDERS)]
 every_lookup = pytest.mark.parametrize("lookup", LOOKUPS, ids=lambda lookup: f"{lookup.interpolation}, {lookup.border}")
 BILINEAR = Lookup("bilinear", "constant", (0,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional as tv
 from torchvision.transforms.v2.functional._geometry import _get_inverse_affine_matrix
 
 from gpuflow.errors import ConfigError
+from gpuflow.pipeline.warp_parameters import Border
 from gpuflow.stages import Affine, CenterCrop, Decode
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of
@@ -74,7 +75,7 @@ def test_shifts_are_of_whole_pixels_and_torchvisions() -> None:
         assert apart_from(expected, image, stage, keys) == 0
 
 
-@pytest.mark.parametrize("border", ["constant", "edge", "reflect", "symmetric"])
+@pytest.mark.parametrize("border", get_args(Border))
 def test_the_defaults_change_no_pixel(border: Any) -> None:
     data = png(photo(40, 57))
     (image,) = images(program_of(Decode(), Affine(border=border), CenterCrop(size=(40, 57))), [data])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.warp_parameters import Border
 from gpuflow.stages import CenterCrop, Decode, Letterbox, Normalize, Rotate
 from tests.images import photo, png
 from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run
@@ -103,7 +105,7 @@ def test_a_result_above_max_pixels_is_a_bad_sample() -> None:
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
-@pytest.mark.parametrize("border", ["constant", "edge", "reflect", "symmetric"])
+@pytest.mark.parametrize("border", get_args(Border))
 def test_no_turn_changes_no_pixel(border: str, interpolation: str) -> None:
     data = png(photo(40, 57))
     stage = Rotate(degrees=0, border=border, interpolation=interpolation)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -27,13 +27,14 @@ from gpuflow.execute.kernels import color, complete, copy, interleave, local, sa
 from gpuflow.execute.sampling_plan import FIELDS as SAMPLING_FIELDS
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
+from gpuflow.pipeline.warp_parameters import Border
 
 MOST = 65_535
 """The largest size of a grid's second and third axis; that of the first one is 2^31 - 1."""
 MANY = 100_000
 """More images, or tiles of images, than the second axis takes."""
 INTERPOLATIONS: Final = ("nearest", "bilinear")
-BORDERS: Final = ("constant", "edge", "reflect", "symmetric")
+BORDERS: Final = get_args(Border)
 OUTSIDE: Final = ("reflect", "keep")
 TARGET = GPUTarget("cuda", 80, 32)
 TYPES = {
