@@ -525,7 +525,7 @@ def _counts(option: str, text: str) -> list[int]:
 
 
 def _plot(figure: str, results: Path) -> None:
-    """Draw results beside their file, by the module of this name in plots."""
+    """Draw results next to their file, by the module of this name in plots."""
     from gpuflow.errors import MissingExtra
 
     try:
@@ -688,7 +688,7 @@ def parity(
 ) -> None:
     """Prove that training and serving give the same tensors, and show what other ways would have cost.
 
-    Runs the pipeline val, the serving graph and their forms on a GPU, and torchvision beside them, over images of yours
+    Runs the pipeline val, the serving graph and their forms on a GPU, and torchvision, over your images
     and hostile ones; stage by stage, in levels of 0-255. Then common ways to write the same stages down twice.
 
     Ways: val, serve, val@cuda, serve@cuda, torchvision, pillow, opencv, torchpipe_cpu, torchpipe_gpu, torchvision@cuda.
@@ -734,7 +734,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8888,
     device: Annotated[str | None, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Images under way at a time; more are refused by a 503.")] = 256,
+    max_queue: Annotated[int, typer.Option(min=1, help="Images in flight; more are refused by a 503.")] = 256,
     max_body_mb: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="Of one request; more is refused by a 413.")
     ] = 32.0,
@@ -746,7 +746,7 @@ def serve(
     ] = 30.0,
     max_connections: Annotated[
         int,
-        typer.Option(min=1, help="Open at a time; further ones take the place of those that wait for their client."),
+        typer.Option(min=1, help="Open at once; further ones take the place of those that wait for their client."),
     ] = 1000,
     cors: Annotated[
         list[str] | None, typer.Option(metavar="ORIGIN", help="Pages of this origin may send requests; * for all.")

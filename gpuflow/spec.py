@@ -1,4 +1,4 @@
-"""What a package with stages or sources of its own imports: the kinds of stages and sources, and their values.
+"""What a package that adds stages or sources imports: the kinds of stages and sources, and their values.
 
 These names stay from one version to the next. They are defined in `gpuflow.pipeline`, `gpuflow.sources` and
 `gpuflow.errors`.

@@ -21,7 +21,7 @@ class GaussianBlur(s.Local):
     """Blur an image, as torchvision's GaussianBlur does: mirrored at its border, rounded to the nearest level.
 
     torchvision sums the neighbourhood in two dimensions, the CPU and the GPU here rows and columns one after the other,
-    in orders of their own: a sum in float32 that lies close to a half may be rounded to either level. So all of them
+    each in its own order: a sum in float32 that lies close to a half may be rounded to either level. So all of them
     agree within one level. Images that are smaller than the kernel, which torchvision refuses, are mirrored repeatedly.
 
     Args:

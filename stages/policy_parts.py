@@ -2,7 +2,7 @@
 
 Each round of a policy applies one operation to each sample. It runs as three stages in a row, one for each kind of
 operation, and each leaves the samples unchanged that have an operation of another kind. So a batch takes the same
-number of kernels, whatever was drawn. Operations are not folded: each samples and rounds for itself, as in torchvision.
+number of kernels for all draws. Operations are not folded: each samples and rounds for itself, as in torchvision.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class PresetKeys(_Block):
         """A problem for each broken rule between these keys, its path from this block on."""
         for key in ("height", "width"):
             if self.preset is not None and getattr(self, key) is None:
-                yield Problem.of("preset", f"needs the key {key!r} beside it: an integer", code="config.missing_key")
+                yield Problem.of("preset", f"needs the key {key!r} next to it: an integer", code="config.missing_key")
         for key in ("height", "width", "color"):
             if self.preset is None and getattr(self, key) is not None:
                 action = "remove it or add preset: torchpipe_cpu"

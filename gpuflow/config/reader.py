@@ -402,7 +402,7 @@ def _value_at(data: Any, *keys: str) -> Any:
 
 
 def _behind(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:
-    """A path into all stages of a pipeline, as one into the stages behind its first ones, which stand elsewhere."""
+    """A path into all stages of a pipeline, as one into the stages after its first ones, which stand elsewhere."""
     match path:
         case (int(number), *rest) if number >= heads:
             return (number - heads, *rest)

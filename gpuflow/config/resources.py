@@ -1,4 +1,4 @@
-"""Who gets how many threads and processes of the cores that this process may use: the policy, in one place."""
+"""Divides the cores that this process may use among threads and processes: the policy, in one place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serving_processes_of(run: RunSpec, images: int) -> int:
     """Processes that preprocess where the CPU decodes what is served; where `run.processes` is auto, one for each
     thread, as for a loader whose source is large: a service runs for long, so their start does not count.
 
-    images: that the model's instances run on at a time, all of their batches together. Processes decode a batch between
+    images: that the model's instances run on at once, all of their batches together. Processes decode a batch between
     two runs of the model, so more than these would have nothing to do, and for few images threads, which decode ahead
     of the model, do as much.
     """

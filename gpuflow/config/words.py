@@ -93,7 +93,7 @@ def fits(value: Any, hint: Any) -> bool:
 def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
     """Pydantic's faults, one a place: the branches of a union fail one by one but are one fault.
 
-    A location names branches beside keys; the keys are the ones that lead into the data, or that are missing there.
+    A location names branches and keys; the keys are the ones that lead into the data, or that are missing there.
     """
     by_place: dict[tuple[Key, ...], Any] = {}
     faults = sorted(error.errors(), key=lambda fault: (len(fault["loc"]), fault["type"] not in _BOUNDS))

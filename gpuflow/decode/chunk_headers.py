@@ -28,7 +28,7 @@ class Headers:
     """The headers of a chunk's N files.
 
     sizes [N, 2]: height, width as stored, in pixels. orientations [N]: as EXIF counts them, 1 to 8; 1 if the file says
-    nothing, or nobody asked. engine [N]: whether the JPEG engines decode the file.
+    nothing, or if it was not read. engine [N]: whether the JPEG engines decode the file.
     sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
     scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
     progressive [N]: whether the file is a progressive JPEG, gray or in color. faults [N]: why a file is bad, or None.

@@ -48,9 +48,9 @@ class Header:
 
     format: `jpeg`, `png`, `webp`, `bmp` or a name of `decode.formats`, by content. width, height: pixels as stored.
     channels: components in the file. progressive: true for a JPEG that is neither baseline nor extended sequential with
-    Huffman codes. orientation: as EXIF counts them, 1 to 8; 1 if the file says nothing, or nobody asked. alpha: whether
-    the file may hold transparent pixels. turned: the orientation that the format's own decoder applies, whether asked
-    to or not.
+    Huffman codes. orientation: as EXIF counts them, 1 to 8; 1 if the file says nothing, or it was not read. alpha:
+    whether the file may hold transparent pixels. turned: the orientation that the format's own decoder applies in any
+    case.
     """
 
     format: str

@@ -180,7 +180,7 @@ def _gif_palette(packed: int) -> int:
 
 
 def _behind_blocks(view: memoryview, at: int, parts: Iterator[int]) -> int:
-    """The place behind sub-blocks, each with its length in front, that an empty one ends. Takes one of `parts` each."""
+    """The place after sub-blocks, each with its length before it, that an empty one ends. Takes one of `parts` each."""
     for _ in parts:
         length = view[at]
         at += 1 + length

@@ -86,7 +86,7 @@ class OnnxEngine:
             (logits,) = self._session.run([self._output], {self._input: images.numpy()})
             return check_logits(torch.from_numpy(logits), len(images)).float()
         binding = self._session.io_binding()
-        torch.cuda.current_stream(self._device).synchronize()  # onnxruntime uses a stream of its own
+        torch.cuda.current_stream(self._device).synchronize()  # onnxruntime uses its own stream
         dtype = images.new_empty(0, device="cpu").numpy().dtype
         device_id = self._device.index or 0
         binding.bind_input(self._input, "cuda", device_id, dtype, tuple(images.shape), images.data_ptr())
@@ -111,7 +111,7 @@ class OnnxEngine:
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[OnnxEngine]:
-    """See `open_engines`. Each engine has a session of its own, because onnxruntime's threads belong to a session."""
+    """See `open_engines`. Each engine has its own session, because onnxruntime's threads belong to a session."""
     threads = cores_per_instance(model.instances)
     return [
         OnnxEngine(model.file, image=image, batch=model.batch, device=device, threads=threads)

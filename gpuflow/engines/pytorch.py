@@ -70,7 +70,7 @@ def padded_sizes(batch: int) -> tuple[int, ...]:
 
 
 class TorchEngine:
-    """Runs a module, on a GPU on a stream of its own. `run` sets the number of torch's threads of the calling thread.
+    """Runs a module; on a GPU, on its own stream. `run` sets the number of torch's threads of the calling thread.
 
     Args:
         module: in eval mode; it is moved to the device.

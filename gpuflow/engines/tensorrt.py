@@ -187,7 +187,7 @@ def _require_success(success: bool, call: str) -> None:
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TensorrtEngine]:
-    """See `open_engines`. The engines are contexts of one built engine, each on a stream of its own."""
+    """See `open_engines`. The engines are contexts of one built engine, each on its own stream."""
     platform = platform_of(device)
     streams = [torch.cuda.Stream(device) for _ in range(model.instances)]  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):

@@ -102,7 +102,7 @@ class CpuRunner:
         self._decoder = CpuDecoder(program.decoder.color, background=program.decoder.background)
         self._scratch: dict[tuple[str, int], NDArray[np.uint8]] = {}
         self.place = 0
-        """The number of the sample that `run` is at."""
+        """The number of the sample that `run` works on."""
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
@@ -332,7 +332,7 @@ class ViewsRunner:
         self._decoder = CpuDecoder(program.decoder.color, background=program.decoder.background)
         self._runners, self._outputs = [CpuRunner(one) for one in program.programs], outputs_of(program)
         self.place = 0
-        """The number of the sample that `run` is at."""
+        """The number of the sample that `run` works on."""
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
@@ -461,7 +461,7 @@ class CpuRunners:
         return faults
 
     def place(self, thread: int) -> int | None:
-        """The number of the sample that a thread in `run` is at; None if it is not in `run`."""
+        """The number of the sample that a thread in `run` works on; None if it is not in `run`."""
         runner = self._busy.get(thread)
         return None if runner is None else runner.place
 

@@ -210,7 +210,7 @@ class CpuDecodePool:
             return sum(map(len, self._workers))
 
     def _receive_left(self) -> None:
-        """Receive the answers for abandoned parts that are there; drop what was not sent. For holders of the lock.
+        """Receive the answers for abandoned parts that are there; drop what was not sent. The caller holds the lock.
 
         The other parts stay, because workers still use their memory; a worker that does not answer in time is killed.
         """
@@ -226,7 +226,7 @@ class CpuDecodePool:
                 self._left.append(part)
 
     def _send_all(self) -> None:
-        """Send what was not sent, as far as workers take it. For holders of the lock."""
+        """Send what was not sent, as far as workers take it. The caller holds the lock."""
         self._receive_left()
         while self._unsent:
             pools = sorted(self._workers, key=lambda pool: pool.load)

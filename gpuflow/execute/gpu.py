@@ -178,7 +178,7 @@ class Prepared:
 
     rows [n]: which of its samples nvJPEG decodes: complete files.
     entries [n, 7]: of the files of these rows, as `JpegBatch.of` takes them. memory: that holds these files.
-    undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
+    undecoded: which of these rows no call has taken yet; needs the runner's lock.
     plans: for each output the first pass's sampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
     draws: for each output and each pass of it the random parameters for these rows.
@@ -212,15 +212,15 @@ class GpuRunner:
         passes: the result of `passes.passes_of_each(program)`.
         library: the nvJPEG to decode with.
         backend: as `nvjpeg.BatchedDecoder` takes it.
-        decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a buffer of its own.
-        buffers: the number of such buffers at first, which is the number of chunks launched at a time; `set_gpu_wait`
+        decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a separate buffer.
+        buffers: the number of such buffers at first, which is the number of chunks launched at once; `set_gpu_wait`
             adds more.
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             chroma sampling up to 127 of them.
         check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
         rewrite_threads: that rewrite progressive files of one chunk, in this process or in the one that reads it.
-        decoder_calls: how many threads call nvJPEG at a time; `auto`: two while the GPU waits most of its time.
+        decoder_calls: how many threads call nvJPEG at once; `auto`: two while the GPU waits most of its time.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -526,7 +526,7 @@ class GpuRunner:
             images.index_copy_(0, at, results if len(own) == len(results) else results[own[0] : own[-1] + 1])
 
     def _new_calls(self, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> list[_Call]:
-        """Plan the calls for the first chunk; for holders of the lock."""
+        """Plan the calls for the first chunk. The caller holds the lock."""
         calls: list[_Call] = []
         undecoded = [one.undecoded for one in chunks]
         planned = plan_calls(undecoded, max_bytes=self._decode_bytes)
@@ -557,7 +557,7 @@ class GpuRunner:
         return call
 
     def _run_call(self, call: _Call) -> None:
-        """Decode one call and run the first passes on it. What fails is raised to those who wait for the call."""
+        """Decode one call and run the first passes on it. An error is raised by each thread that waits for the call."""
         try:
             call.finish(self._decode_call(call))
         except BaseException as error:

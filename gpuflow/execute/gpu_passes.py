@@ -100,7 +100,7 @@ def interleaved(
 
 
 def _numbers_of(found: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
-    """Three numbers for each of N images: [N, 3], or [1, 3] if all are alike."""
+    """Three numbers for each of N images: [N, 3], or [1, 3] if all are equal."""
     if len(set(found)) == 1:
         return np.array(found[:1], np.int64)
     return np.fromiter(chain.from_iterable(found), np.int64, 3 * len(found)).reshape(-1, 3)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class PrivateMemory(Generic[T]):
-    """Tensors in a memory pool of their own (`torch.cuda.MemPool`), for large buffers that are replaced or freed.
+    """Tensors in a separate memory pool (`torch.cuda.MemPool`), for large buffers that are replaced or freed.
 
     torch keeps the memory of other tensors for the stream that they were allocated on, even if nothing there asks for
     that size again; then neither the training nor another library can have it. `free` gives this memory back to the

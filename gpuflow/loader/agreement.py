@@ -65,7 +65,7 @@ class RankAgreement:
         self._done = False
 
     def announce(self, describe: Callable[[], str]) -> None:
-        """Write what this rank loads into the group's store, if there is a group by now. Waits for nobody."""
+        """Write what this rank loads into the group's store, if there is a group already. Waits for no rank."""
         with suppress(_store_error()):  # `check` says so
             self._announce(describe)
 

@@ -137,7 +137,7 @@ def build_loader(
 
 
 def _read_by_processes(source: Source, readers: int, prescan: Prescan | None) -> tuple[Source, ProcessReader | None]:
-    """A source whose storage is read by processes; or the source, and the reader of one that has no storage of its own.
+    """A source whose storage is read by processes; or the source, and the reader of one that has no storage.
 
     A source that is read remotely, or by code of the caller, stays as it is.
     """

@@ -27,7 +27,7 @@ __all__ = ["ChunkDecoder", "Faults", "Run", "Sizes", "WorkerDecoder"]
 Faults = list[BadSampleError | None]
 """For each sample None, or why it is bad."""
 Sizes = NDArray[np.int64] | None
-"""Receives the heights and widths of the upright images, [N, 2]; None if nobody needs them."""
+"""Receives the heights and widths of the upright images, [N, 2]; None if they are not needed."""
 Run = Callable[[Payload, Keys, Any, Sizes], Faults]
 """Runs the program on what was read, into slots, and releases the bytes."""
 

@@ -1,4 +1,4 @@
-"""Epochs of which somebody else lists the batches, such as a sampler of PyTorch, in place of gpuflow's own order."""
+"""Epochs whose batches a sampler of PyTorch, or another object, lists in place of gpuflow's own order."""
 
 from __future__ import annotations
 

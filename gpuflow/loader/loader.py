@@ -118,7 +118,7 @@ class Loader:
 
     @property
     def pipeline(self) -> Pipeline | ViewsPipeline:
-        """The stages, or the views with theirs, as a value."""
+        """The stages, or the views and their stages, as a value."""
         return self._plan.program.pipeline
 
     @property

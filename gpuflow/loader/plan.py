@@ -29,7 +29,7 @@ class LoaderPlan:
 
     Args:
         program, source: what is done to which samples.
-        process_reader: reads them in worker processes; None where the source does that by itself, or nobody does.
+        process_reader: reads them in worker processes; None where the source does that itself, or no process reads.
         order: which sample comes when.
         seed: of all random draws.
         batch_size: samples a step.

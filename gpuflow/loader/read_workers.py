@@ -172,7 +172,7 @@ class _Setup(NamedTuple):
 def _pickled(prescan: Prescan | None) -> bytes:
     try:
         return pickle.dumps(prescan)
-    except Exception as error:  # whatever a stage's own pickling raises
+    except Exception as error:  # a stage's own pickling raises any exception
         _LOG.info("processes that read do nothing else, because the pipeline cannot be pickled: %s", error)
         return pickle.dumps(None)
 

@@ -257,7 +257,7 @@ def _raise_first(faults: Sequence[BadSampleError | None]) -> None:
 
 @final
 class _CpuRunner:
-    """Runs a program on threads of its own; with one thread, on the caller's."""
+    """Runs a program on its own threads; with one thread, on the caller's."""
 
     def __init__(self, program: AnyProgram, threads: int, timeout_seconds: float) -> None:
         self._program, self._threads, self._timeout_seconds = program, threads, timeout_seconds

@@ -28,17 +28,17 @@ def picture() -> NDArray[np.uint8]:
     return shown
 
 
-def apart(theirs: Callable[[Any], Any], ours: Callable[[Any], Any]) -> str:
+def apart(transform: Callable[[Any], Any], stage: Callable[[Any], Any]) -> str:
     """How far two transforms of a PIL image are apart on the test picture, in words.
 
     Args:
-        theirs: the foreign transform, which may do anything, fail included.
-        ours: what stands for it.
+        transform: of another library, which may do anything, fail included.
+        stage: what stands for it.
     """
     from PIL import Image
 
     try:
-        wanted, again, found = (_levels(run(Image.fromarray(picture()))) for run in (theirs, theirs, ours))
+        wanted, again, found = (_levels(run(Image.fromarray(picture()))) for run in (transform, transform, stage))
     except Exception as error:  # a user's code may raise anything
         return f"not measured: on a test picture it raises {reason_of(error, with_type=True)}"
     if wanted.shape != again.shape or (wanted != again).any():

@@ -183,10 +183,10 @@ def _measured(config: DataConfig) -> str:
     from PIL import Image
 
     filters = {name.lower(): getattr(Image.Resampling, name) for name in ("NEAREST", "LANCZOS", "HAMMING", "BOX")}
-    theirs, ours = filters.get(config.interpolation), _filter(config)["interpolation"].upper()
-    if theirs is None:
+    wanted, nearest = filters.get(config.interpolation), _filter(config)["interpolation"].upper()
+    if wanted is None:
         return "not measured: timm does not have it"
     size = (config.input_size[2], config.input_size[1])
     return apart(
-        lambda image: image.resize(size, theirs), lambda image: image.resize(size, getattr(Image.Resampling, ours))
+        lambda image: image.resize(size, wanted), lambda image: image.resize(size, getattr(Image.Resampling, nearest))
     )

@@ -69,7 +69,7 @@ def read_transform(
 class _Reader:
     """Goes through transforms in order.
 
-    tensor, scaled: whether the image is a tensor by then, and one of floats: of 0 to 1, but for conversions that run by
+    tensor, scaled: whether the image is a tensor there, and one of floats: of 0 to 1, but for conversions that run by
     their names. mean: that of Normalize.
     """
 
@@ -352,7 +352,7 @@ def _sides(size: Any) -> list[int]:
 
 
 def _least_side(transform: Any, before: int) -> int:
-    """How many pixels the shorter side has behind a transform at least. before: in front of it."""
+    """How many pixels the shorter side has at least after a transform. before: what it had before."""
     name = type(transform).__name__
     if name in _CROPS or (
         name == "Resize" and transform.size is not None and getattr(transform, "max_size", None) is None
@@ -676,7 +676,7 @@ _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
 
 
 def _parameters(transform: Any) -> dict[str, Any] | None:
-    """A transform's name in v2 and its keyword arguments as YAML has them; None if they cannot be told."""
+    """A transform's name in v2 and its keyword arguments as YAML has them; None if they are not known."""
     from torchvision.transforms import v2
 
     cls = getattr(v2, type(transform).__name__, None)

@@ -301,10 +301,10 @@ def _pipeline(path: str | Path, name: str | None) -> str:
 
 def _check_same(on_cpu: Found, on_gpu: Found) -> None:
     """Raise ConfigError, at the first difference, if two lists of transforms stand for different stages."""
-    for i, (ours, theirs) in enumerate(zip_longest(on_cpu.entries, on_gpu.entries)):
-        if ours != theirs:
-            ours_text, theirs_text = ("nothing" if entry is None else _shown(entry) for entry in (ours, theirs))
-            rule = f"must stand for the same stages as {_GPU}; stage {i} of the two is {ours_text} and {theirs_text}"
+    for i, (cpu, gpu) in enumerate(zip_longest(on_cpu.entries, on_gpu.entries)):
+        if cpu != gpu:
+            cpu_text, gpu_text = ("nothing" if entry is None else _shown(entry) for entry in (cpu, gpu))
+            rule = f"must stand for the same stages as {_GPU}; stage {i} of the two is {cpu_text} and {gpu_text}"
             raise _problem((_CPU,), rule, action="make them equal, or leave out transforms_cpu")
 
 

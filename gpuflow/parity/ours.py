@@ -127,7 +127,7 @@ class Serving:
             return "serving ends before this stage, which a model can contain" if may_be_in_model else serve
         if served[:count] == stages[:count]:
             return prefix.program
-        other = next((ours for ours, theirs in zip(served, stages, strict=False) if ours != theirs), None)
+        other = next((stage for stage, val in zip(served, stages, strict=False) if stage != val), None)
         return "serving ends before this stage" if other is None else f"serving has {other!r} at this stage"
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:

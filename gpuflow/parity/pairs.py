@@ -204,9 +204,9 @@ class PairComparison:
             push = heapq.heappush if len(worst) < _PICTURES else heapq.heapreplace
             push(worst, (score, -next(self._order), picture))
 
-    def add_logits(self, samples: Sequence[ParityImage], ours: Answers, theirs: Answers) -> None:
+    def add_logits(self, samples: Sequence[ParityImage], first: Answers, second: Answers) -> None:
         """Compare the model's logits for several images from both ways."""
-        for sample, a, b in zip(samples, ours, theirs, strict=True):
+        for sample, a, b in zip(samples, first, second, strict=True):
             if a is not None and b is not None:
                 self._logits[_kind(sample)].add(a, b)
 

@@ -7,9 +7,9 @@ starts a new sampling.
 
 Warps become one warp, with the crops and flips that surround them: one matrix, the region of the image that crops
 before the first warp left, and the size after the last one. What is seen outside that region is the border of this one
-warp, also where a crop between two warps would have cut it off. A resize before the warps is a sampling before theirs,
-one after them starts a new sampling; warps that look pixels up in another way, and warps after a padded warp, start a
-new warp.
+warp, also where a crop between two warps would have cut it off. A resize before the warps is a separate sampling, one
+after them starts a new sampling; warps that look pixels up in another way, and warps after a padded warp, start a new
+warp.
 
 Pointwise stages in a row become one pass, which clamps and rounds between them; a stage that changes the dtype ends it.
 

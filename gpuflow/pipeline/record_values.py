@@ -1,8 +1,8 @@
 """Numbers that a stage takes from each sample's record: which field they stand in, and in which form.
 
 A stage declares them (`Stage.record_values`) and finds them in its keys (`StageKeys.values`), one row for each sample.
-They are read in the training process, as random numbers are drawn there, and travel with the keys to wherever the
-stage draws; so whatever follows the moves of pixels uses the same numbers.
+They are read in the training process, as random numbers are drawn there, and travel with the keys to where the
+stage draws, so that boxes, masks and keypoints follow the same moves as pixels.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RecordValue:
 
     @property
     def stand_in(self) -> Floats:
-        """What a bad record has in its place, so that the samples beside it can be drawn."""
+        """What a bad record has in its place, so that the other samples of its chunk can be drawn."""
         return np.eye(2, 3) if self.form == "matrix" else np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
 
     @property

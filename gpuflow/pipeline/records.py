@@ -9,7 +9,7 @@ A column holds one field of N samples. Its form follows from the field's type:
                 of each of these there may be its pixels, uint8 [H, W] of the upright image: levels, or 0 and 1
     text, any   a list with one value per sample
 
-The labels of boxes are a column of their own: `Ragged` of int64 [M], under the name that `Field.labels` gives.
+The labels of boxes are a separate column: `Ragged` of int64 [M], under the name that `Field.labels` gives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Views: several pipelines that share one decoding of each image, and the memory of a batch that holds them all.
 
-Each view is a pipeline of its own, `decode` included, and folds into a program of its own. A view may be drawn several
+Each view is a separate pipeline, `decode` included, and folds into a separate program. A view may be drawn several
 times: its number, from 0, and its name are part of its random keys, so other views do not change what it draws.
 """
 

@@ -1,4 +1,4 @@
-"""How many batches may exist at a time: an ordered semaphore that GPU events can release."""
+"""How many batches may exist at once: an ordered semaphore that GPU events can release."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How many processor cores this process may use: those it may run on, what control groups grant, its share of a host.
 
-Who gets how many threads and processes of that is decided in `gpuflow.config.resources`.
+How they are divided among threads and processes is decided in `gpuflow.config.resources`.
 """
 
 from __future__ import annotations

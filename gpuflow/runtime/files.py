@@ -75,7 +75,7 @@ def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
         raise OSError(errno.EINVAL, "is a device or a pipe, which no file may replace", str(path))
 
     def create(name: str, flags: int) -> int:
-        """Where the mode is that of an old file, nobody else may read the new one before it has that mode."""
+        """Where the mode is that of an old file, no other user may read the new one before it has that mode."""
         return os.open(name, flags, 0o666 if mode is None else 0o600)
 
     of_text = {"mode": "x", "encoding": "utf-8", "errors": "backslashreplace", "newline": ""}

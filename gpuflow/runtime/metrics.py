@@ -128,7 +128,7 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        """Count from here on. Takes no lock of its own, which a fork may have left held."""
+        """Count from here on. Takes no lock, because a fork may have left one held."""
         self.after.reset()
         self._former = self.totals()
 

@@ -2,12 +2,12 @@
 
 For work that threads cannot do in parallel because each of them needs the interpreter too often. A fork server is
 started as a new Python process, which does not import the script that is running, and forks the workers, so that all
-share what it has imported and unpickled. They ignore a Ctrl-C in the terminal, and end when this process does, however
-that ends and whatever children of its own outlive it: they wait for a record lock that it holds and that no child of
-it inherits (fcntl(2)).
+share what it has imported and unpickled. They ignore a Ctrl-C in the terminal, and end when this process ends, for any
+reason, even if other children of it live on: they wait for a record lock that this process holds and that its children
+do not inherit (fcntl(2)).
 
-Workers import from this process's import paths, made absolute: never from the directory in which it is by then. A
-relative path or `''` in `sys.path` stands for the directory in which this module was imported.
+Workers import from this process's import paths, made absolute, never from its current directory. A relative path or
+`''` in `sys.path` stands for the directory in which this module was imported.
 
 A module that worker processes run has two functions: `prepare(setup)` unpickles the setup, in the fork server before
 it forks; `work(connection, prepared)` answers requests until `connection.recv` raises, on one thread a connection.
@@ -133,7 +133,7 @@ class ForkServer:
         """Kill all workers. They hold nothing that could be lost. Calling it again does nothing.
 
         The fork server is the last: it waits for those that it forked. Without it they would become children of
-        process 1, which in a container often waits for nobody, and stay zombies. If this is process 1, it waits itself.
+        process 1, which in a container often waits for none, and stay zombies. If this is process 1, it waits itself.
         """
         with self._ending:
             if not self._close.alive:
@@ -261,7 +261,7 @@ class WorkerPool:
 
     Args:
         module: what the workers run, see this module's docstring.
-        connections: requests that each worker takes at a time; its length is the number of workers.
+        connections: requests that each worker takes at once; its length is the number of workers.
         setup: pickled for `prepare`.
         task: what they do, as a verb for log messages: `read` or `decode`.
         handshake: whether workers send READY, or else why they cannot start, before they take requests.
@@ -427,14 +427,14 @@ class WorkerPool:
             self._lose(connection, error)
             return None
         except BaseException:
-            self._discard(connection)  # in the middle of an answer that nobody will read
+            self._discard(connection)  # in the middle of an answer that will not be read
             raise
         if not keep or not result:
             self._release(connection)
         return result
 
     def _accept_started(self) -> None:
-        """Find out which of the starting workers can be asked by now."""
+        """Find out which of the starting workers can be asked now."""
         if self._starting and os.getpid() == self._pid:
             with self._starting_lock:
                 for connection in filter(WorkerConnection.has_answer, list(self._starting)):
@@ -570,12 +570,12 @@ def _end_with_parent(shared_file: int) -> None:
 
 
 def _fork(shares: Sequence[list[int]], shared_file: int) -> list[int]:
-    """Fork one process for each further share; returns the share of this process. Writes their ids behind the setup.
+    """Fork one process for each further share; returns the share of this process. Writes their ids after the setup.
 
     Each process waits until their ids are there: without them `ForkServer.kill` kills the whole group. No other thread
     may have been started before.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     pids = [os.getpid()]
     until_written, end = os.pipe()
     for share in shares[1:]:

@@ -321,16 +321,16 @@ def _check(
     with closing(open_engine(ModelSpec(file=str(path), batch=_BATCH), image=program.result, device=_CPU)) as engine:
         for name, given, (images, reference) in zip(("random", "real"), (noise, real), references, strict=True):
             # One image first, so that a batch of one is checked too.
-            ours = torch.cat([engine.run(batch) for batch in (given[:1], *_batches(given[1:]))])
+            found = torch.cat([engine.run(batch) for batch in (given[:1], *_batches(given[1:]))])
             with torch.inference_mode():
-                theirs = torch.cat([reference(batch) for batch in _batches(images)]).float()
+                expected = torch.cat([reference(batch) for batch in _batches(images)]).float()
             checks.append(
                 Check(
                     images=name,
                     count=len(images),
-                    difference=float((ours - theirs).abs().max()),
-                    allowed=TOLERANCE * max(1.0, float(theirs.abs().max())),
-                    agree=int((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum()),
+                    difference=float((found - expected).abs().max()),
+                    allowed=TOLERANCE * max(1.0, float(expected.abs().max())),
+                    agree=int((found.argmax(dim=1) == expected.argmax(dim=1)).sum()),
                 )
             )
     return tuple(checks)

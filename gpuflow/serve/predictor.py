@@ -107,7 +107,7 @@ class Predictor:
     A list reaches the model as one batch, or as few as `serve.model.batch` allows. All instances work on the batches of
     a long list at the same time, a few batches ahead of its answers. Load a predictor once, not for each request:
     torchpipe never ends a graph's threads. While other threads run Python code, an instance waits for the interpreter
-    up to its switch interval each time, 5 ms by default; `gpuflow serve` sets 0.02 ms. In a process of your own, call
+    up to its switch interval each time, 5 ms by default; `gpuflow serve` sets 0.02 ms. In your own process, call
     `sys.setswitchinterval`.
 
     Args:
@@ -203,7 +203,7 @@ class Predictor:
 
     def submit_all(self, files: Sequence[bytes]) -> list[Future[Prediction]]:
         """As `submit`, for images that belong together, such as those of a form: the model gets them as one batch, or
-        as few as `serve.model.batch` allows. A bad image is an error of its own future alone."""
+        as few as `serve.model.batch` allows. A bad image is an error of its future alone."""
         return self._submit([_bytes_of(data, "submit_all") for data in files])
 
     def submit_image(self, data: bytes) -> Future[torch.Tensor]:
@@ -490,7 +490,7 @@ class CallableEngine:
 def chain_here(
     config: Config, program: Program, model: ModelSpec | None, *, device: str, platform: Platform | None = None
 ) -> Graph:
-    """`chain` for this machine: if its GPU cannot run the program, all threads preprocess, in a node of their own."""
+    """`chain` for this machine: if its GPU cannot run the program, all threads preprocess, in a separate node."""
     return chain(
         program,
         model,

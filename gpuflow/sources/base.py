@@ -66,7 +66,7 @@ class Source(Protocol):
 
 
 def is_read_remotely(source: Source) -> bool:
-    """Whether a source's samples are behind URLs, wherever its index is: worker processes must not read it."""
+    """Whether a source's samples are behind URLs, where its index may be local: worker processes must not read it."""
     return source.storage is not None and source.storage.remote
 
 
@@ -88,7 +88,7 @@ Fraction = Annotated[float, _FRACTION]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsSpec:
-    """How often each sample is drawn where a pipeline shuffles: in proportion to a number >= 0 of its own.
+    """How often each sample is drawn where a pipeline shuffles: in proportion to its number >= 0.
 
     Args:
         column: the column that holds the samples' weights: of the source, or of `file` if that is a CSV file.
@@ -145,7 +145,7 @@ class SourceSpec:
         weights: how often each sample is drawn where a pipeline shuffles.
         fields: what a sample carries, by name; by default an image and a label.
         cache: where files behind URLs are kept on a local disk; by default they are not.
-        other: the name and the value of a source of another package, which is a key of its own in YAML.
+        other: the name and the value of a source of another package; in YAML the name is a key.
     """
 
     folder: str | None = None

@@ -184,7 +184,7 @@ def _or_empty(value: Any) -> Any:
 
 
 def _default_fields(annotations: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, FieldSpec], ...]:
-    """Boxes, and whatever else annotations have."""
+    """Boxes, and the masks and keypoints that annotations have."""
     fields = [("boxes", FieldSpec(type="boxes"))]
     kept = [annotation for annotation in annotations if not _is_crowd(annotation)]
     if any(annotation.get("segmentation") for annotation in kept):

@@ -41,7 +41,7 @@ class FieldSpec:
 
     @property
     def is_mask_file(self) -> bool:
-        """Whether it is a mask in a file of its own."""
+        """Whether it is a mask in a separate file."""
         return self.type == "mask" and self.kind in (None, "file")
 
 
@@ -116,7 +116,7 @@ def field_problems(pairs: Sequence[tuple[str, FieldSpec]], source: str) -> Itera
         labels = "labels" if (spec.type, source) == ("boxes", "coco") else spec.labels
         for column in (name, labels):
             if column is not None and columns.setdefault(column, name) != name:
-                rule = f"must have a name of its own in a record, got {column!r} in {columns[column]} too"
+                rule = f"must have a unique name in a record, got {column!r} in {columns[column]} too"
                 yield Problem.of(name, rule, action="rename one", code="config.conflict")
 
 

@@ -39,7 +39,7 @@ def fingerprint(
 
 
 def _bytes(labels: NDArray[Any]) -> bytes:
-    """Labels as bytes: whole numbers of one class each in the same way whatever their type is."""
+    """Labels as bytes: whole numbers of one class each in the same way for each type of numbers."""
     if labels.ndim == 1 and labels.dtype.kind in "iu":
         return np.asarray(labels, dtype="<i8").tobytes()
     return repr((labels.dtype.kind, labels.shape[1:])).encode() + labels.tobytes()
@@ -52,7 +52,7 @@ def fingerprint_of(source: Source) -> str:
 
 
 def entries_of(source: Source) -> bytes:
-    """What names a source's samples, in their order, whatever their labels and fields are. Equal for equal samples."""
+    """What names a source's samples, in their order, without their labels and fields. Equal for equal samples."""
     own: bytes | None = getattr(source, "entries", None)
     if own is not None:
         return own

@@ -45,7 +45,7 @@ class HfSource:
     Args:
         cells: the column of images.
         names: the files' names, for the fingerprint.
-        splits: the first index of each of the dataset's own splits that is read, and the one behind its last.
+        splits: the first index of each of the dataset's own splits that is read, and the one after its last.
     """
 
     def __init__(

@@ -339,8 +339,8 @@ class _GroupCache:
         return group
 
     def _shrink(self, kept: int) -> None:
-        """Forget the oldest groups until the others are small enough, but not the one to be kept; for holders of the
-        lock."""
+        """Forget the oldest groups until the others are small enough, but not the one to be kept. The caller holds
+        the lock."""
         for number, entry in list(self._entries.items()):
             if self._bytes <= self._kept_bytes or number == kept:
                 break

@@ -140,10 +140,10 @@ def _columns(data: bytes) -> Columns:
 def _is_header(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """Whether the first row, in lower case, names columns: it is unlike the rows below it, which are samples.
 
-    A row with a path is a sample, whatever its label is. Without one, it is a header if its words are usual names of
-    columns, or if a column has paths or numbers in every row below and nothing that is equal to its name. Words with a
-    slash or a dot, such as `image/path`, are no path if each part is a usual name of a column, or if the paths below
-    have extensions and the labels below are numbers.
+    A row with a path is a sample, with any label. Without one, it is a header if its words are usual names of columns,
+    or if a column has paths or numbers in every row below and nothing that is equal to its name. Words with a slash or
+    a dot, such as `image/path`, are no path if each part is a usual name of a column, or if the paths below have
+    extensions and the labels below are numbers.
     """
     below = [[field.strip().lower() for field in row] for row in rows if len(row) == len(names)]
     columns = list(zip(names, zip(*below, strict=True), strict=bool(below)))

@@ -94,7 +94,7 @@ class RecordBuilder:
         classes: of boxes' labels: see `resolve_labels`.
         place: the place of the whole source.
         locate: the places of single samples.
-        mixed_masks: whether a mask of one instance may be polygons or run lengths, whatever its kind.
+        mixed_masks: whether a mask of one instance may be polygons or run lengths, for each kind.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Shards whose samples carry declared fields: keys of their `.json` member, or members of their own.
+"""Shards whose samples carry declared fields: keys of their `.json` member, or separate members.
 
 What the members hold that are no images and no masks is cached, as the places of all images are: see `tar`.
 """

@@ -229,7 +229,7 @@ def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
 
 
 def _require_end(shard: Shard, read_at: ReadAt, offset: int) -> None:
-    """Raise SourceError if another tar begins behind the end of the first one, as in files that `cat` joined."""
+    """Raise SourceError if another tar begins after the end of the first one, as in files that `cat` joined."""
     while offset < shard.size and (data := read_at(offset, _SEARCHED_BYTES)):
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):

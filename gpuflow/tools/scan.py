@@ -45,7 +45,7 @@ _KNOWN_SUFFIXES = {suffix for several in _SUFFIXES.values() for suffix in severa
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sample worth a look.
+    """One sample to look at.
 
     kind: `unreadable`, `corrupt`, `oversize`, `format`, `record` (its boxes, its mask or another field) or `timeout`,
     which are bad; `cmyk` or `misnamed`, which decode all the same.
@@ -112,7 +112,7 @@ class _Chunk:
     """Samples that one thread scans, in order. `lock` guards all fields.
 
     stage: what the thread does, since the time `since`, for the sample at `place`; for all of them while it reads.
-    findings, count: of the samples that are through. over: set once no more will be. late: the thread is left behind.
+    findings, count: of the samples that are done. over: set when no more follow. late: the thread is given up.
     """
 
     def __init__(self, indices: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class _Chunk:
             return not self.over.is_set()
 
     def end(self, findings: Sequence[Finding], count: int, error: BaseException | None = None) -> None:
-        """Add findings, of this many samples; the chunk is over once all are through, or if there is an error."""
+        """Add findings, of this many samples; the chunk is over once all are done, or if there is an error."""
         with self.lock:
             if not self.over.is_set():
                 self.findings += findings
@@ -144,7 +144,7 @@ class _Chunk:
 
 
 class _Scanner:
-    """Threads that scan chunks. One that hangs is left behind, and another one takes its place."""
+    """Threads that scan chunks. One that hangs is given up, and another one takes its place."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Scanner:
             self._work.put(None)
 
     def give_up(self, chunk: _Chunk, seconds: float) -> list[_Chunk]:
-        """Leave a late chunk's thread behind. Returns chunks of its other samples, which are submitted.
+        """Give up a late chunk's thread. Returns chunks of its other samples, which are submitted.
 
         Which file of several hangs while they are read is not known, so then each of them is tried alone.
         """

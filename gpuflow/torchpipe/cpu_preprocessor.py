@@ -72,7 +72,7 @@ class CpuPreprocessor:
         requests = [(part, self._begin(payload, part, slots)) for part in parts]
         faults: list[BadSampleError | None] = [None] * len(files)
         errors: list[Exception] = []
-        requests.sort(key=lambda request: request[1] is None)  # its own parts while the workers are at theirs
+        requests.sort(key=lambda request: request[1] is None)  # this process does its parts while the workers do others
         try:
             while requests:
                 part, pending = requests.pop()

@@ -197,7 +197,7 @@ def chain(
 
 
 def images_at_a_time(model: ModelSpec | None) -> int:
-    """How many images all instances of a model run on at a time; of None, a model that the caller brings."""
+    """How many images all instances of a model run on at once; of None, a model that the caller brings."""
     return DEFAULT_BATCH if model is None else model.batch * model.instances
 
 

@@ -43,13 +43,13 @@ class RequestGroup:
 
 
 class Request:
-    """One image on its way through a graph; the item that torchpipe carries has it as `request`.
+    """One image that a graph processes; the item that torchpipe carries has it as `request`.
 
     data: the encoded image. It is dropped once it is decoded, or at once if the request is cancelled before a node
-    has taken it: a request that nobody waits for any more holds no memory, however long the graph is busy.
+    has taken it: a request whose caller has gone holds no memory, however long the graph is busy.
     future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
     done: called once, before the future has its result, when the graph has finished with the request or dropped it.
-    group, row: the group that it belongs to, and its place there; without one it is a batch of its own.
+    group, row: the group that it belongs to, and its place there; without one it is a batch alone.
     ends_call: whether its caller waits for no later request, so that with its answer the caller may send again.
     held_bytes: size of the encoded image while it is in memory.
     image: what the model gets, once a node that only decodes has finished.
@@ -144,7 +144,7 @@ class RequestQueue:
     Requests that are added together are one batch, or part of one. A request that is cancelled must be discarded: it
     leaves the queue at once.
 
-    torchpipe has a queue of its own. But while that queue holds an item and no instance is free, torchpipe's thread
+    torchpipe has its own queue. But while that queue holds an item and no instance is free, torchpipe's thread
     polls it without a pause, and each caller that adds a request waits for the same lock, for as long as the batching
     timeout. So torchpipe gets requests only when an instance is free. That instance then takes further batches from
     here until none is left.

@@ -262,7 +262,7 @@ class RunningGraph:
         if self._preset is not None and not busy:  # the test image would wait for the images before it
             try:
                 self._pipe.run({"data": self_test.JPEG.tobytes()})  # through the model, too
-            except Exception as error:  # whatever torchpipe's operators raise
+            except Exception as error:  # torchpipe's operators raise any exception
                 raise DecoderError(
                     "torchpipe does not decode gpuflow's test image; end this process and start another one"
                 ) from error

@@ -100,13 +100,13 @@ def save_checkpoint(
         raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {_close(arch)}")
     module = _unwrapped(model)
     weights = module.state_dict()
-    ours = {name: tuple(value.shape) for name, value in weights.items()}
-    theirs = _shapes_of(arch, len(loader.classes))
-    if ours != theirs:
-        name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    expected = _shapes_of(arch, len(loader.classes))
+    if found != expected:
+        name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         raise ValueError(
             f"model must have the weights of {arch} for {len(loader.classes)} classes, but {name} has the shape "
-            f"{ours.get(name)} and not {theirs.get(name)}"
+            f"{found.get(name)} and not {expected.get(name)}"
         )
     pipeline = (val or loader).pipeline
     state: dict[str, Any] = {

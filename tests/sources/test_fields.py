@@ -72,7 +72,7 @@ def test_a_name_that_is_a_type_needs_no_type() -> None:
         ),
         (
             {"boxes": {"labels": "text"}, "text": {}},
-            "text must have a name of its own in a record, got 'text' in boxes too; rename one",
+            "text must have a unique name in a record, got 'text' in boxes too; rename one",
         ),
     ],
 )

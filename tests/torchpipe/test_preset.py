@@ -95,7 +95,7 @@ def test_parameters_of_its_operators() -> None:
             "x.yaml:4: serve.preset must be one of torchpipe_cpu, torchpipe_gpu, got 'torchpipe_gpo'; "
             "did you mean 'torchpipe_gpu'?",
         ),
-        ("preset: torchpipe_cpu\nheight: 8", "x.yaml:4: serve.preset needs the key 'width' beside it: an integer"),
+        ("preset: torchpipe_cpu\nheight: 8", "x.yaml:4: serve.preset needs the key 'width' next to it: an integer"),
         ("preset: torchpipe_cpu\nheight: 0\nwidth: 8", "x.yaml:5: serve.height must be >= 1, got 0"),
         (
             "stages: [decode, center_crop: {size: 8}]\ncolor: bgr",
@@ -154,7 +154,7 @@ def test_after_the_gpus_operators_only_crops_flips_and_normalize_may_follow() ->
     [
         (
             "{preset: torchpipe_cpu, height: 8, stages: []}",
-            "x.yaml:2: pipelines.val.preset needs the key 'width' beside it: an integer",
+            "x.yaml:2: pipelines.val.preset needs the key 'width' next to it: an integer",
         ),
         (
             "{height: 8, stages: [decode, center_crop: {size: 8}]}",

@@ -133,7 +133,7 @@ async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: 
 
 
 _EXTENDED_FILENAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
-"""RFC 5987's form of a name that is not ASCII, which the parser leaves out. Nobody reads the name."""
+"""RFC 5987's form of a name that is not ASCII, which the parser leaves out. The name is not read."""
 
 
 class _Form:

@@ -1,4 +1,4 @@
-"""Limits on requests, and what requests take up at a time: places in the queue, bytes in memory."""
+"""Limits on requests, and what requests take up together: places in the queue, bytes in memory."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class RequestLimits:
     """Limits on the requests of a service.
 
     max_body_bytes: of one request. max_images: in one request.
-    max_queue: images in flight at a time; a request takes its places once its body has arrived.
-    max_pixels: of one image, by its header. max_queue_pixels: of all images in flight at a time.
+    max_queue: images in flight; a request takes its places once its body has arrived.
+    max_pixels: of one image, by its header. max_queue_pixels: of all images in flight.
     max_scans: of a JPEG; encoders write at most about twenty, and each takes as long as a whole image.
-    max_held_bytes: of all bodies in memory at a time, until their images are decoded; a single one is always accepted.
+    max_held_bytes: of all bodies in memory, until their images are decoded; a single one is always accepted.
     timeout_s: seconds for a body to arrive, and again as many for its answer.
-    max_connections: open at a time; fewer where the process may not open that many files.
+    max_connections: open at once; fewer where the process may not open that many files.
     head_s: seconds for the head of a request to arrive.
     """
 

@@ -55,7 +55,7 @@ _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 class Metrics:
-    """The counters of one service, on a registry of their own.
+    """The counters of one service, in a separate registry.
 
     Args:
         queue: number of images in flight.

@@ -247,7 +247,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _written_or_left_out(report: Callable[[str], None]) -> Callable[[str], None]:
-    """`report` without the errors of a full disk or of a pipe that nobody reads, for which rich raises SystemExit."""
+    """`report` without the errors of a full disk or of a pipe that is not read, for which rich raises SystemExit."""
 
     def say(text: str) -> None:
         with contextlib.suppress(OSError, SystemExit):

@@ -6,7 +6,7 @@
     entries/NA/ME       a header, a checksum for each page, and the data
 
 A process that is killed leaves at most files in `partial` behind: their locks end with it, so another process takes
-them over or removes them. A machine that loses power may leave an entry behind that is not whole: its checksums say so.
+them over or removes them. A machine that loses power may leave an entry that is not whole: its checksums say so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HEAD = struct.Struct("<8sQ16sI")
 """Magic number, bytes of data, version of the object, checksum of what precedes it and of the pages' checksums."""
 _MAGIC = b"gpuflow\1"
 _PAGE_BYTES = 64 << 10
-"""Each page has a checksum of its own: a sample of a block is checked without reading the whole block."""
+"""Each page has its own checksum: a sample of a block is checked without reading the whole block."""
 _FIRST_BYTES = 4096
 _DISK_BYTES = 4096
 """File systems allocate in units of this size."""
@@ -289,7 +289,7 @@ class DiskCache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder, so that nobody else adds or removes files. Raises TimeoutError after a minute."""
+        """Hold the folder, so that no other process adds or removes files. Raises TimeoutError after a minute."""
         if not self._guard.acquire(timeout=_LOCK_SECONDS):
             raise TimeoutError(errno.ETIMEDOUT, "another thread holds the cache's lock")
         try:

@@ -144,7 +144,7 @@ class RemoteStorage:
                     answers += self._fs.cat_ranges(
                         [urls[i] for i in some], [starts[i] for i in some], [ends[i] for i in some], on_error="return"
                     )
-                except Exception as fault:  # file systems of fsspec raise whatever their library raises
+                except Exception as fault:  # file systems of fsspec raise any exception of their library
                     answers += [fault] * count
                 failed += filter(_is_overload, answers[-count:])
         return answers
@@ -269,7 +269,7 @@ class RemoteStorage:
         return found
 
     def _infos(self, urls: Sequence[str]) -> list[Any]:
-        """What the server says about each file, or an exception; all at a time where the file system can."""
+        """What the server says about each file, or an exception; all at once where the file system can."""
         if self._fs.async_impl:
             from fsspec.asyn import sync
 
