@@ -89,7 +89,7 @@ def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
 
 
 def _draw_picture(axes: Any, left: float, top: float, picture: _Picture, *, heads: bool) -> None:
-    """The three forms of one magnitude beside each other, with the magnitude and the difference below."""
+    """The three forms of one magnitude next to each other, with the magnitude and the difference below."""
     for form, (name, pixels) in enumerate(zip(_FORMS, (picture.cpu, picture.gpu, picture.amplified), strict=True)):
         x = left + form * (_CELL + _GAP)
         rows, columns = pixels.shape[:2]

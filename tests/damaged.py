@@ -49,7 +49,7 @@ def warned_of_then_fatal(data: bytes) -> bytes:
 
 
 def many_scans(data: bytes, count: int) -> bytes:
-    """A progressive JPEG whose last scan stands there so many times more."""
+    """A progressive JPEG whose last scan is repeated `count` times."""
     start = [start for kind, start, _ in segments(data) if kind == SCAN][-1]
     tables = [at for kind, at, _ in segments(data) if kind == HUFFMAN and at < start]
     return data[:-2] + data[tables[-1] : -2] * count + data[-2:]

@@ -229,7 +229,7 @@ class Raise:
 
 @final
 class Slow:
-    """A tap: each read takes so many seconds."""
+    """A tap: each read takes `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -441,7 +441,7 @@ def children() -> set[int]:
 
 
 def await_children(count: int, before: set[int]) -> set[int]:
-    """The new ones, once there are so many: the first of some processes forks the others when it is ready."""
+    """Wait for `count` new child processes, and return them: the first of some forks the others when it is ready."""
     end = time.monotonic() + 90
     while len(new := children() - before) != count and time.monotonic() < end:
         time.sleep(0.05)

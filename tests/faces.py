@@ -1,4 +1,4 @@
-"""Images with a map of their own each: a JSON-lines listing with matrices, landmarks, boxes and masks."""
+"""Images, each with its own map: a JSON-lines listing with matrices, landmarks, boxes and masks."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Done(NamedTuple):
 
 
 def torchrun(*arguments: object, ranks: int = 2, seconds: float = 60.0, interrupt_at: str | None = None) -> Done:
-    """Run a module in so many processes: `torchrun -m <arguments>`. It and all its processes are killed in the end.
+    """Run a module in `ranks` processes: `torchrun -m <arguments>`. It and all its processes are killed in the end.
 
     Args:
         interrupt_at: send Ctrl-C once this stands in the output.
@@ -152,7 +152,7 @@ class Notes(TrainerEvents):
 
 
 def without_dropout(model: nn.Module) -> None:
-    """So that ranks, which draw numbers of their own, learn what a single process does."""
+    """So that ranks, which draw their own numbers, learn what a single process does."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,4 +1,4 @@
-"""Runs stages and pipelines on the CPU as users do, and torchvision beside them."""
+"""Runs stages and pipelines on the CPU as users do, and the same by torchvision."""
 
 from __future__ import annotations
 

@@ -529,7 +529,7 @@ def test_levels_of_other_libraries_are_those_of_the_parity_report() -> None:
 
 
 def test_the_tree_in_the_architecture_names_every_module() -> None:
-    """`kernels/` and the stages, which have a table of their own, stand there as folders."""
+    """`kernels/` and the stages, which have their own table, stand there as folders."""
     (tree,) = blocks((ROOT / "ARCHITECTURE.md").read_text(), "text")
     names = re.findall(r"[\w*]+\.py", tree)
     modules = [path for path in (ROOT / "gpuflow").rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]

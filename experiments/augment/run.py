@@ -39,7 +39,7 @@ RECIPES = ("timm", "view", "geometry")
 THREADS = 2
 HEIGHT, WIDTH = 375, 500
 BATCHES = 3
-"""So many batches of photographs are taken in turn."""
+"""The number of batches of photographs, which are taken in turn."""
 WARM_UP_CALLS, COMPILED_CALLS = 2, 16
 """Calls before an arm is measured; of a compiled one, which compiles anew for operations that it draws for the first
 time."""

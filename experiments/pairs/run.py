@@ -69,7 +69,7 @@ def rows_of_others(workloads: set[str]) -> list[dict[str, Any]]:
 
 
 def measured(tree: Path, folder: Path, name: str, gpu: bool) -> float:
-    """Images a second of one checkout, in a process of its own."""
+    """Images a second of one checkout, in a separate process."""
     command = [sys.executable, __file__, "measure", str(tree), str(folder), name, str(int(gpu))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False, cwd=ROOT)
     if done.returncode != 0:

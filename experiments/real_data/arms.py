@@ -182,7 +182,7 @@ class Dali:
 def tune_dali(job: dict[str, Any]) -> dict[str, Any]:
     """The files that DALI decodes, and the hw_decoder_load with which it is fastest alone.
 
-    In a process of its own, because DALI keeps the GPU memory of an ended pipeline.
+    In a separate process, because DALI keeps the GPU memory of an ended pipeline.
     """
     import nvidia.dali
 

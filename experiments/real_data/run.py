@@ -183,7 +183,7 @@ def take_turns(
 
 
 class ArmProcess:
-    """An arm in a process of its own, which starts at once; `open` makes it ready to measure.
+    """An arm in a separate process, which starts at once; `open` makes it ready to measure.
 
     name: by default the arm's. environment: variables besides those of this process.
     about: its device, setting, versions and choice, as `open_arm` of arms.py says.

@@ -1,4 +1,4 @@
-"""Measures one arm in a process of its own, which run.py starts: `python experiments/service/measure.py JOB`.
+"""Measures one arm in a separate process, which run.py starts: `python experiments/service/measure.py JOB`.
 
 JOB is JSON. Prints JSON: the device's name, and metrics by workload, such as `{"500x375; clients=10": {"qps": 97.0}}`.
 """
@@ -237,7 +237,7 @@ def _closed_loops(job: Job, predict: Predict, batches: Callable[[], dict[int, in
 
 
 def requests_of(images: Sequence[bytes], count: int) -> Sequence[Request]:
-    """Requests of so many images each; a request of one image is its bytes."""
+    """Requests of `count` images each; a request of one image is its bytes."""
     if count == 1:
         return images
     repeated = [*images, *itertools.islice(itertools.cycle(images), count)]

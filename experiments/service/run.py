@@ -168,7 +168,7 @@ class Rounds:
         self._done: dict[str, Any] = {entry["key"]: entry["answer"] for entry in entries}
 
     def measure(self, round_name: str, arms: Iterable[Arm]) -> None:
-        """Each arm once with each model, in a process of its own; arms without a model run once."""
+        """Each arm once with each model, in a separate process; arms without a model run once."""
         options = self._options
         for arm in arms:
             for number, model in enumerate(self._models):

@@ -1,4 +1,4 @@
-"""Loads the same batches through gpuflow's workers or SPDL's: one measurement of run.py, in a process of its own.
+"""Loads the same batches through gpuflow's workers or SPDL's: one measurement of run.py, in a separate process.
 
 `python experiments/worker_pool/arms.py '{"arm": "gpuflow processes", "kill": false, "seconds": 2.5}'` prints a line of
 JSON: metric -> value.
@@ -127,7 +127,7 @@ class Items:
 class Decode:
     """Reads and decodes an item as gpuflow's own workers do. Can be pickled before its first call.
 
-    shared: the pixels are a tensor in shared memory of its own, which torch passes to another process by its handle;
+    shared: the pixels are a tensor in separate shared memory, which torch passes to another process by its handle;
     else an array.
     """
 
@@ -226,7 +226,7 @@ def region_with_shared_tensors() -> Arm:
 def subprocesses_with_segments() -> Arm:
     """An SPDL pipeline in each of two processes, which decode every other batch and copy it into a segment.
 
-    The pool's lock belongs to the default start method, whatever `mp_context` says, so the default has to be set.
+    The pool's lock belongs to the default start method, not to `mp_context`, so the default has to be set.
     """
     _prepare_fork_server()
     workload = Workload.read()

@@ -2,7 +2,7 @@
 
     python experiments/worker_pool/run.py [--quick]
 
-Prints each measurement and writes results.csv beside this file; `--quick` measures once and writes nothing. README.md
+Prints each measurement and writes results.csv next to this file; `--quick` measures once and writes nothing. README.md
 says what each arm and metric is.
 """
 

@@ -337,7 +337,7 @@ class Consumer:
         batches: list[gpuflow.Batch | None] = []
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # so many samples are bad
+                warnings.simplefilter("ignore")  # many samples are bad
                 for iterator in self._iterators:
                     batches.append(next(iterator, None))
         except GpuflowError as error:
@@ -400,7 +400,7 @@ class Consumer:
         self._next_epoch, self._next_start = _place(state)
 
     def run(self, steps: int | None = None) -> Outcome:
-        """Take steps until the epoch is over, fails, or so many are taken."""
+        """Take steps until the epoch is over, fails, or `steps` are taken."""
         outcome: Outcome = "batch"
         taken = 0
         while outcome == "batch" and (steps is None or taken < steps):

@@ -45,7 +45,7 @@ Target = Callable[[random.Random, Path], None]
 
 
 def fuzz(name: str, seed: int, directory: Path, count: int = 0) -> Report:
-    """Feed a target with so many inputs, by default as many as CI does. Names the input that found something."""
+    """Feed a target with `count` inputs, by default as many as CI does. Names the input that found something."""
     target, usual = TARGETS[name]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     slowest = 0.0

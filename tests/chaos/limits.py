@@ -1,4 +1,4 @@
-"""Rounds without file descriptors and without space on the disk, each in a process of its own. See rounds.py."""
+"""Rounds without file descriptors and without space on the disk, each in a separate process. See rounds.py."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _run_short(consumer: Consumer, rng: random.Random) -> None:
 
 @contextmanager
 def no_descriptors(spare: int | None = None) -> Iterator[None]:
-    """This process can open no file, or only about so many."""
+    """This process can open no file, or only about `spare` files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = 3 if spare is None else max(map(int, os.listdir("/proc/self/fd"))) + spare
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
@@ -198,11 +198,11 @@ def _file_of_all_space(directory: Path) -> Path:
     return path
 
 
-# --- in a process of its own ------------------------------------------------------------------------------------------
+# --- in a separate process --------------------------------------------------------------------------------------------
 
 
 def in_child(name: str, seed: int, directory: Path) -> Report:
-    """Run a round in another process, with mounts of its own where the system allows that."""
+    """Run a round in another process, with its own mounts where the system allows that."""
     command = [sys.executable, "-m", "tests.chaos.rounds", name, str(seed), "--here", str(directory)]
     alone = ["unshare", "--mount"] if shutil.which("unshare") else []
     may_mount = bool(alone) and subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0

@@ -76,7 +76,7 @@ def _disturbed_epoch(consumer: Consumer, disturber: Disturber, rng: random.Rando
 class Photos:
     """Labelled photographs in a folder, what is done to their files, and what may come of it.
 
-    `truth` is told of each change before it is made. At most `most` files are damaged at a time.
+    `truth` records each change before it is made. At most `most` files are damaged at a time.
     """
 
     def __init__(self, directory: Path, rng: random.Random, *, classes: int = CLASSES, each: int = EACH) -> None:
@@ -316,7 +316,7 @@ def _tars(directory: Path) -> Path:
 
 
 def _tar(number: int, turn: int = 0) -> bytes:
-    """One shard. turn: each label's photograph is that of so many samples later."""
+    """One shard. turn: each label's photograph is that of the sample `turn` places later."""
     members = []
     for place in range(IN_SHARD):
         index = number * IN_SHARD + (place + turn) % IN_SHARD

@@ -222,7 +222,7 @@ class Attack:
                 self.count("pauses")
 
     def probe(self) -> None:
-        """The service says that it is alive, whatever happens."""
+        """The service always says that it is alive."""
         assert ask(self.port, b"", path="/healthz", method="GET").status == 200
         self.count("probes")
 

@@ -33,7 +33,7 @@ VAL: Entries = ({"decode": {}}, {"resize": {"shorter": 36}}, {"center_crop": {"s
 
 @final
 class Command:
-    """A command of gpuflow as a process of its own; what it writes goes to a file."""
+    """A command of gpuflow as a separate process; what it writes goes to a file."""
 
     def __init__(self, log: Path, *arguments: object) -> None:
         self.log = log

@@ -1,4 +1,4 @@
-"""Every test of the configuration runs in a directory of its own."""
+"""Every test of the configuration runs in a separate directory."""
 
 from __future__ import annotations
 

@@ -705,7 +705,7 @@ def test_a_background_changes_no_opaque_image(data: bytes) -> None:
 
 
 def test_without_a_background_alpha_is_dropped() -> None:
-    """The pixels are those of the file, whatever its alpha says."""
+    """The pixels are those of the file, for any alpha."""
     data = TRANSPARENT["png, RGBA"]
     with Image.open(io.BytesIO(data)) as image:
         assert np.array_equal(decode(data), np.asarray(image)[..., :3])

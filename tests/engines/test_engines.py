@@ -990,7 +990,7 @@ def test_engines_share_the_cores_that_control_groups_grant(
 
 @pytest.mark.slow
 def test_programs_are_loaded_again_and_compiled_after_one_was_loaded(models: Models) -> None:
-    """Each of them on a thread of its own crashed where torch sees no GPU; so this runs without one."""
+    """Each of them on its own thread crashed where torch sees no GPU; so this runs without one."""
     code = f"""
 import torch
 from gpuflow.engines.base import run_in_thread

@@ -149,7 +149,7 @@ def test_compiled(cuda_graphs: bool, models: Models) -> None:
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_instances_at_the_same_time(cuda_graphs: bool, models: Models) -> None:
-    """Each thread makes its images on a stream of its own, just before the engine reads them."""
+    """Each thread makes its images on its own stream, just before the engine reads them."""
     settings = {"instances": 3, "batch": 8, "cuda_graphs": cuda_graphs}
     model = ModelSpec.model_validate({"file": str(models.checkpoint), **settings})
     engines = open_engines(model, image=FLOAT, device=GPU)

@@ -119,7 +119,7 @@ def encoded(image: Image.Image) -> MaskFile:
 
 
 def huge(side: int) -> MaskFile:
-    """A PNG whose header says so many pixels in each row and column."""
+    """A PNG whose header gives `side` pixels to each row and column."""
     data = encoded(Image.new("L", (7, 5))).data
     header = b"IHDR" + struct.pack(">II", side, side) + data[24:29]
     return MaskFile(data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:])

@@ -122,7 +122,7 @@ def run_machine(number: int, *, examples: int, steps: int) -> int:
     """Run the machine with a seed. Returns how many examples it ran at most."""
 
     class Seeded(LoaderMachine):
-        """A class of its own, because the seed is kept in it."""
+        """A separate class, because the seed is kept in it."""
 
     limits = settings(
         phases=PHASES,

@@ -29,7 +29,7 @@ def of_windows(seed: int, epoch: int) -> list[Permutation]:
 
 
 def of_shards(seed: int, epoch: int) -> list[Permutation]:
-    """In which order the shards of a tar come: each holds one sample, in a window of its own."""
+    """In which order the shards of a tar come: each holds one sample, in a separate window."""
     order = ShardedOrder(shard_sizes=(1,) * SIZE, seed=seed, window=1)
     return [order.indices(epoch, np.arange(SIZE))]
 

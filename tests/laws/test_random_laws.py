@@ -141,7 +141,7 @@ every_random_stage = pytest.mark.parametrize("name", INDEPENDENT)
 
 
 def test_the_stages_here_are_random() -> None:
-    """The others test their draws in files of their own."""
+    """The others test their draws in separate files."""
     assert set(INDEPENDENT) == set(STAGE_OF) <= set(STAGES)
     assert all(stage.random for stage in STAGE_OF.values())
 

@@ -1,4 +1,4 @@
-"""What two ranks see that no launcher told who they are: `python -m tests.loader.rank_scenarios RANK DIRECTORY`.
+"""What two ranks see without a launcher that sets their rank: `python -m tests.loader.rank_scenarios RANK DIRECTORY`.
 
 Each rank joins a Gloo group by a file, as a process of `torch.multiprocessing.spawn` does, runs all scenarios in order
 and writes what came of each to DIRECTORY/<rank>.json.

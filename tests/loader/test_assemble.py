@@ -201,7 +201,7 @@ def test_what_is_behind_urls_is_read_by_threads_alone(
     [("folder: photos", "{}", 0), ("folder: photos", "{readers: 3}", 3), ("folder: memory://photos", "{}", 16)],
 )
 def test_who_reads(source: str, run: str, readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers read local files themselves; what is waited for is read by threads of its own."""
+    """Workers read local files themselves; what is waited for is read by separate threads."""
     monkeypatch.chdir(tmp_path)
     make_photos(tmp_path / "photos", classes=2, each=4)
     if "memory://" in source:

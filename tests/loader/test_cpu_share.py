@@ -1,4 +1,4 @@
-"""The CPU's share of a batch beside a GPU, which a stand-in plays: the same samples and faults, whoever decodes."""
+"""The CPU's share of a batch next to a GPU, for which a fake stands: the same samples and faults from both."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ VIEWS = views_program(
 
 
 class StandIn:
-    """A GPU and the way to it: its memory is the host's, and what decodes there is the CPU's code."""
+    """A GPU and the way to it: its memory is the host's, and the CPU's code decodes there."""
 
     device, prescan = torch.device("cpu"), None
 
@@ -232,7 +232,7 @@ def test_the_engines_keep_a_row_at_least(part: float, count: int, rows: int) -> 
 
 @pytest.mark.parametrize("part", [0.05, 0.6])
 def test_it_goes_where_both_need_the_same_time(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that do 30,000 images a second beside cores that do 10,000: a quarter. Batches come in pairs."""
+    """Engines that do 30,000 images a second and cores that do 10,000: a quarter. Batches come in pairs."""
     share, now = Share(part, threads=1, adapts=True), [0.0]
     monkeypatch.setattr("gpuflow.loader.cpu_share.time", SimpleNamespace(perf_counter=lambda: now[0]))
     for number in range(400):

@@ -1,4 +1,4 @@
-"""Chunks decoded by processes: the same batches and faults, whatever happens to a process, and nothing left of any."""
+"""Chunks decoded by processes: the same batches and faults, also when a process is lost, and nothing left of any."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_killed_process_is_done_without(
 
 
 def test_what_a_process_cannot_do_a_thread_does(source: Source, caplog: pytest.LogCaptureFixture) -> None:
-    """A source with a lock, which no process can be told of; and one whose class is not to be found there."""
+    """A source with a lock, which cannot be pickled; and one whose class a worker process cannot import."""
     photos = MemorySource.of(9)
     with loader_of(photos) as loader:
         expected = epoch_rows(loader)
@@ -303,7 +303,7 @@ def test_batches_that_are_kept_hold_no_descriptors(source: Source, monkeypatch: 
 def test_processes_share_what_they_have_imported(
     shared_loader: Loader, others: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was started by itself has 280 MB of its own, nearly all torch's."""
+    """One that was started alone has 280 MB, nearly all torch's."""
     made_elsewhere(shared_loader, monkeypatch)
     for child in await_children(3, others):
         rows = (line.split() for line in Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()[1:])

@@ -448,7 +448,7 @@ def test_what_a_read_raises_comes_out_at_its_step(threads: int, make: Callable[[
 
 @pytest.mark.parametrize("policy", ["replace", "skip"])
 def test_without_file_descriptors_the_loader_raises(policy: str, files: list[Path]) -> None:
-    """Sound samples would be replaced, or left out, without a word."""
+    """Sound samples would be replaced, or left out, without an error."""
     source = open_source(SourceSpec(folder=str(files[0].parents[1])))
     with ExitStack() as stack:
 
@@ -465,7 +465,7 @@ def test_without_file_descriptors_the_loader_raises(policy: str, files: list[Pat
 
 
 def test_a_shard_that_is_rewritten_ends_the_epoch(files: list[Path], tmp_path: Path) -> None:
-    """Its labels do not belong to its bytes any more, whatever `on_error` says."""
+    """Its labels do not belong to its bytes any more, with any `on_error`."""
     shard = tmp_path / "s.tar"
 
     def write(order: list[Path]) -> None:

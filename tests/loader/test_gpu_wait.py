@@ -27,7 +27,7 @@ class Event:
 
 
 def wait_of(waits: list[float], step: float = 20.0) -> GpuWait:
-    """After steps of so many milliseconds, before each of which the GPU waited for its batch."""
+    """After steps of `step` milliseconds, before each of which the GPU waited for its batch."""
     measured, now = GpuWait(), 0.0
     for wait in waits:
         asked: Any = Event(now)

@@ -195,7 +195,7 @@ class CollectingOrder:
 
 @pytest.mark.parametrize("where", ["in the pipeline's event loop", "in a reading thread"])
 def test_an_epoch_may_be_collected_on_the_pipelines_own_threads(where: str) -> None:
-    """A forgotten epoch in a reference cycle is collected on whatever thread allocates next."""
+    """A forgotten epoch in a reference cycle is collected on the thread that allocates next."""
     order = CollectingOrder(4000)
 
     def before(index: int) -> None:
@@ -231,7 +231,7 @@ def repeated(count: int, times: int) -> MemorySource:
 
 
 class FewThreads:
-    """Lets only so many threads run at a time, as the kernel does. refused: whether one more was wanted."""
+    """Lets only a limited number of threads run at once, as the kernel does. refused: whether one more was wanted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._start, self._most, self.refused = threading.Thread.start, 0, False

@@ -183,7 +183,7 @@ def test_a_loader_that_is_forgotten_closes_its_source() -> None:
     del loader
     gc.collect()
     end = time.monotonic() + 5
-    while not source.closed and time.monotonic() < end:  # its threads end beside us
+    while not source.closed and time.monotonic() < end:  # its threads end meanwhile
         time.sleep(0.01)
     assert source.closed
 
@@ -307,7 +307,7 @@ def test_gray_batches_have_one_channel() -> None:
 
 
 def test_batches_stay_as_they_are_while_more_are_taken() -> None:
-    """Memory is used again, but never under a tensor that somebody holds; not even after the loader is gone."""
+    """Memory is used again, but never under a tensor that is still referenced; not even after the loader is gone."""
     kept: list[tuple[torch.Tensor, float, list[Any]]] = []
     source = TappedSource(MemorySource.of(24), lambda index: None)
     with loader_of(source, batch_size=4, prefetch=1) as loader:
@@ -352,7 +352,7 @@ def test_a_view_of_a_batch_holds_its_memory() -> None:
     assert np.array_equal(view, before)
 
 
-def test_memory_of_batches_that_are_let_go_is_used_again() -> None:
+def test_memory_of_released_batches_is_used_again() -> None:
     places = set()
     with loader_of(MemorySource.of(240), RAW, batch_size=4, prefetch=1) as loader:
         for images, _ in loader:

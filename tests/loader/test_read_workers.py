@@ -1,4 +1,4 @@
-"""Files read by processes: the same payloads, whatever happens to a process, and nothing left of any."""
+"""Files read by processes: the same payloads, also when a process is lost, and nothing left of any."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_memory_that_no_other_process_can_map_is_filled_here(storage: ProcessSto
     assert storage.read(files, Taken()).cpu_s > 0, "the process is still of use"
 
 
-def test_what_is_let_go_of_is_let_go_of_everywhere(files: list[bytes]) -> None:
+def test_released_memory_is_released_in_every_process(files: list[bytes]) -> None:
     before = children()
     storage = ProcessStorage(1)
     (child,) = children() - before

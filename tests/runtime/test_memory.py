@@ -1,4 +1,4 @@
-"""Shared memory: buffers of their own, given back to the system, and no file descriptor for each."""
+"""Shared memory: separate buffers, given back to the system, and no file descriptor for each."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_workers_that_have_started_are_counted_before_any_request() -> None:
 
 
 def test_each_request_goes_to_the_worker_with_the_fewest(make: Make) -> None:
-    """Whatever the order in which answers are received. So no request waits while another worker has nothing to do."""
+    """In any order in which answers are received. So no request waits while another worker has nothing to do."""
     pool, rng = make(3, connections=4), np.random.default_rng(0)
     under_way: list[tuple[tuple[object, int], Any]] = []
     for number in range(60):

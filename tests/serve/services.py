@@ -1,4 +1,4 @@
-"""Services for tests: in this process behind a real socket, or as processes of their own that get real signals."""
+"""Services for tests: in this process behind a real socket, or as separate processes that get real signals."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _more(connection: socket.socket) -> bytes:
 
 @final
 class ServiceStarter:
-    """Starts services as processes of their own, quickly: a parent process that has imported everything forks them."""
+    """Starts services as separate processes, quickly: a parent process that has imported everything forks them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._children = directory, 0

@@ -252,7 +252,7 @@ def test_a_list_is_one_batch(images: int, batches: list[int], one_node: bool, fi
 
 @both_graphs
 def test_a_list_is_one_batch_among_other_requests(one_node: bool, files: list[Path]) -> None:
-    """A list that does not fit beside what waits before it comes after it, whole; what fits is in one batch with it."""
+    """A list that does not fit into the batch of what waits before it gets its own batch; one that fits joins it."""
     gate = Gate()
     engine = FakeEngine(before=gate, batch=4)
     data = [file.read_bytes() for file in files]

@@ -376,7 +376,7 @@ def test_files_of_both_forms(tmp_path: Path) -> None:
 
 @contextmanager
 def few_files(count: int) -> Iterator[None]:
-    """This process may open so many files more."""
+    """This process may open `count` more files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = set(map(int, os.listdir("/proc/self/fd")))
     free = (number for number in itertools.count() if number not in used)

@@ -191,7 +191,7 @@ def test_names_on_other_file_systems_are_taken_as_they_are(memory: fsspec.Abstra
 
 
 def test_a_directory_that_a_server_does_not_list_is_an_error(server: FileServer) -> None:
-    """Without it, its images would be missing without a word."""
+    """Without it, its images would be missing without an error."""
     server.files.update(FILES)
     server.failures["/photos/a/z"] = 1000
     assert refused(folder=f"{server.url}/photos") == (
@@ -223,7 +223,7 @@ def test_requests_to_a_server_begin_few_at_a_time(server: FileServer) -> None:
     with ThreadPoolExecutor(8) as threads:
         payloads = list(threads.map(lambda i: source.read(range(i, 128, 8), new_array), range(8)))
     assert all(payload.errors == [None] * 16 for payload in payloads)
-    assert server.most_at_once <= 16 + 128 // 16, "16 at first, and one more for each so many that were answered"
+    assert server.most_at_once <= 16 + 128 // 16, "16 at first, and one more each time that as many were answered"
 
 
 def test_the_limit_of_requests_grows_with_answers_and_halves_under_overload() -> None:

@@ -23,7 +23,7 @@ from gpuflow.sources.storage.remote import RemoteStorage
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]
-    """A file system whose library raises an error of its own, whatever it is asked for."""
+    """A file system whose library raises its own error at each request."""
 
     protocol = "failing"
     cachable = False

@@ -1,4 +1,4 @@
-"""Shards with declared fields: keys of the .json member, members of their own, and what is missing or wrong."""
+"""Shards with declared fields: keys of the .json member, separate members, and what is missing or wrong."""
 
 from __future__ import annotations
 

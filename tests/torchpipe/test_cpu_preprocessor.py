@@ -1,4 +1,4 @@
-"""Preprocessing by processes where a model is served: the pixels of threads, whatever happens to a process."""
+"""Preprocessing by processes where a model is served: the pixels of threads, also when a process is lost."""
 
 from __future__ import annotations
 

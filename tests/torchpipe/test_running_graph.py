@@ -1,4 +1,4 @@
-"""RunningGraph: names, batches, errors, closing. Tests that concern a whole process run in a process of their own."""
+"""RunningGraph: names, batches, errors, closing. Tests that concern a whole process run in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpuflow.save_checkpoint`: what a training loop of one's own writes is served, exported and resumed as gpuflow's."""
+"""`gpuflow.save_checkpoint`: what a user's training loop writes is served, exported and resumed as gpuflow's."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
     done = torchrun("gpuflow", "train", config, "pipelines.train.on_error=raise", seconds=SECONDS)
     assert (done.code, done.left) == (1, []), done.err
     assert re.search(rf"^error: rank \d: {broken} \(sample 5\): decode: ", done.err, flags=re.MULTILINE), done.err
-    assert done.seconds < 90, "nobody waits for the ranks' timeout"
+    assert done.seconds < 90, "no rank waits until the timeout"
 
 
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:

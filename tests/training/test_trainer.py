@@ -313,7 +313,7 @@ def test_images_that_the_model_does_not_take_are_located(
 
 
 def test_auxiliary_classifiers_are_trained_too(config_file: Path) -> None:
-    """GoogLeNet has two, whose logits stand beside its own while it trains."""
+    """GoogLeNet has two, whose logits are returned with its own while it trains."""
     trainer = Trainer(read(config_file, "train.model=googlenet", "train.size=64"), device="cpu")
     before, events = weights(trainer), Record()
     trainer.run(events, max_steps=STEPS // 2)
@@ -391,7 +391,7 @@ def test_statistics_need_no_sample_that_the_epoch_has_not_read(photos: Path, con
 
 
 class Killed(BaseException):
-    """Stands for whatever ends a run in the middle of an epoch."""
+    """Stands for anything that ends a run in the middle of an epoch."""
 
 
 class KillAt(TrainerEvents):

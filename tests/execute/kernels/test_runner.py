@@ -125,7 +125,7 @@ def test_a_service_gets_the_same_images_and_gives_its_memory_back(cases: dict[st
 def test_a_chunk_does_not_depend_on_the_chunks_that_are_decoded_with_it(
     cases: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Whatever the window, the order of launches, and where the files that only the CPU decodes are."""
+    """For each window, order of launches, and place of the files that only the CPU decodes."""
     case = cases[f"windows, {name}"]
     assert (case["wrong"], case["wrong_faults"]) == (0, 0)
     assert case["images_of_others"] > 0, "no call was filled up"

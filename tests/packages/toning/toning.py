@@ -1,4 +1,4 @@
-"""A package that brings stages and a source of its own, as pip would install it next to gpuflow."""
+"""A package that adds stages and a source, as pip would install it next to gpuflow."""
 
 from __future__ import annotations
 
