@@ -346,7 +346,7 @@ def check_answers(engine: Engine, path: str, image: ImageSpec, device: torch.dev
     sums = together.sum(dim=1)
     if together.shape[1] > 1 and bool((together >= 0).all() & ((sums - 1).abs() < _UNSTABLE_AT_LEAST).all()):
         rule = "must give logits, gives probabilities: its outputs are not negative and their sum is 1"
-        raise model_error(path, f"{rule}; export it without its softmax, or with a logarithm behind it")
+        raise model_error(path, f"{rule}; export it without its softmax, or with a logarithm after it")
 
 
 def warm_up_all(engines: Iterable[Engine], path: str) -> None:

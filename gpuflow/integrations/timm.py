@@ -293,7 +293,7 @@ def _training_stages(given: Mapping[str, Any], size: tuple[int, int]) -> Iterato
         yield {"grayscale": {"probability": given["grayscale_prob"]}}
     if given["gaussian_blur_prob"]:
         yield {"gaussian_blur": {"kernel_size": 23, "probability": given["gaussian_blur_prob"]}}
-    if given["re_prob"] > 0 and given["re_mode"] == "const":  # timm erases behind normalize, where the mean colour is 0
+    if given["re_prob"] > 0 and given["re_mode"] == "const":  # timm erases after normalize, where the mean colour is 0
         box = {"scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3]}
         colour = [round(255 * level) for level in given["mean"]]
         yield {"random_erasing": {"probability": given["re_prob"], **box, "value": colour}}

@@ -77,7 +77,7 @@ class MixedOrder:
 
     Args:
         orders: of each source, with indices from 0 on.
-        lengths: the number of its indices; those of a source stand behind those of the sources before it.
+        lengths: the number of its indices; those of a source follow those of the sources before it.
         weights: of each source, above 0.
         samples: of an epoch; with `run` above 1 they are filled up to whole runs.
         run: neighbouring positions that one source has: the size of a batch, where each batch is of one source.
@@ -106,7 +106,7 @@ class MixedOrder:
         return self._slots * self._run
 
     def _draws(self, epoch: int) -> Table:
-        """For each slot the number of its draw. Those of a source are counted behind those of the sources before it."""
+        """For each slot the number of its draw. Those of a source are counted after those of the sources before it."""
         sources = np.repeat(np.arange(len(self.counts)), self.counts)
         sources = sources[permute(np.arange(self._slots), self._slots, key64("mix", self._seed, epoch))]
         draws = np.empty(self._slots, np.int64)

@@ -34,8 +34,8 @@ _LINEAR, _AREA = cv2.INTER_LINEAR, cv2.INTER_AREA
 _FILTERS = {cv2.INTER_NEAREST: "nearest", _LINEAR: "bilinear", cv2.INTER_CUBIC: "bicubic"}
 _TOP = 255
 """The highest level."""
-_MOVES = ("center_crop", "flip", "random_crop")
-"""Stages whose results are pixels of the image, so that they may stand in front of `normalize`."""
+_MOVABLE = ("center_crop", "flip", "random_crop")
+"""Stages whose results are pixels of the image, so that they may stand before `normalize`."""
 _CONTAINERS = ("Compose", "Sequential")
 _LIKE = {
     "RandomBrightnessContrast": "color_jitter, which multiplies where this adds",
@@ -125,8 +125,8 @@ class _Reader:
             raise self._document.error(without if isinstance(error, KeyError) else other, *at) from error
 
     def _emit(self, entry: Entry) -> None:
-        """Add an entry: in front of `normalize` if its results are pixels of the image, which makes no difference."""
-        if self._floats_from is not None and entry.stage in _MOVES:
+        """Add an entry: before `normalize` if its results are pixels of the image, which makes no difference."""
+        if self._floats_from is not None and entry.stage in _MOVABLE:
             self.entries.insert(self._floats_from, entry)
             self._floats_from += 1
         else:
@@ -143,9 +143,9 @@ class _Reader:
         self._std = self._std * np.array(std)
         if self._floats_from is None:
             self._floats_from = len(self.entries)
-        before, behind = self.entries[: self._floats_from], self.entries[self._floats_from + 1 :]
+        before, after = self.entries[: self._floats_from], self.entries[self._floats_from + 1 :]
         entry = normalize(*(each_channel(numbers.tolist(), before) for numbers in (self._mean, self._std)))
-        self.entries = [*before, entry, *behind]
+        self.entries = [*before, entry, *after]
 
     def _refuse(self, at: tuple[Key, ...], rule: str, nearest: str, measured: str = "") -> None:
         self.gaps.append(gap(self._document.place(*at), rule, nearest=nearest, apart=measured, path=at))

@@ -155,21 +155,22 @@ class _Reader:
                 return
         names = ", ".join(type(part).__name__ for part in parts)
         rule = f"RandomApply of {names} with p={transform.p:g} has no equal stage"
-        apart = "which changes all images" if transform.p < 1 else ""
-        self.gaps.append(gap(f"{self._source}{path}:", rule, nearest="its transforms without RandomApply", apart=apart))
+        change = "which changes all images" if transform.p < 1 else ""
+        nearest = "its transforms without RandomApply"
+        self.gaps.append(gap(f"{self._source}{path}:", rule, nearest=nearest, apart=change))
         for i, part in enumerate(parts):
             self.add(part, f"{path}[{i}]")
 
     def _equal(self, transform: Any, found: _Equal) -> None:
         """A transform for which there is a stage, at least for some of its parameters."""
         last = self._floats_from is None or self._floats_from == len(self.entries) - 1
-        moves = type(transform).__name__ in _MOVES and last
+        movable = type(transform).__name__ in _MOVABLE and last
         if type(transform).__name__ == "CenterCrop":  # which pads smaller images by 0, also of floats
-            moves = moves and self._least_side >= max(_sides(transform.size))
+            movable = movable and self._least_side >= max(_sides(transform.size))
         self._least_side = _least_side(transform, self._least_side)
         self.pillow = self.pillow or (not self.tensor and type(transform).__name__ in _RESIZING)
         unfit = isinstance(found, Entry) and self._faults(found) is not None  # a number that the stage does not take
-        if found is None or unfit or (self._floats_from is not None and not moves):
+        if found is None or unfit or (self._floats_from is not None and not movable):
             self.by_name(transform)
         elif isinstance(found, Entry):
             self._emit(found)
@@ -600,8 +601,8 @@ _TIMM: dict[str, Callable[[_Reader, Any], _Equal]] = {
 """What stands for each transform of timm."""
 
 _PRESETS = ("ImageClassification", "SemanticSegmentation")
-_MOVES = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomErasing")
-"""Transforms that may stand behind Normalize, and whose stage then stands before normalize."""
+_MOVABLE = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomErasing")
+"""Transforms that may follow Normalize, and whose stage then stands before normalize."""
 _EXACT = ("center_crop", "flip", "pad", "random_crop", "random_erasing")
 """Stages whose results are levels of the image, so that they do not round."""
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")

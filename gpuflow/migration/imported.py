@@ -30,7 +30,7 @@ IMAGENET_MEAN, IMAGENET_STD = IMAGENET["mean"], IMAGENET["std"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a list of stages: the stage's key in YAML, its parameters, and a comment behind it."""
+    """One entry of a list of stages: the stage's key in YAML, its parameters, and a comment after it."""
 
     stage: str
     parameters: Mapping[str, Any]
@@ -100,9 +100,9 @@ def normalize(mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1
 
 
 def each_channel(numbers: Sequence[float], entries: Sequence[Entry]) -> tuple[float, ...]:
-    """A number for each channel behind these entries; the libraries repeat a single one.
+    """A number for each channel of the image after these entries; the libraries repeat a single one.
 
-    An image has three channels, or one behind torchvision's Grayscale.
+    An image has three channels, or one after torchvision's Grayscale.
     """
     names = [entry.parameters.get("name") for entry in entries]
     gray = "Grayscale" in names and "RGB" not in names[names.index("Grayscale") :]

@@ -73,7 +73,7 @@ class WrappedLoader:
     """Iterates the batches of a DataLoader, made by gpuflow: `for images, labels in loader`. Made by `gpuflow.wrap`.
 
     Each `for` has the sampler draw a new epoch, in full, as the DataLoader would: for equal seeds of torch the order is
-    the same. `sampler.set_epoch` works as ever. A `break` leaves no thread behind; an exception, also one of the
+    the same. `sampler.set_epoch` works as before. A `break` leaves no thread behind; an exception, also one of the
     dataset, is raised in the loop.
     """
 

@@ -106,8 +106,8 @@ class StageTotals:
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
-    after: the samples that wait behind the stage; two stages that feed the same one share it.
-    before: those that wait in front of it, if another stage produces them.
+    after: the samples that wait after the stage; two stages that feed the same one share it.
+    before: those that wait before it, if another stage produces them.
     ranges: marks each operation for a profiler.
     """
 

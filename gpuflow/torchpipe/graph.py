@@ -147,7 +147,7 @@ def chain(
     stages = stages_to_json(program.pipeline.stages)
     if model is not None and model.via == "torchpipe":
         if isinstance(program.decoder, Preset):
-            rule = "is torchpipe, which has no node for the stages behind a preset"
+            rule = "is torchpipe, which has no node for the stages after a preset"
             problem = Problem.of(("serve", "model", "via"), rule, action="use python", code="config.conflict")
             raise ConfigError([replace(problem, place=f"{origin}:")])
         from gpuflow.torchpipe.tensorrt_node import tensorrt_node

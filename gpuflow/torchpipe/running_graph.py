@@ -215,7 +215,7 @@ class RunningGraph:
         return [request.future for request in requests]
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Pass the requests of one group, or a single one, to torchpipe or to the queue in front of it."""
+        """Pass the requests of one group, or a single one, to torchpipe or to the queue before it."""
         if self._decodes_first:
             for request in requests:
                 _start(self._pipe, request)

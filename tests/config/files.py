@@ -62,7 +62,7 @@ def fault(text: str, *overrides: str) -> str:
 
 
 def with_block(block: str) -> str:
-    """SMALL with one top-level block in the place of its own one, or behind it."""
+    """SMALL with one top-level block in place of its own, or after it."""
     name = block.partition(":")[0]
     kept = {"source": "source: {folder: photos}\n", "pipelines": SMALL.partition("\n")[2]}
     kept.pop(name, None)

@@ -798,7 +798,7 @@ def test_a_model_that_gives_probabilities(tmp_path: Path) -> None:
     path = save_program(tmp_path / "softmax.pt2", nn.Sequential(*layers), noise(2))
     assert fault(lambda: engine(path)) == (
         f"{path}: must give logits, gives probabilities: its outputs are not negative and their sum is 1; export it "
-        "without its softmax, or with a logarithm behind it"
+        "without its softmax, or with a logarithm after it"
     )
     engine(save_program(tmp_path / "log.pt2", nn.Sequential(*layers[:2], nn.LogSoftmax(dim=1)), noise(2)))
 

@@ -210,7 +210,7 @@ def test_a_preset_takes_no_model_of_torchpipes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         lowered(tmp_path, {**PRESET, "model": {**FILE, "engine": "tensorrt", "via": "torchpipe"}})
     assert str(caught.value) == (
-        f"{tmp_path}/x.yaml: serve.model.via is torchpipe, which has no node for the stages behind a preset; use python"
+        f"{tmp_path}/x.yaml: serve.model.via is torchpipe, which has no node for the stages after a preset; use python"
     )
 
 

@@ -172,7 +172,7 @@ def _read(
     c, k: block of the coded unit and coefficient of the block at the beginning. end: of all bits that it may read.
     dc, ac: the number of the table of each component, one bit each.
 
-    After an invalid code, a lane goes on behind the next bit as if a unit began there: it may have begun at a wrong
+    After an invalid code, a lane goes on after the next bit as if a unit began there: it may have begun at a wrong
     place. Returns place, c and k where each lane ended, the number of blocks that it ended before the first invalid
     code, and whether there was none.
     """

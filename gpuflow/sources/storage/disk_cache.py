@@ -394,7 +394,7 @@ def _read(descriptor: int, file_size: int, version: bytes | None, start: int, si
 
 
 def _head(data: bytes, version: bytes) -> bytes:
-    """What stands in front of an entry's data."""
+    """What precedes an entry's data."""
     view = memoryview(data)
     sums = [zlib.crc32(view[at : at + _PAGE_BYTES]) for at in range(0, len(data), _PAGE_BYTES)]
     table = struct.pack(f"<{len(sums)}I", *sums)
