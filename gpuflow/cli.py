@@ -150,7 +150,7 @@ def _labelled(label: str, style: str, text: str) -> Text:
 
 def _order_note(config: Config) -> str:
     """What to change where a training would get the images of one class after those of another; empty otherwise."""
-    pipeline, sources = config.pipelines.get("train"), config.source.mixed or (config.source,)
+    pipeline, sources = config.pipelines.get("train"), config.source.sources
     if pipeline is None or pipeline.shuffle or not any(source.folder for source in sources):
         return ""
     return "pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true"
@@ -181,6 +181,15 @@ def _check_output(option: str, path: Path, *, folder: bool = False) -> Path:
     if not os.access(place, os.W_OK | os.X_OK):
         raise error(f"must be in a directory that can be written to, and {place} cannot")
     return path.resolve() if path.is_symlink() else path
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a text file, and the directories that it lies in."""
+    from gpuflow.runtime.files import atomic_write
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path, text=True) as file:
+        file.write(text)
 
 
 def _read(path: Path, overrides: list[str] | None) -> Config:
@@ -258,7 +267,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
         for view, result in several.results:
             stages = repr(view.pipeline).partition(": ")[2]
             _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
-    for one in config.source.mixed or (config.source,):
+    for one in config.source.sources:
         if hint := missing_source(one):
             _out.print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
     if note := _order_note(config):
@@ -302,11 +311,7 @@ def import_(
     if out is None:
         print(found.text, end="")
         return
-    from gpuflow.runtime.files import atomic_write
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out, text=True) as file:
-        file.write(found.text)
+    _write(out, found.text)
     _err.print(f"wrote {out}")
 
 
@@ -343,7 +348,6 @@ def show(
     The samples are those that a training loop gets first in that epoch.
     """
     from gpuflow.pipeline.views import ViewsPipeline
-    from gpuflow.runtime.files import atomic_write
     from gpuflow.tools.show import page, samples_of
 
     config = _read(path, overrides)
@@ -351,9 +355,7 @@ def show(
     out = _check_output("--out", out)
     shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
     stages = "\n".join(described.texts) if isinstance(described, ViewsPipeline) else repr(described)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out, text=True) as file:
-        file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))
+    _write(out, page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))
     _out.print(f"wrote {out}: {len(shown)} samples of {pipeline}")
 
 
@@ -624,14 +626,11 @@ def export(
     config = _read(path, overrides)
     _check_output(option, out)
     if option == "--toml":
-        from gpuflow.runtime.files import atomic_write
         from gpuflow.runtime.ranks import device_named
         from gpuflow.torchpipe.graph import lower, to_toml
 
         graph = lower(config, device=str(device_named(device)))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out, text=True) as file:
-            file.write(to_toml(graph, file=str(out)))
+        _write(out, to_toml(graph, file=str(out)))
         _out.print(f"wrote {out}: preprocessing {graph.preprocessing}; its header says how to run it")
         return
     from gpuflow.serve.export import export_model

@@ -22,15 +22,14 @@ def declared_problems(name: str, program: AnyProgram, source: SourceSpec) -> Ite
 
     Without declared fields, those of COCO and of other packages' sources are known once the source is open.
     """
-    specs = [entry.spec for entry in source.entries] or [source]
     declared = source.declared
-    if declared or not any(spec.kind == "coco" or spec.other for spec in specs):
+    if declared or not any(spec.kind == "coco" or spec.other for spec in source.sources):
         yield from field_problems_of(_taken(name, program), {name: spec.type for name, spec in declared})
     if declared:
         others = [name for name, spec in declared if spec.type not in ("image", "label")]
         classes = any(spec.type == "label" and spec.kind in (None, "class") for _, spec in declared)
         yield from mixing_problems(name, program, others, one_class=classes)
-    elif specs[0].kind == "coco":
+    elif source.sources[0].kind == "coco":
         yield from mixing_problems(name, program, ["boxes"], one_class=False)
 
 

@@ -58,21 +58,21 @@ _NO_MEMORY = "can't allocate memory"
 """In the text of torch's RuntimeError for a CPU without memory."""
 
 
-class _Moves:
+class _SamplingRows:
     """One sampling as lists of Python integers, with one row per sample."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+        self.geometry = sampling
         self.boxes, self.grids = sampling.box.tolist(), sampling.grid.tolist()
         self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
         self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
 
 
-class _Warps:
+class _WarpingRows:
     """One warp as lists of Python integers, with one row per sample."""
 
     def __init__(self, warping: Warping) -> None:
-        self.sampling = warping
+        self.geometry = warping
         self.boxes, self.shown = warping.box.tolist(), warping.shown.tolist()
         sizes = np.stack(warping.size, axis=1)
         self.sizes = sizes.tolist()
@@ -81,17 +81,17 @@ class _Warps:
         """Which samples' maps change no pixel, if the image has the size of the result."""
 
 
-def _check(drawn: _Moves | _Warps, i: int) -> None:
+def _check(drawn: _SamplingRows | _WarpingRows, i: int) -> None:
     """Raise BadSampleError if this sampling cannot be run on sample i."""
-    for misfit in drawn.sampling.misfits:
+    for misfit in drawn.geometry.misfits:
         if (fault := misfit.fault(i)) is not None:
             raise fault
 
 
-def _draw(step: SamplingStep | WarpStep, keys: s.Keys, height: s.Ints, width: s.Ints) -> _Moves | _Warps:
+def _draw(step: SamplingStep | WarpStep, keys: s.Keys, height: s.Ints, width: s.Ints) -> _SamplingRows | _WarpingRows:
     if isinstance(step, SamplingStep):
-        return _Moves(step.draw(keys, height, width))
-    return _Warps(step.draw(keys, height, width))
+        return _SamplingRows(step.draw(keys, height, width))
+    return _WarpingRows(step.draw(keys, height, width))
 
 
 class CpuRunner:
@@ -178,11 +178,13 @@ class CpuRunner:
             image = np.array(image, order="C")
         self._run_steps(image, (0, 0), i, drawn, keys, slot)
 
-    def _first(self, drawn: Sequence[Any]) -> _Moves | _Warps | None:
+    def _first(self, drawn: Sequence[Any]) -> _SamplingRows | _WarpingRows | None:
         """The first step's draws if it is a sampling or a warp, which leave the decoded image as it is."""
         steps = self._program.steps
-        moves: _Moves | _Warps | None = drawn[0] if steps and isinstance(steps[0], SamplingStep | WarpStep) else None
-        return moves
+        rows: _SamplingRows | _WarpingRows | None = None
+        if steps and isinstance(steps[0], SamplingStep | WarpStep):
+            rows = drawn[0]
+        return rows
 
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
         """Each step's random parameters for all samples; None for steps whose images' sizes are not known yet."""
@@ -200,9 +202,9 @@ class CpuRunner:
                 case PointwiseStep():
                     drawn.append(step.draw(keys, height, width))
                 case SamplingStep() | WarpStep():
-                    moves = _draw(step, keys, height, width)
-                    height, width = moves.sampling.size
-                    drawn.append(moves)
+                    rows = _draw(step, keys, height, width)
+                    height, width = rows.geometry.size
+                    drawn.append(rows)
                 case _:
                     assert_never(step)
         return drawn
@@ -245,7 +247,7 @@ class CpuRunner:
                         draw, row = _draw(step, keys[i], *_size(image)), 0
                     if draw is not first:
                         _check(draw, row)
-                    run = self._sample if isinstance(draw, _Moves) else self._warp
+                    run = self._sample if isinstance(draw, _SamplingRows) else self._warp
                     image = run(image, draw, row, top, left, out, n)
                     top = left = 0
                 case PointwiseStep():
@@ -265,53 +267,67 @@ class CpuRunner:
             np.copyto(slot, image.reshape(slot.shape))
 
     def _sample(
-        self, image: NDArray[np.uint8], moves: _Moves, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
+        self,
+        image: NDArray[np.uint8],
+        draw: _SamplingRows,
+        i: int,
+        top: int,
+        left: int,
+        out: NDArray[Any] | None,
+        n: int,
     ) -> NDArray[np.uint8]:
         """Run one sampling. `image` is the region of the upright image that begins at (top, left)."""
-        (y, x, height, width), window = moves.boxes[i], moves.windows[i]
+        (y, x, height, width), window = draw.boxes[i], draw.windows[i]
         box = image[y - top : y - top + height, x - left : x - left + width]
-        if any(moves.mirrors[i]):
-            box = _mirror(box, moves.mirrors[i], self._buffer("mirrored", box.shape, n))
-        flipped = any(moves.flips[i])
+        if any(draw.mirrors[i]):
+            box = _mirror(box, draw.mirrors[i], self._buffer("mirrored", box.shape, n))
+        flipped = any(draw.flips[i])
         shape = (window[2], window[3], image.shape[2])
         result = out if out is not None else self._buffer("sampled", shape, n)
         kept = self._buffer("flipped", shape, n) if flipped else result
-        self._fill(kept, box, moves, i, n)
+        self._fill(kept, box, draw, i, n)
         if flipped:
-            _mirror(kept, moves.flips[i], result)
+            _mirror(kept, draw.flips[i], result)
         return result
 
     def _warp(
-        self, image: NDArray[np.uint8], warps: _Warps, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
+        self,
+        image: NDArray[np.uint8],
+        draw: _WarpingRows,
+        i: int,
+        top: int,
+        left: int,
+        out: NDArray[Any] | None,
+        n: int,
     ) -> NDArray[np.uint8]:
         """Run one warp. `image` is the region of the upright image that begins at (top, left)."""
-        (y, x, height, width), warping = warps.boxes[i], warps.sampling
+        (y, x, height, width), warping = draw.boxes[i], draw.geometry
         box = image[y - top : y - top + height, x - left : x - left + width]
-        shape = (*warps.sizes[i], image.shape[2])
-        if n and warps.same[i] and out is None and image.shape == box.shape == shape:
+        shape = (*draw.sizes[i], image.shape[2])
+        if n and draw.same[i] and out is None and image.shape == box.shape == shape:
             return image  # and not what a decoder or a caller gave, which a later stage must not write to
         result = out if out is not None else self._buffer("warped", shape, n)
-        shown = y, x, height, width = warps.shown[i]
+        shown = y, x, height, width = draw.shown[i]
         if (height, width) != shape[:2]:
             result.fill(0)
         if height and width:  # a crop may show padding alone
             warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
         return result
 
-    def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], moves: _Moves, i: int, n: int) -> None:
-        """Fill the window of the resampled box, of which no more than the window is made. The rest of it is filled."""
-        (y, x, height, width), (top, left, rows, columns) = moves.windows[i], moves.shown[i]
+    def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], draw: _SamplingRows, i: int, n: int) -> None:
+        """Write the window of the resampled box, and no more of it. Its pixels outside the box get the fill."""
+        (y, x, height, width), (top, left, rows, columns) = draw.windows[i], draw.shown[i]
         y0, x0 = max(y, top), max(x, left)
         y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
         if (y1 - y0, x1 - x0) != (height, width):
-            out[...] = moves.sampling.fill
+            out[...] = draw.geometry.fill
         if y1 > y0 and x1 > x0:
             resample_part(
                 box,
-                moves.grids[i],
+                draw.grids[i],
                 (y0, x0, y1 - y0, x1 - x0),
-                moves.sampling.interpolation,
-                moves.sampling.antialias,
+                draw.geometry.interpolation,
+                draw.geometry.antialias,
                 out[y0 - y : y1 - y, x0 - x : x1 - x],
                 functools.partial(self._buffer, n=n),
             )

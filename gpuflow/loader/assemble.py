@@ -266,8 +266,7 @@ def _shared_name(config: Config, name: str) -> str:
 
     It has nothing that ranks are to agree on, because loaders of other names are not compared.
     """
-    specs = config.source.mixed or (config.source,)
-    place = " ".join(os.path.basename(each.where.rstrip("/")) for each in specs)
+    place = " ".join(os.path.basename(each.where.rstrip("/")) for each in config.source.sources)
     return f"{name}/{key64(place):016x}"
 
 

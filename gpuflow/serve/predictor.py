@@ -61,12 +61,14 @@ __all__ = [
 ]
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
-_BYTES = (bytes, bytearray, memoryview)
 """One encoded image: its bytes, or the path of its file."""
+_BYTES = (bytes, bytearray, memoryview)
 Labels = tuple[tuple[str, float], ...]
 """(label, probability), the most likely first."""
 
 _ROUNDS_AHEAD = 4
+"""For how many rounds of all instances a long list of images is submitted before its first answer is taken."""
+
 T = TypeVar("T")
 
 

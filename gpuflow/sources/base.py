@@ -317,6 +317,11 @@ class SourceSpec:
         return tuple(replace(spec, splits=self.splits) for spec in specs) if self.splits else specs
 
     @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """The sources of a mix; any other source alone."""
+        return self.mixed or (self,)
+
+    @property
     def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
         """The declared fields as pairs of name and spec; empty if a sample is an image and a label. Of a mix those
         of its first source, which all have."""

@@ -221,13 +221,13 @@ def _engines(engines: JpegEngines | None, has_gpu: bool) -> Iterator[Finding]:
             "JPEG engines",
             "note",
             f"{library}: cannot be used: {engines.error}; the cores decode",
-            "look who else uses the GPU (nvidia-smi)",
+            "see which processes use the GPU (nvidia-smi)",
         )
     elif engines.backend != "hardware":
         text = f"none on this GPU: the cores decode, or its kernels ({library}) where decode.backend is gpu"
         yield Finding("JPEG engines", "note", text, "A100, H100 and H200 are GPUs with engines")
     elif engines.rate is None:
-        yield Finding("JPEG engines", "ok", f"{library}: not tried, for they take none of the images")
+        yield Finding("JPEG engines", "ok", f"{library}: not tried, because they take none of the images")
     else:
         yield Finding("JPEG engines", "ok", library)
 

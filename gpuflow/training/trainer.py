@@ -93,7 +93,7 @@ class Trainer:
         _refuse_untrainable(config)
         whole = open_whole(config)
         _require_classes(config, whole)
-        loaders = {
+        self.loaders = {
             name: build_loader(
                 config,
                 name,
@@ -105,8 +105,7 @@ class Trainer:
             for name in ("train", "val")
             if name == "train" or name in config.pipelines
         }
-        self.loaders = loaders
-        self.train_loader, self.val_loader = loaders["train"], loaders.get("val")
+        self.train_loader, self.val_loader = self.loaders["train"], self.loaders.get("val")
         classes = self.train_loader.classes
         torch.manual_seed(config.source.seed)
         self.model: nn.Module = _model(config, len(classes)).to(self.device)
@@ -165,9 +164,8 @@ class Trainer:
         try:
             yield
         finally:
-            for loader in (self.train_loader, self.val_loader):
-                if loader is not None:
-                    loader.close()
+            for loader in self.loaders.values():
+                loader.close()
 
     def _train_epoch(self, replica: nn.Module, group: Group, events: TrainerEvents, last_step: int) -> bool:
         """Train until the epoch ends or `last_step` is reached; returns whether the epoch ended.

@@ -309,7 +309,7 @@ def test_a_driver_that_does_not_answer() -> None:
                 "JPEG engines",
                 "note",
                 "libnvjpeg 13.0.1, /lib/libnvjpeg.so.13: cannot be used: CUDA out of memory; the cores decode",
-                "look who else uses the GPU (nvidia-smi)",
+                "see which processes use the GPU (nvidia-smi)",
             ),
         ),
         (
@@ -317,7 +317,7 @@ def test_a_driver_that_does_not_answer() -> None:
             Finding(
                 "JPEG engines",
                 "ok",
-                "libnvjpeg 13.0.1, /lib/libnvjpeg.so.13: not tried, for they take none of the images",
+                "libnvjpeg 13.0.1, /lib/libnvjpeg.so.13: not tried, because they take none of the images",
             ),
         ),
     ],
