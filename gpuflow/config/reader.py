@@ -328,7 +328,7 @@ class _Reader:
         for name, program in programs.items():
             if name != "serve" and (problem := carry_problem(program, fields)) is not None:
                 heads = sum(isinstance(stage, Preset) for stage in program.pipeline.stages)
-                self._report(replace(problem, path=("pipelines", name, "stages", *_behind(problem.path, heads))))
+                self._report(replace(problem, path=("pipelines", name, "stages", *_after_heads(problem.path, heads))))
         for name in views:
             if (problem := views_carry_problem(fields)) is not None:
                 self._report(problem.below("pipelines", name))
@@ -373,7 +373,7 @@ class _Reader:
             return fold(pipeline, trace(pipeline, at=(), serving=serving))
         except ConfigError as error:
             for problem in error.problems:
-                self._report(replace(problem, path=(*at, *_behind(problem.path, len(head)))))
+                self._report(replace(problem, path=(*at, *_after_heads(problem.path, len(head)))))
         return None
 
 
@@ -401,7 +401,7 @@ def _value_at(data: Any, *keys: str) -> Any:
     return data
 
 
-def _behind(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:
+def _after_heads(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:
     """A path into all stages of a pipeline, as one into the stages after its first ones, which stand elsewhere."""
     match path:
         case (int(number), *rest) if number >= heads:

@@ -159,10 +159,10 @@ def _read_gif(view: memoryview, orientation: bool, max_scans: int) -> Header:
         kind = view[at]
         if kind == 0x21:
             transparent = transparent or (view[at + 1] == 0xF9 and bool(view[at + 3] & 1))
-            at = _behind_blocks(view, at + 2, parts)
+            at = _after_blocks(view, at + 2, parts)
         elif kind == 0x2C:
             left, top, columns, rows, packed = struct.unpack_from("<HHHHB", view, at + 1)
-            _behind_blocks(view, at + 11 + _gif_palette(packed), parts)
+            _after_blocks(view, at + 11 + _gif_palette(packed), parts)
             return Header("gif", max(width, left + columns), max(height, top + rows), 3, alpha=transparent)
         elif kind == 0x3B:
             refuse("damaged data: a GIF without a frame")
@@ -179,7 +179,7 @@ def _gif_palette(packed: int) -> int:
     return 3 << (packed & 7) + 1 if packed & 0x80 else 0
 
 
-def _behind_blocks(view: memoryview, at: int, parts: Iterator[int]) -> int:
+def _after_blocks(view: memoryview, at: int, parts: Iterator[int]) -> int:
     """The place after sub-blocks, each with its length before it, that an empty one ends. Takes one of `parts` each."""
     for _ in parts:
         length = view[at]

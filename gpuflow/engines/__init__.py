@@ -6,7 +6,7 @@ tensorrt   `.onnx` built into a TensorRT engine
 """
 
 from gpuflow.engines.base import Engine, ModelInfo, class_names, refuse_other_preprocessing, warm_up_all
-from gpuflow.engines.factory import open_engine, open_engines, read_info
+from gpuflow.engines.factory import open_engine, open_engines, read_checked_info, read_info
 
 __all__ = [
     "Engine",
@@ -14,6 +14,7 @@ __all__ = [
     "class_names",
     "open_engine",
     "open_engines",
+    "read_checked_info",
     "read_info",
     "refuse_other_preprocessing",
     "warm_up_all",

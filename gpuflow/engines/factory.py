@@ -15,12 +15,13 @@ from gpuflow.engines.base import (
     check_classes,
     class_names,
     model_error,
+    refuse_other_preprocessing,
     run_in_thread,
 )
 from gpuflow.errors import ConfigError
-from gpuflow.pipeline.stage import ImageSpec
+from gpuflow.pipeline.stage import ImageSpec, Pipeline
 
-__all__ = ["open_engine", "open_engines", "read_info"]
+__all__ = ["open_engine", "open_engines", "read_checked_info", "read_info"]
 
 
 def open_engine(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> Engine:
@@ -74,6 +75,13 @@ def read_info(path: str) -> ModelInfo:
     from gpuflow.engines import pytorch
 
     return pytorch.info_of(path)
+
+
+def read_checked_info(model: ModelSpec, pipeline: Pipeline) -> ModelInfo:
+    """The metadata of the block's model file. Raises as `open_engines`, and as `refuse_other_preprocessing`."""
+    info, trust = read_info(model.file), model.preprocessing == "trust"
+    refuse_other_preprocessing(info, pipeline, model.file, force=model.force, trust=trust)
+    return info
 
 
 def _require_file(path: str) -> None:

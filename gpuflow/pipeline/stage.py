@@ -368,8 +368,7 @@ def require_rgb(stage: Stage, spec: ImageSpec) -> None:
 
 def require_one_size(stage: Stage, spec: ImageSpec) -> None:
     """Raise ValueError unless `spec` is a decoded image of known size, which is what mixing stages take."""
-    if spec.layout == "encoded":
-        raise ValueError(f"takes an image but gets encoded bytes; put decode before {stage.stage_name}")
+    _require_decoded(stage, spec)
     if not spec.fixed:
         rule = f"takes images of one size but gets {spec}"
         raise ValueError(f"{rule}; put a crop or a resize to a fixed size before {stage.stage_name}")
@@ -377,10 +376,14 @@ def require_one_size(stage: Stage, spec: ImageSpec) -> None:
 
 def require_pixels(stage: Stage, spec: ImageSpec) -> None:
     """Raise ValueError unless `spec` is a decoded uint8 image, which is what geometry and colour stages take."""
-    if spec.layout == "encoded":
-        raise ValueError(f"takes an image but gets encoded bytes; put decode before {stage.stage_name}")
+    _require_decoded(stage, spec)
     if spec.dtype != "uint8":
         raise ValueError(f"takes uint8 pixels but gets {spec.dtype}; put {stage.stage_name} before normalize")
+
+
+def _require_decoded(stage: Stage, spec: ImageSpec) -> None:
+    if spec.layout == "encoded":
+        raise ValueError(f"takes an image but gets encoded bytes; put decode before {stage.stage_name}")
 
 
 def _canonical(value: Any) -> Any:

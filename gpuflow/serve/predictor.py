@@ -22,8 +22,7 @@ from gpuflow.engines import (
     ModelInfo,
     class_names,
     open_engines,
-    read_info,
-    refuse_other_preprocessing,
+    read_checked_info,
     warm_up_all,
 )
 from gpuflow.engines.base import black_images, check_classes, check_logits
@@ -540,10 +539,7 @@ def open_predictor(
         check_classes(engines[0], name, program.result, target, classes)
     else:
         assert block is not None
-        info = read_info(block.file)
-        trust = block.preprocessing == "trust"
-        refuse_other_preprocessing(info, program.pipeline, block.file, force=block.force, trust=trust)
-        classes = class_names(block, info)
+        classes = class_names(block, read_checked_info(block, program.pipeline))
         if block.via == "torchpipe":
             from gpuflow.engines.tensorrt import platform_of
 

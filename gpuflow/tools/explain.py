@@ -109,7 +109,7 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     if fields:
         yield Text(f"  fields         {fields}")
     if fingerprint:
-        yield Text(f"  fingerprint    {fingerprint}; ranks compare theirs in the process group, not compared here")
+        yield Text(f"  fingerprint    {fingerprint}; ranks of a process group compare it, this command does not")
     yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
     if program.mixings:
         yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")

@@ -232,7 +232,7 @@ async def _time_limit(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise GpuflowError(f"load-test: its clients did not get on within {seconds:g} s; use fewer clients") from None
+        raise GpuflowError(f"load-test: its clients made no progress within {seconds:g} s; use fewer clients") from None
 
 
 async def _start() -> Process:

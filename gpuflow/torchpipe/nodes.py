@@ -39,7 +39,7 @@ __all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Preprocess
 Item = MutableMapping[str, Any]
 
 _MAX_BATCH = 2
-"""Images that an instance accepts at a time. With 1, torchpipe blocks the caller until an instance is free."""
+"""Images that an instance accepts at once. With 1, torchpipe blocks the caller until an instance is free."""
 _FILE_THREADS = 16
 """The largest number of threads that check or rewrite the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
@@ -134,11 +134,10 @@ def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine
     if "model" not in parameters:
         return ()
     from gpuflow.config import ModelSpec
-    from gpuflow.engines import open_engines, read_info, refuse_other_preprocessing, warm_up_all
+    from gpuflow.engines import open_engines, read_checked_info, warm_up_all
 
     model = ModelSpec.model_validate_json(parameters["model"])
-    info, trust = read_info(model.file), model.preprocessing == "trust"
-    refuse_other_preprocessing(info, program.pipeline, model.file, force=model.force, trust=trust)
+    read_checked_info(model, program.pipeline)
     engines = open_engines(model, image=program.result, device=torch.device(parameters["device"]))
     warm_up_all(engines, model.file)
     return engines
@@ -180,10 +179,10 @@ class PreprocessNode:
                 self._batched = session.preprocessor(partial(_gpu_preprocessor, program, batch, self._device))
             elif processes:
                 self._batched = session.preprocessor(partial(_cpu_preprocessor, program, batch, processes))
-        self._at_a_time = 1 if self._raises else _MAX_BATCH
+        self._accepted = 1 if self._raises else _MAX_BATCH
 
     def max(self) -> int:
-        return self._at_a_time
+        return self._accepted
 
     def forward(self, items: Sequence[Item]) -> None:
         wanted = []

@@ -57,7 +57,7 @@ def test_says_where_and_on_what_it_runs(config: Path, tmp_path: Path) -> None:
         f"preprocessing {programs['train'].pipeline.fingerprint}",
         f"preprocessing {programs['val'].pipeline.fingerprint}",
         f"source {tmp_path}/photos: 12 samples, 3 classes",
-        f"fingerprint {fingerprint_of(whole)}; ranks compare theirs in the process group, not compared here",
+        f"fingerprint {fingerprint_of(whole)}; ranks of a process group compare it, this command does not",
         "batch 4 images of float32 24x24x3 nchw (0.0 MB), 3 ahead",
         "order shuffled, seed 0",
         "order as in the source, seed 0",
