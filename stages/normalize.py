@@ -79,7 +79,9 @@ class Normalize(s.Pointwise):
         s.require_pixels(self, spec)
         channels = spec.shape[2]
         if len(self._values("mean")) != channels:
-            raise ValueError(f"has {len(self._values('mean'))} values of mean but gets {channels} channel(s)")
+            raise ValueError(
+                f"has {len(self._values('mean'))} values of mean but gets {channels} channel(s); give {channels}"
+            )
         if spec.color == "bgr" and "imagenet" in (self.mean, self.std):
             raise ValueError("knows imagenet in the order rgb but gets bgr images; give the numbers")
         return spec.replace(dtype=self.dtype, layout=self.layout)

@@ -61,7 +61,10 @@ class RandomErasing(s.Pointwise):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
         if isinstance(self.value, tuple) and len(self.value) not in (1, spec.shape[2]):
-            raise ValueError(f"has {len(self.value)} levels of value but gets {spec.shape[2]} channel(s)")
+            channels = spec.shape[2]
+            raise ValueError(
+                f"has {len(self.value)} levels of value but gets {channels} channel(s); give 1 or {channels}"
+            )
         if self.value == "imagenet" and spec.color != "rgb":
             raise ValueError(f"knows imagenet in the order rgb but gets {spec.color} images; give the levels")
         return spec

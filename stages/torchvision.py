@@ -126,7 +126,8 @@ class Torchvision(s.Opaque):
                 raise ValueError(f"{self.name} does not take {spec}: {reason_of(error)}") from error
         (a, out_dtype, _), (b, _, _) = results
         if a[0] is None:
-            raise ValueError(f"{self.name} gives a number of channels that varies from sample to sample")
+            rule = "gives a number of channels that varies from sample to sample"
+            raise ValueError(f"{self.name} {rule}; use a transform that keeps it")
         if out_dtype not in _DTYPES:
             raise ValueError(f"{self.name} gives torch.{out_dtype}; a batch holds {', '.join(_DTYPES)}")
         sides = [x if x == y else None for x, y in zip(a[1:], b[1:], strict=True)]

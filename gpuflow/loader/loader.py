@@ -250,7 +250,10 @@ class Loader:
                 f"with, or start a new epoch with set_epoch({epoch + 1})"
             )
         if not 0 <= position <= self._steps.size:
-            raise StateError(f"the state's position {position} is outside the epoch's {self._steps.size} samples")
+            raise StateError(
+                f"the state's position {position} is outside the epoch's {self._steps.size} samples; restore the files "
+                f"that it was taken with, or start a new epoch with set_epoch({epoch + 1})"
+            )
         if source is None:
             warnings.warn(
                 "the state is of an earlier gpuflow and does not say which files it was taken with; if files were "

@@ -83,7 +83,7 @@ def read_albumentations(path: str) -> Imported:
 class _Reader:
     """Goes through the transforms in order.
 
-    floats_from: the index of the entry `normalize`, which makes floats; None before there is one. mean, std: of that
+    _floats_from: the index of the entry `normalize`, which makes floats; None before there is one. _mean, _std: of that
     entry, in units of 255 levels.
     """
 

@@ -55,7 +55,8 @@ def open_offered(spec: SourceSpec, offered: Mapping[str, importlib.metadata.Entr
         raise SourceError(f"source.{name}: {error}; check the path") from error
     if missing := [member for member in _MEMBERS if not hasattr(source, member)]:
         raise SourceError(
-            f"source.{name}: {entry.value} must return a source, and its result has no {', '.join(missing)}"
+            f"source.{name}: {entry.value} must return a source, and its result has no {', '.join(missing)}; "
+            "repair its package"
         )
     opened: Source = source
     return opened

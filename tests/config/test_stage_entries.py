@@ -165,7 +165,7 @@ from tests.config.files import fault, read, stages_of
         ),
         (
             "decode: {color: gray}, center_crop: {size: 8}, normalize",
-            "pipelines.a.stages[2].normalize has 3 values of mean but gets 1 channel(s)",
+            "pipelines.a.stages[2].normalize has 3 values of mean but gets 1 channel(s); give 1",
         ),
         (
             "decode, torchvision: {name: ToPILImage}",

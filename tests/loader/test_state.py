@@ -240,8 +240,16 @@ def test_what_comes_out_counts(override: str, config: Path) -> None:
     ("changes", "text"),
     [
         ({"version": 2}, "the state is of version 2, this gpuflow reads version 1; upgrade gpuflow"),
-        ({"position": 13}, "the state's position 13 is outside the epoch's 12 samples"),
-        ({"position": -1}, "the state's position -1 is outside the epoch's 12 samples"),
+        (
+            {"position": 13},
+            "the state's position 13 is outside the epoch's 12 samples; restore the files that it was taken with, or "
+            "start a new epoch with set_epoch(1)",
+        ),
+        (
+            {"position": -1},
+            "the state's position -1 is outside the epoch's 12 samples; restore the files that it was taken with, or "
+            "start a new epoch with set_epoch(1)",
+        ),
         (
             {"epoch": "soon"},
             "not a loader's state: 'str' object cannot be interpreted as an integer; pass what state_dict() returned",

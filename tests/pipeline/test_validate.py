@@ -106,11 +106,11 @@ def test_specs_between_the_stages() -> None:
         ),
         (
             (Decode(color="gray"), CenterCrop(size=8), Normalize()),
-            "p[2].normalize has 3 values of mean but gets 1 channel(s)",
+            "p[2].normalize has 3 values of mean but gets 1 channel(s); give 1",
         ),
         (
             (Decode(), CenterCrop(size=8), GRAYSCALE, Normalize()),
-            "p[3].normalize has 3 values of mean but gets 1 channel(s)",
+            "p[3].normalize has 3 values of mean but gets 1 channel(s); give 1",
         ),
         (
             (Decode(color="bgr"), CenterCrop(size=8), ColorJitter()),

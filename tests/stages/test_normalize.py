@@ -107,7 +107,7 @@ def test_errors(parameters: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "spec", "text"),
     [
-        (Normalize(), RGB.replace(shape=(8, 8, 1)), "has 3 values of mean but gets 1 channel(s)"),
+        (Normalize(), RGB.replace(shape=(8, 8, 1)), "has 3 values of mean but gets 1 channel(s); give 1"),
         (
             Normalize(),
             RGB.replace(color="bgr"),

@@ -92,7 +92,7 @@ def test_errors() -> None:
 @pytest.mark.parametrize(
     ("value", "spec", "text"),
     [
-        ((1, 2), RGB, "has 2 levels of value but gets 3 channel(s)"),
+        ((1, 2), RGB, "has 2 levels of value but gets 3 channel(s); give 1 or 3"),
         ("imagenet", RGB.replace(color="bgr"), "knows imagenet in the order rgb but gets bgr images; give the levels"),
     ],
 )

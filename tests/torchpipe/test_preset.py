@@ -107,7 +107,7 @@ def test_parameters_of_its_operators() -> None:
         ),
         (
             "preset: torchpipe_cpu\nheight: 8\nwidth: 8\nstages: [normalize: {mean: [0.5], std: [1.0]}]",
-            "x.yaml:7: serve.stages[0].normalize has 1 values of mean but gets 3 channel(s)",
+            "x.yaml:7: serve.stages[0].normalize has 1 values of mean but gets 3 channel(s); give 3",
         ),
         (
             "preset: torchpipe_cpu\nheight: 8\nwidth: 8\ncolor: bgr\nstages: [normalize]",
