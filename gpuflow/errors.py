@@ -7,7 +7,7 @@
     ├── StateError (ValueError)       a saved state does not belong to this loader
     ├── BadSampleError (ValueError)   one encoded image cannot become a tensor
     ├── SystemFault (OSError)         no more open files, memory or disk space, or a broken pipe: no sample's fault
-    ├── LoaderError (RuntimeError)    the loader cannot go on
+    ├── LoaderError (RuntimeError)    the loader cannot continue
     │   ├── TooManyBadSamples         more bad samples than `run.max_bad`, or nothing left to replace one with
     │   └── LoaderTimeout (TimeoutError)  a batch did not come within `run.timeout_s`
     ├── PredictorError (RuntimeError) the predictor cannot answer: it is closed, or its model failed
@@ -202,7 +202,7 @@ class SystemFault(GpuflowError, OSError):
 
 
 class LoaderError(GpuflowError, RuntimeError):
-    """The loader cannot go on."""
+    """The loader cannot continue."""
 
 
 class TooManyBadSamples(LoaderError):
@@ -229,7 +229,7 @@ class PredictorTimeout(PredictorError, TimeoutError):
 
 
 class DecoderError(GpuflowError, RuntimeError):
-    """A decoder of this process fails on gpuflow's own test image, so that its verdict on other images is worthless."""
+    """A decoder of this process fails on gpuflow's own test image, so its other results cannot be trusted."""
 
 
 class MissingExtra(GpuflowError, ImportError):

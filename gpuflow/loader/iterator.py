@@ -42,7 +42,7 @@ class Progress:
     """Where a loader stands: what its state says, and what the next `for` runs.
 
     epoch, position: of the next sample that the consumer gets. following: the epoch to run after that one.
-    begun: whether a `for` has begun this epoch and its last batch was not handed over yet.
+    begun: whether a `for` has begun this epoch and its last batch is not delivered yet.
     """
 
     epoch: int = 0
@@ -68,7 +68,7 @@ class Progress:
         self.begun = True
 
     def finish(self) -> None:
-        """The last batch of the epoch was handed over."""
+        """The last batch of the epoch was delivered."""
         if self.begun:
             self.move_to(self.following)
 
@@ -179,7 +179,7 @@ class EpochIterator(Iterator[Batch]):
     ) -> Batch | None:
         """The batch as the consumer gets it; None as `_next_step`.
 
-        stream: the consumer's, on a GPU. asked: if the GPU decodes, an event of before the batch was waited for.
+        stream: the consumer's, on a GPU. asked: if the GPU decodes, an event recorded before that wait.
         """
         images, rows = self._tensors(assembly, stream)
         if stream is None:

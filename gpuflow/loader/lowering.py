@@ -343,7 +343,7 @@ class Feed:
             if late.paths:
                 raise
             paths = list(map(self._plan.source.path, chunk.indices))
-            raise LoaderTimeout(f"{late}; it was at {_files(paths)}", paths) from late
+            raise LoaderTimeout(f"{late}; it worked on {_files(paths)}", paths) from late
 
     def _decode_offloaded(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
         assert self._offload is not None

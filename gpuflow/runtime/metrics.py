@@ -133,7 +133,7 @@ class Meter:
         self._former = self.totals()
 
     def totals(self) -> StageTotals:
-        """Also of the time before `reset`."""
+        """What the stage did since its loader was made, also before `reset`."""
         return StageTotals(self._samples, self._bytes, self._busy, self._cpu)
 
     @contextmanager
@@ -265,6 +265,7 @@ class Stats:
         return f"the step waited {waited:.0%} on data; {busiest.name} is busy {busiest.busy_share(elapsed):.0%}"
 
     def read(self) -> dict[str, Any]:
+        """Report the epoch so far: its batches, seconds and waits, and `Meter.read` of each stage."""
         elapsed = self.elapsed
         return {
             "epoch": self._epoch,

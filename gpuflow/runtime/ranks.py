@@ -1,6 +1,6 @@
 """The ranks of a training run: which one this process is, its GPU, and the process group.
 
-An initialised `torch.distributed` knows this process's rank, whoever started it. torchrun sets environment variables:
+An initialised `torch.distributed` knows this process's rank with any launcher. torchrun sets environment variables:
 RANK of WORLD_SIZE among all, LOCAL_RANK of LOCAL_WORLD_SIZE among those of the host.
 """
 

@@ -354,7 +354,7 @@ def test_a_timeout_of_the_gpu_names_the_files_that_it_was_at(source: Source, ope
             raise LoaderTimeout("nvJPEG did not end a call within 60 s")
 
         setattr(gpu, operation, late)
-        text = "nvJPEG did not end a call within 60 s; it was at one of 4 files: "
+        text = "nvJPEG did not end a call within 60 s; it worked on one of 4 files: "
         with pytest.raises(LoaderTimeout, match=text) as raised:
             next(epoch(0))
         assert raised.value.paths == tuple(source.path(i) for i in range(4))

@@ -226,7 +226,7 @@ class DiskCache:
                 except OSError:
                     os.close(descriptor)
                     raise
-                _unlock(descriptor)  # whoever had it has renamed or removed the file
+                _unlock(descriptor)  # its former holder has renamed or removed the file
         except OSError as fault:
             self._stop_writing(fault)
         return None
