@@ -81,6 +81,13 @@ class _Members:
         start = -1 - start if start < 0 else start
         return bytes(self.arrays[f"text.{suffix}"][start : ends[i]])
 
+    def masks(self, suffix: str, storage: Storage) -> MaskMembers:
+        """The members with a suffix of masks, as a column of records."""
+        name = f"mask.{suffix}"
+        names = PathTable(self.arrays[f"{name}.names"].tobytes(), self.arrays[name])
+        starts, sizes = self.arrays[f"{name}.starts"], self.arrays[f"{name}.sizes"]
+        return MaskMembers(storage, tuple(self._shards), self.ends, names, starts, sizes)
+
     def shard(self, i: int) -> str:
         return self._shards[int(np.searchsorted(self.ends, i, side="right"))].path
 
@@ -147,18 +154,7 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
         labels.add([label_reader(i, rows) for i in numbers] if label_reader is not None else [None] * len(numbers))
         builder.add({column: [read(i, rows) for i in numbers] for column, read in columns.items()}, len(numbers))
     classes, values = labels.build()
-    files = {
-        name: MaskMembers(
-            storage,
-            tuple(shards),
-            members.ends,
-            PathTable(arrays[f"mask.{_column(field)[1:]}.names"].tobytes(), arrays[f"mask.{_column(field)[1:]}"]),
-            arrays[f"mask.{_column(field)[1:]}.starts"],
-            arrays[f"mask.{_column(field)[1:]}.sizes"],
-        )
-        for name, field in declared
-        if field.is_mask_file
-    }
+    files = {name: members.masks(_column(field)[1:], storage) for name, field in declared if field.is_mask_file}
     table = builder.build(files, (storage,) if files else ())
     if label is None:
         classes = next((field.classes for field in table.fields if field.type == "boxes"), ())
