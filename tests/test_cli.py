@@ -235,7 +235,7 @@ def test_scan_of_a_clean_source(gpuflow: Run, config: Path) -> None:
 def test_scan_of_a_source_that_is_not_there(gpuflow: Run, config: Path) -> None:
     done = gpuflow("scan", config, "source.folder=/nowhere")
     assert done.code == 1
-    assert done.err.startswith(f"error: {config}: source: source.folder must be a directory, got '/nowhere'")
+    assert done.err.startswith(f"error: {config}: source.folder must be a directory, got '/nowhere'")
 
 
 def test_scan_lists_findings_as_json_lines(gpuflow: Run, config: Path) -> None:
@@ -443,7 +443,7 @@ def test_bench_of_a_source_that_is_not_there_has_no_bar_and_no_traceback(gpuflow
     done = gpuflow("bench", config, "source.folder=/nowhere", "--workers", "1")
     first, second, *rest = done.err.strip().splitlines()
     assert (done.code, first, rest) == (1, "error: bench: gpuflow with 1 worker(s) failed:", [])
-    assert second.startswith(f"{config}: source: source.folder must be a directory, got '/nowhere'")
+    assert second.startswith(f"{config}: source.folder must be a directory, got '/nowhere'")
 
 
 # --- serve ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -152,18 +154,23 @@ def open_split(config: Config, name: str, whole: Source | None = None) -> Source
     """The part of the source that a pipeline reads. Errors name the file."""
     whole = open_whole(config) if whole is None else whole
     part = config.split_of(name)
-    try:
+    with _naming_file(config):
         return whole if part is None else subset(whole, config.source, part)
-    except SourceError as error:
-        raise SourceError(f"{config.path}: source: {error}") from error
 
 
 def open_whole(config: Config) -> Source:
     """The source, indexed. Errors name the file."""
-    try:
+    with _naming_file(config):
         return open_source(config.source)
+
+
+@contextmanager
+def _naming_file(config: Config) -> Iterator[None]:
+    """Puts the configuration's file before the text of a SourceError."""
+    try:
+        yield
     except SourceError as error:
-        raise SourceError(f"{config.path}: source: {error}") from error
+        raise SourceError(f"{config.path}: {error}") from error
 
 
 def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
@@ -173,12 +180,10 @@ def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: i
         if isinstance(source, MixSource):
             return MixInOrder(source.sizes, seed=spec.seed)
         return ShuffledOrder(size=len(source), seed=spec.seed, shuffle=False)
-    try:
+    with _naming_file(config):
         if isinstance(source, MixSource):
             return _mixed_order(spec, source, batch_size)
         return _order_of(spec, source, spec.seed)
-    except SourceError as error:
-        raise SourceError(f"{config.path}: source: {error}") from error
 
 
 def _order_of(spec: SourceSpec, source: Source, seed: int) -> Order:

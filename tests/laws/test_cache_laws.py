@@ -89,4 +89,4 @@ def test_the_cache_of_another_version_is_an_error_that_names_the_file(
     path = write_config(tmp_path / "x.yaml", "", source=source)
     with pytest.raises(SourceError) as caught:
         gpuflow.load(path, "train", device="cpu")
-    assert str(caught.value).startswith(f"{path}: source: source.cache.dir must have the format of this version")
+    assert str(caught.value).startswith(f"{path}: source.cache.dir must have the format of this version")

@@ -90,8 +90,7 @@ def test_a_source_that_cannot_be_opened_names_the_file(config: Path, tmp_path: P
     with pytest.raises(SourceError) as caught:
         open_split(read(config, f"source.folder={tmp_path}/absent"), "train")
     assert str(caught.value) == (
-        f"{config}: source: source.folder must be a directory, got '{tmp_path}/absent', which does not exist; "
-        "check the path"
+        f"{config}: source.folder must be a directory, got '{tmp_path}/absent', which does not exist; check the path"
     )
 
 
