@@ -67,7 +67,7 @@ _OWN_MODULES = "torch", "operator", "math"
 def refuse_code(path: str) -> None:
     """Raise ValueError, with the place within the file, if opening a file by `torch.export.load` could run code.
 
-    What is let through is still a program: it computes what it likes, with torch's operators, on what it is given.
+    What is let through is still a program: it may compute anything with torch's operators on its input.
 
     Raises:
         ValueError: the file is one of those. Others: it is no archive of `torch.export.save`.

@@ -255,7 +255,7 @@ class Assembly:
             self.read_labels[start : start + len(labels)] = labels
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first error; the loader raises it when this batch's turn has come."""
+        """Remember the first error; the loader raises it in place of this batch."""
         with self.lock:
             self.error = self.error or error
         self.end()

@@ -3,7 +3,7 @@
 The items are chunks, a few samples of one batch: SPDL spends a third of a millisecond an item of any size.
 Chunks that the CPU decodes next to a GPU (`CpuOffload`) bypass SPDL; their batch waits for them at the end.
 No operation ever raises into SPDL, which would drop the item and shift every later sample: a fault is written into the
-batch, and the loader raises it when that batch's turn has come.
+batch, and the loader raises it in place of that batch.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Admission:
         return not self._closed
 
     def _watch(self) -> None:
-        """Wait for one more place, on behalf of all waiting threads. Holds the lock before and after, not meanwhile.
+        """Wait for one more place for all waiting threads. The lock is held before and after, not meanwhile.
 
         It asks at half of the time that a wait usually takes, then at half of the rest, and so on.
         """

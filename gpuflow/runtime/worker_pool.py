@@ -292,7 +292,7 @@ class WorkerPool:
         try:
             self._setup = pickle.dumps(setup, pickle.HIGHEST_PROTOCOL)
             self._start(connections)
-        except Exception as error:  # a stage or a source raises what it likes when it is pickled
+        except Exception as error:  # a stage or a source may raise any exception when it is pickled
             self._restart_seconds = None
             _LOG.warning("no process to %s with: %s; threads %s instead", task, error, task)
 
