@@ -137,9 +137,9 @@ def _philox(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 
 @lru_cache
-def _words_in_c() -> Callable[..., None] | None:
-    """`gpuflow_random_words` of rng.c; None without a compiler."""
-    return _in_c("gpuflow_random_words", _POINTER, _INTEGER, _INTEGER, _WORD, _WORD, _POINTER)
+def _numbers_in_c() -> Callable[..., None] | None:
+    """`gpuflow_random_numbers` of rng.c; None without a compiler."""
+    return _in_c("gpuflow_random_numbers", _POINTER, _INTEGER, _INTEGER, _WORD, _WORD, _INTEGER, _POINTER)
 
 
 @lru_cache
@@ -168,8 +168,9 @@ class StageKeys:
     epoch: int
     positions: NDArray[np.int64]
     values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
-    _words: list[NDArray[np.uint64]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The words drawn so far, [N, M]; empty before the first draw. A stage that draws in parts asks for some again."""
+    _drawn: list[NDArray[np.float64]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The numbers drawn so far, [N, M]; empty before the first draw. A stage that draws in parts asks for some of them
+    again."""
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `once` has made, by its name."""
 
@@ -178,9 +179,9 @@ class StageKeys:
 
         They are the first ones of the same sequence in every call.
         """
-        if not self._words or self._words[0].shape[1] < count:
-            self._words[:] = [self._draw(-(-count // 4))]
-        return np.multiply(self._words[0][:, :count], 2.0**-32, dtype=np.float64)
+        if not self._drawn or self._drawn[0].shape[1] < count:
+            self._drawn[:] = [self._draw(-(-count // 4))]
+        return self._drawn[0][:, :count].copy()
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, which is called only if nothing of this name was made for these samples yet."""
@@ -189,19 +190,19 @@ class StageKeys:
         made: T = self._made[name]
         return made
 
-    def _draw(self, blocks: int) -> NDArray[np.uint64]:
-        """The first words of each sample, four in a block: 32 random bits each, [N, 4 * blocks]."""
+    def _draw(self, blocks: int) -> NDArray[np.float64]:
+        """The first numbers of each sample, four in a block, [N, 4 * blocks]."""
         count = len(self.positions)
-        if count >= _MANY_SAMPLES and (words_in_c := _words_in_c()) is not None:
-            positions, found = np.ascontiguousarray(self.positions, np.int64), np.empty((count, 4 * blocks), np.uint64)
-            words_in_c(positions.ctypes.data, count, blocks, self.epoch, self.key, found.ctypes.data)
+        if count >= _MANY_SAMPLES and (numbers_in_c := _numbers_in_c()) is not None:
+            positions, found = np.ascontiguousarray(self.positions, np.int64), np.empty((count, 4 * blocks))
+            numbers_in_c(positions.ctypes.data, count, blocks, self.epoch, self.key, 1, found.ctypes.data)
             return found
         place = self.positions.astype(np.uint64)[:, None]
         counters = np.empty((4, len(place), blocks), np.uint64)
         counters[0], counters[1], counters[2] = place & _LOW32, place >> _SHIFT32, self.epoch
         counters[3] = np.arange(blocks, dtype=np.uint64)
         words = _philox(counters.reshape(4, -1), self.key)
-        return words.T.reshape(len(place), 4 * blocks)
+        return np.multiply(words.T.reshape(len(place), 4 * blocks), 2.0**-32, dtype=np.float64)
 
 
 @lru_cache(maxsize=1024)
