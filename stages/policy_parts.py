@@ -215,8 +215,10 @@ class _Moving(s.Geometry):
         shifted, mapped = np.flatnonzero(_SHIFT[operation]), np.flatnonzero(_IS_MAPPED[operation])
         numbers[shifted, _SHIFT[operation[shifted]]] = -np.trunc(magnitude[shifted])
         described = (values[mapped].tolist() for values in (operation, magnitude, height, width))
-        if len(mapped):
-            numbers[mapped, :6] = [_map_of(*one) for one in zip(*described, strict=True)]
+        maps: dict[tuple[int, float, int, int], int] = {}  # the different ones, and their places
+        places = [maps.setdefault(one, len(maps)) for one in zip(*described, strict=True)]
+        if maps:
+            numbers[mapped, :6] = np.array([_map_of(*one) for one in maps])[places]
         active = np.zeros(len(height), bool)
         active[shifted] = active[mapped] = True
         return (s.Warp(numbers.reshape(-1, 3, 3), height, width, *self.warps, active),)

@@ -25,6 +25,8 @@ _BLOCK = 512
 _HEAD = 8
 """Numbers of a sample before its weights: row of the result, whether it is changed, centre, factor; the first weight of
 the rows that counts and the one after the last, then those of the columns."""
+_FEW = 3
+"""So few weights are all summed."""
 _LEAST = 2.0**-27
 """A weight that is smaller than this part of the largest one changes no sum of levels: float32 has 24 bits."""
 
@@ -132,6 +134,8 @@ def _counting(weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[
     """The first weight of each sample [N, K] that counts, and the one after the last, [N, 1] each; at least one
     counts."""
     first, after = np.zeros((len(weights), 1), np.int64), np.full((len(weights), 1), weights.shape[1])
+    if weights.shape[1] <= _FEW:
+        return first, after
     sizes = np.abs(np.ascontiguousarray(weights.T))  # numpy takes long for the largest of each of many short rows
     counts = sizes >= sizes.max(axis=0) * _LEAST
     if not counts.all():
