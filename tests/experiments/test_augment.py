@@ -129,8 +129,8 @@ def test_pictures_have_both_forms(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_hosts_work_is_measured_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "host.csv"
-    command = [sys.executable, str(AUGMENT / "host.py"), "--recipes", "geometry", "--batch", "4", "--calls", "3"]
-    subprocess.run([*command, "--out", str(out)], check=True, timeout=300, capture_output=True)
+    command = [sys.executable, str(AUGMENT / "host.py"), "--recipes", "geometry", "--batch", "4"]
+    subprocess.run([*command, "--measurements", "3", "--out", str(out)], check=True, timeout=300, capture_output=True)
     with out.open(newline="") as file:
         (found,) = csv.DictReader(file)
     assert (found["workload"], found["metric"], found["repeats"]) == ("geometry 224; batch=4", "host_ms", "3")
