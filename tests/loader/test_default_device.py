@@ -7,6 +7,7 @@ from typing import Any
 
 import cv2
 import pytest
+import torch
 
 from tests.datasets import TRAIN, pixels, python, write_config
 
@@ -15,19 +16,31 @@ import sys, torch, gpuflow
 from tests.datasets import pixels
 torch.set_default_device(sys.argv[1])
 torch.set_default_dtype(getattr(torch, sys.argv[2]))
-for path in sys.argv[3:]:
-    with gpuflow.load(path, device="cpu") as loader:
+where, *paths = sys.argv[3:]
+for path in paths:
+    with gpuflow.load(path, device=where) as loader:
         for batch in loader:
             print(batch.images.double().sum().item(), batch.labels.double().sum().item())
         loader.load_state_dict(loader.state_dict())
-images = [torch.from_numpy(pixels(0, i)).permute(2, 0, 1) for i in range(5)]
-with gpuflow.transform(sys.argv[3], device="cpu") as transform:  # on this thread
+images = [torch.from_numpy(pixels(0, i)).permute(2, 0, 1).to(where) for i in range(5)]
+with gpuflow.transform(paths[0], device=where) as transform:  # on this thread
     print(transform(images, epoch=0, positions=range(5)).double().sum().item())
 """
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("meta", "float32"), ("cpu", "float64")])
-def test_nothing_depends_on_torchs_defaults(tmp_path: Path, device: str, dtype: str) -> None:
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "where"),
+    [
+        ("meta", "float32", "cpu"),
+        ("cpu", "float64", "cpu"),
+        pytest.param("cuda", "float32", "cpu", marks=ON_A_GPU),
+        pytest.param("cuda", "float32", "cuda", marks=ON_A_GPU),
+    ],
+)
+def test_nothing_depends_on_torchs_defaults(tmp_path: Path, device: str, dtype: str, where: str) -> None:
     for label in range(2):
         (tmp_path / "photos" / f"class{label}").mkdir(parents=True)
         for number in range(4):
@@ -50,7 +63,7 @@ def test_nothing_depends_on_torchs_defaults(tmp_path: Path, device: str, dtype: 
         write_config(tmp_path / "mixed.yaml", photos, train=[*TRAIN, {"mixup": {"alpha": 0.2}}]),
     ]
     plain, other = (
-        python(SCRIPT, *arguments, *map(str, paths), cwd=Path(__file__).parents[2])
+        python(SCRIPT, *arguments, where, *map(str, paths), cwd=Path(__file__).parents[2])
         for arguments in (("cpu", "float32"), (device, dtype))
     )
     assert other.returncode == 0, other.stderr
