@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from gpuflow.errors import UNSET, Code, ConfigError, Key, Problem, suggest
+from gpuflow.errors import UNSET, Code, ConfigError, Key, Problem, show, suggest
 
 __all__ = ["Lines", "parse_value", "read_yaml"]
 
@@ -103,7 +103,10 @@ def parse_value(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Safe YAML in which 1e-3 is a number, a key that stands twice is an error, and aliases add a limited size."""
+    """Safe YAML in which 1e-3 is a number, a key that stands twice is an error, and aliases add a limited size.
+
+    Numbers that YAML 1.1 reads in base 8 or 60, such as 010 and 1:30, are errors: few people expect 8 and 90.
+    """
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
@@ -133,6 +136,18 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    text, kind = node.value, node.tag.rpartition(":")[2]
+    if ":" in text or (kind == "int" and _OCTAL.match(text)):
+        base = 60 if ":" in text else 8
+        raise ValueError(f"{show(text)} is a number in base {base} in YAML; write a decimal number")
+    number: int | float = getattr(yaml.SafeLoader, f"construct_yaml_{kind}")(loader, node)
+    return number
+
+
+_OCTAL = re.compile(r"[-+]?0[0-9_]")
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),

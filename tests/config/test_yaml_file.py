@@ -110,6 +110,17 @@ def test_a_number_may_be_written_as_python_does(number: str) -> None:
     assert read(with_block(f"train: {{lr: {number}}}")).train.lr == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize(
+    ("number", "base"), [("010", 8), ("-007", 8), ("1:30", 60), ("1:30.5", 60), (":".join(["59"] * 3000), 60)]
+)
+def test_numbers_that_yaml_reads_in_another_base_are_refused(number: str, base: int) -> None:
+    """A label 007 would be 7, and 008 text; a seed 1:30 would be 90."""
+    text = fault(with_block(f"train: {{epochs: {number}}}"))
+    assert f"is a number in base {base} in YAML; write a decimal number; put it in quotes if it is text" in text
+    assert len(text) < 250 and text.startswith("x.yaml:5: ")
+    assert read(with_block("train: {epochs: 0x1f, lr: 0.5}")).train.epochs == 31
+
+
 def test_yaml_merges() -> None:
     base = "base: &base {shorter: 9, antialias: false}\n"
     text = SMALL.replace("[decode,", "[decode, resize: {<<: *base, shorter: 12},")
