@@ -1,9 +1,10 @@
 """Runs passes on one batch after another, as `gpuflow.transform` does, with little work for the processor.
 
 Once the images have one size, what the passes draw depends on the samples' positions alone. So the passes after the
-first one draw for several batches at once, where each position is the one of the batch before plus a constant number,
-as in a training. All kernels of a batch are replayed as one CUDA graph: they read and write the same memory for each
-batch. Draws, kernels and results are those of `DevicePasses`.
+first one draw for several batches at once, once each position has twice been the one of the batch before plus a
+constant number, as in a training. So does the first one, for images of the size that a batch had. All kernels of a
+batch are replayed as one CUDA graph: they read and write the same memory for each batch. Draws, kernels and results
+are those of `DevicePasses`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class RepeatedPasses:
     def __init__(self, passes: Sequence[Pass], device_stream: DeviceStream, capture: Capture) -> None:
         self._passes, self._device_stream, self._capture = tuple(passes), device_stream, capture
         self._plain = DevicePasses(passes, device_stream)
+        self._can_repeat = _can_be_repeated(self._passes)
         self._lock = threading.Lock()
         self._count, self._calls = 0, 0
         self._repeated: _PassesOfOneSize | None = None
@@ -55,7 +57,7 @@ class RepeatedPasses:
         """See `DevicePasses.run_images`."""
         count = len(keys.positions)
         with self._lock:
-            repeated = None if keys.values else self._of_size(count)
+            repeated = self._of_size(count) if self._can_repeat and count and not keys.values else None
             return (repeated or self._plain).run_images(images, keys, slots)
 
     def _of_size(self, count: int) -> _PassesOfOneSize | None:
@@ -63,7 +65,7 @@ class RepeatedPasses:
         self._calls = self._calls + 1 if count == self._count else 1
         self._count = count
         if self._repeated is None or self._repeated.count != count:
-            if self._calls <= _PLAIN_CALLS or not count or not _can_be_repeated(self._passes):
+            if self._calls <= _PLAIN_CALLS:
                 return None
             self._repeated = None  # which frees its memory
             self._repeated = _PassesOfOneSize(self._passes, self._plain, self._device_stream, self._capture, count)
@@ -92,14 +94,16 @@ class _First(NamedTuple):
 class _Ahead:
     """What passes read for K batches of n images.
 
-    keys: of the first batch. positions: of all, [K, n]. size: the height and width of all images; None if they differ.
-    first: the first pass of each batch, for this size. draws: of each later pass, for all batches together. plans: the
-    arrays of each. rows: uint8 [K, B] on the device, for each batch those that have a row for each image. shared: the
-    others on the device. used: how many batches have run.
+    keys: of the first batch. positions: of all, [K, n]. step: by which number they follow those of the batch before; 0
+    if by no constant one. size: the height and width of the first batch's images; None if they differ. first: the first
+    pass of each batch, for images of this size. draws: of each later pass, for all batches together. plans: the arrays
+    of each. rows: uint8 [K, B] on the device, for each batch those that have a row for each image. shared: the other
+    arrays on the device. used: how many batches have run.
     """
 
     keys: s.Keys
     positions: NDArray[np.int64]
+    step: int
     size: tuple[int, int] | None
     first: list[_First]
     draws: list[Any]
@@ -108,13 +112,13 @@ class _Ahead:
     shared: list[torch.Tensor]
     used: int = 0
 
-    def has_next(self, keys: s.Keys, size: tuple[int, int] | None) -> bool:
-        """Whether these are the keys and the size of the batch that follows."""
-        same = (self.keys.seed, self.keys.epoch, self.size) == (keys.seed, keys.epoch, size)
+    def has_next(self, keys: s.Keys) -> bool:
+        """Whether these are the keys of the batch that follows."""
+        same = (self.keys.seed, self.keys.epoch) == (keys.seed, keys.epoch)
         return same and self.used < len(self.positions) and np.array_equal(self.positions[self.used], keys.positions)
 
     def step_to(self, keys: s.Keys) -> int:
-        """By which number these positions follow those of the batch before; 0 if not by a constant one."""
+        """By which number these positions follow those of the last batch that ran; 0 if by no constant one."""
         steps = keys.positions - self.positions[self.used - 1]
         return int(steps[0]) if self.keys.epoch == keys.epoch and (steps == steps[0]).all() else 0
 
@@ -156,12 +160,11 @@ class _PassesOfOneSize:
         height, width = images.sizes[0].tolist()
         size = (height, width) if (images.sizes == images.sizes[0]).all() else None
         ahead = self._ahead.get(keys.view)
-        if ahead is None or not ahead.has_next(keys, size):
-            step = 0 if ahead is None else ahead.step_to(keys)
-            ahead = self._ahead[keys.view] = self._draw_ahead(keys, step, size, slots)
+        if ahead is None or not ahead.has_next(keys):
+            ahead = self._ahead[keys.view] = self._draw_ahead(keys, ahead, size, slots)
         batch = ahead.used
         ahead.used += 1
-        if size is None:
+        if size is None or size != ahead.size:
             (first,) = self._draw_first(keys, images.sizes, slots)
         else:
             first = ahead.first[batch]
@@ -200,16 +203,20 @@ class _PassesOfOneSize:
         batches = [slice(start, start + self.count) for start in range(0, len(sizes), self.count)]
         return [_First(draw, faults[batch], pinned[batch]) for batch in batches]
 
-    def _draw_ahead(self, keys: s.Keys, step: int, size: tuple[int, int] | None, slots: torch.Tensor) -> _Ahead:
-        """For this batch alone, or, if there is a step from one batch's positions to the next, for several."""
-        positions = keys.positions + step * np.arange(_BATCHES if step else 1)[:, None]
+    def _draw_ahead(
+        self, keys: s.Keys, before: _Ahead | None, size: tuple[int, int] | None, slots: torch.Tensor
+    ) -> _Ahead:
+        """For this batch alone, or, if its positions follow those of the batch before as those did, for several."""
+        step = 0 if before is None else before.step_to(keys)
+        several = before is not None and step != 0 and step == before.step
+        positions = keys.positions + step * np.arange(_BATCHES if several else 1)[:, None]
         batches, total = len(positions), positions.size
         of_all = s.Keys(keys.seed, keys.epoch, positions.reshape(-1), keys.view)
         first = [] if size is None else self._draw_first(of_all, np.tile(size, (total, 1)), slots)
         after_first = np.array(self._passes[0].result.shape[:2], np.int64)
         draws = draw_passes(self._passes[1:], of_all, np.tile(after_first, (total, 1)))
         plans = self._plain.plans([None, *draws], [*self._results, slots], np.arange(self.count), batches)
-        return _Ahead(keys, positions, size, first, draws, plans, *self._send(plans, batches))
+        return _Ahead(keys, positions, step, size, first, draws, plans, *self._send(plans, batches))
 
     def _send(self, plans: Sequence[Sequence[NDArray[Any]]], batches: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Copy the later passes' arrays to the device in one transfer: `rows` and `shared` of `_Ahead`."""

@@ -79,6 +79,8 @@ def batches() -> list[Batch]:
         (Keys(6, 1, np.array([0, 1, 2])), [*same, (25, 25)]),  # another size of a batch
         *((Keys(6, 1, np.array([3, 4, 5]) + 3 * i), [*same, (25, 25)]) for i in range(3)),
         (Keys(6, 1, np.empty(0, np.int64)), []),
+        *((Keys(7, 1, np.array([position])), [(30, 41)]) for position in (40, 8, 30, 2, 25, 9, 17, 5)),  # one by one
+        *((Keys(7, 1, np.array([6 + i])), [(30 + i, 41)]) for i in range(9)),  # in order, of several sizes
     ]
 
 

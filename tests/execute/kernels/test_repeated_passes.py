@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -28,12 +29,21 @@ def test_results_and_faults_are_those_of_single_batches(cases: dict[str, dict[st
 
 
 def test_later_batches_are_drawn_ahead_where_their_positions_follow(cases: dict[str, dict[str, Any]]) -> None:
-    """Three at once here, of two samples each, by the first pass and by the later ones."""
+    """Three at once here, of two samples each, by the first pass and by the later ones, once they followed twice."""
     for name, case in cases.items():
         samples = [drawn for *_, drawn in case["batches"]]
-        assert samples[:9] == [0, 0, 4, 16, 16, 16, 28, 28, 28], name
+        assert samples[:9] == [0, 0, 4, 8, 20, 20, 20, 32, 32], name
+
+
+def test_nothing_is_drawn_ahead_for_single_images_in_any_order(cases: dict[str, dict[str, Any]]) -> None:
+    """Any two positions are apart by a constant number. Images of other sizes only draw the first pass anew."""
+    for name, case in cases.items():
+        samples = [drawn for *_, drawn in case["batches"]]
+        drawn = [after - before for before, after in itertools.pairwise(samples)]
+        assert drawn[-17:-9] == [0, 0, 2, 2, 2, 2, 2, 2], name
+        assert drawn[-9:] == [2, 6, 1, 1, 6, 1, 1, 6, 1], name
 
 
 def test_kernels_are_captured_once_for_each_place_of_a_result(cases: dict[str, dict[str, Any]]) -> None:
-    """Of the two for the first size of a batch; the first capture for the second size fails, and no other is tried."""
-    assert {name: case["captured"] for name, case in cases.items()} == dict.fromkeys(cases, 3)
+    """Of the two for each size of a batch; the first capture for the second size fails, and no other is tried."""
+    assert {name: case["captured"] for name, case in cases.items()} == dict.fromkeys(cases, 2 + 1 + 2)
