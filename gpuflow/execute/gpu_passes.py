@@ -129,14 +129,25 @@ class DevicePasses:
         """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
+    def in_place(self, i: int) -> bool:
+        """Whether pass i writes to the images that it reads, and leaves those as they are that it does not change."""
+        if not 0 < i < len(self._passes) - 1:
+            return False
+        one, before = self._passes[i], self._passes[i - 1]
+        changes_few = isinstance(one.step, PointwiseStep | LocalStep) and one.table is None
+        return changes_few and one.result.fixed and one.result == before.result
+
     def targets(self, slots: torch.Tensor, draws: Sequence[Any], count: int) -> list[Target]:
-        """Where each pass puts its results for `count` images: the slots for the last one, new memory for others.
+        """Where each pass puts its results for `count` images: the slots for the last one, new memory for others, or
+        the memory of the images that it reads.
 
         draws: the result of `draw_passes`.
         """
         targets: list[Target] = []
-        for one, draw in zip(self._passes[:-1], draws, strict=False):
-            if one.result.fixed:
+        for i, (one, draw) in enumerate(zip(self._passes[:-1], draws, strict=False)):
+            if self.in_place(i):
+                targets.append(targets[i - 1])
+            elif one.result.fixed:
                 targets.append(allocate_slots(self._device_stream, count, one.result))
             else:
                 targets.append(Canvas.allocate(self._device_stream, draw, one.result.shape[2]))

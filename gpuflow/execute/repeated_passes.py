@@ -147,13 +147,22 @@ class _PassesOfOneSize:
     ) -> None:
         self._passes, self._plain, self._device_stream, self._capture = passes, plain, device_stream, capture
         self.count = count
-        self._results: list[torch.Tensor] = []
-        for i, one in enumerate(passes[:-1]):
-            free = i >= 2 and passes[i - 2].result == one.result  # the pass before has read the results of pass i - 2
-            self._results.append(self._results[i - 2] if free else allocate_slots(device_stream, count, one.result))
+        self._results = self._allocate_results()
         self._ahead: dict[object, _Ahead] = {}
         self._memory: _Memory | None = None
         self._can_capture = True
+
+    def _allocate_results(self) -> list[torch.Tensor]:
+        """The result of each pass but the last one. No pass reads anything older than the result of the pass before."""
+        results: list[torch.Tensor] = []
+        for i, one in enumerate(self._passes[:-1]):
+            if self._plain.in_place(i):
+                results.append(results[-1])
+                continue
+            same = (results[k] for k in range(i) if self._passes[k].result == one.result)
+            free = next((result for result in same if result is not results[-1]), None)
+            results.append(allocate_slots(self._device_stream, self.count, one.result) if free is None else free)
+        return results
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
         """See `DevicePasses.run_images`."""

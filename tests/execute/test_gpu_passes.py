@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from gpuflow.execute import gpu_passes
-from gpuflow.execute.gpu_passes import interleaved
+from gpuflow.execute.gpu_passes import DevicePasses, interleaved
+from gpuflow.execute.passes import draw_passes, passes_of
+from gpuflow.pipeline.stage import Keys
+from tests.datasets import Entries, program
 from tests.host_stream import HostStream
 
 BATCHES = {
@@ -43,3 +46,25 @@ def test_a_batch_is_described_as_its_images_are(name: str, monkeypatch: pytest.M
     else:
         assert np.array_equal(whole.places, each.places)
         assert whole.places.tolist() == [[image.data_ptr(), *image.stride()[1:]] for image in batch]
+
+
+def test_passes_that_change_few_images_write_to_the_images_that_they_read() -> None:
+    """Not the first and the last pass, nor one that moves pixels or whose table changes levels."""
+    stages: Entries = (
+        {"decode": {}},
+        {"resize": {"height": 9, "width": 8}},
+        {"color_jitter": {"hue": 0.4, "probability": 0.4}},
+        {"gaussian_blur": {"kernel_size": 3, "probability": 0.4}},
+        {"affine": {"degrees": 40}},
+        {"sharpness": {"amount": 0.9}},
+        {"normalize": {}},
+    )
+    passes, stream = passes_of(program(stages)), HostStream()
+    assert not isinstance(passes, str), passes
+    of_device: Any = DevicePasses(passes, stream)  # type: ignore[arg-type]
+    assert [type(one.step).__name__[:5] for one in passes] == ["Sampl", "Point", "Local", "WarpS", "Local"]
+    assert [of_device.in_place(i) for i in range(5)] == [False, True, True, False, False]
+    slots = torch.empty(2, 3, 9, 8)
+    draws = draw_passes(passes, Keys(0, 0, np.arange(2)), np.array([[20, 30]] * 2))
+    sampled, jittered, blurred, warped, last = of_device.targets(slots, draws, 2)
+    assert sampled is jittered is blurred and warped is not sampled and last is slots

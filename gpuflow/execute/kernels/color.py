@@ -283,12 +283,18 @@ def _make_table(
 def _adjust(
     images, plan, sums, made, tables, values, table, out, stride_n, stride_c, stride_y, stride_x,
     PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr,
-    KINDS: tl.constexpr, DENSE: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
+    KINDS: tl.constexpr, DENSE: tl.constexpr, IN_PLACE: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (PIXELS + BLOCK - 1) // BLOCK
     n, at = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = at < PIXELS
     p = plan + n * (1 + 2 * COUNT)
+    if IN_PLACE:
+        changes = 0
+        for k in range(COUNT):
+            changes += (tl.load(p + 1 + k) >= 0).to(tl.int32)
+        if changes == 0:
+            return
     r, g, b = _pixels(images + n.to(tl.int64) * (PIXELS * CHANNELS), at, inside, CHANNELS)
     seen = 0
     for k in range(COUNT):
@@ -323,8 +329,8 @@ def adjust(
         plan: the arrays of `adjust_plan_of`, on the device.
         operations: of these images. Without any, only the table is applied.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
-        out: [B, C, H, W] with any strides. Other rows do not change. It may share memory with `images` if each image
-            stays in its place.
+        out: [B, C, H, W] with any strides. Other rows do not change. It may be `images` if each image stays where it
+            is and the table changes no level.
     """
     count, height, width, channels = images.shape
     assert images.is_contiguous() and table.dtype == out.dtype
@@ -348,5 +354,5 @@ def adjust(
             _make_table[count, channels](described, counts, made, turn, **size)
     _adjust[-(-height * width // _BLOCK) * count,](
         images, described, sums, made, tables, values, table, out, *out.stride(),
-        DENSE=out.stride(2) == width * out.stride(3), **shared,
+        DENSE=out.stride(2) == width * out.stride(3), IN_PLACE=out.data_ptr() == images.data_ptr(), **shared,
     )  # fmt: skip

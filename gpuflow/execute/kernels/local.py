@@ -1,4 +1,5 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+# ruff: noqa: SIM102  # Triton compiles the inner one of two nested ifs only if the constant outer one holds
 """Filters a chunk's images with weights drawn per sample, then looks levels up in a table, in two launches.
 
 The first launch sums each row of pixels with the weights of the columns, in float32, and the second one sums those sums
@@ -70,13 +71,16 @@ def _sum_columns(
 def _sum_rows(
     images, plan, sums, table, out, stride_n, stride_c, stride_y, stride_x,
     PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    KEEP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, IN_PLACE: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     HEIGHT: tl.constexpr = PIXELS // WIDTH
     blocks: tl.constexpr = (PIXELS + BLOCK - 1) // BLOCK
     n, c = tl.program_id(0) // blocks, tl.program_id(1)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     p = plan + n * (HEAD + ROWS + COLUMNS)
+    if IN_PLACE:
+        if tl.load(p + 1) == 0:
+            return
     inside = at < PIXELS
     y, x = at // WIDTH, at % WIDTH
     level = tl.load(images + n.to(tl.int64) * (PIXELS * CHANNELS) + at * CHANNELS + c, inside, 0).to(tl.float32)
@@ -116,7 +120,8 @@ def smooth(images: torch.Tensor, plan: torch.Tensor, filters: Filters, table: to
         images: uint8 [N, H, W, C] on the device, contiguous.
         plan: the array of `smooth_plan_of`, on the device.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
-        out: [B, C, H, W] with any strides, which shares no memory with `images`. Other rows do not change.
+        out: [B, C, H, W] with any strides. Other rows do not change. It may be `images` if each image stays where it
+            is and the table changes no level.
     """
     count, height, width, channels = images.shape
     assert images.is_contiguous() and table.dtype == out.dtype
@@ -127,7 +132,9 @@ def smooth(images: torch.Tensor, plan: torch.Tensor, filters: Filters, table: to
     }  # fmt: skip
     grid = -(-height * width // _BLOCK) * count, channels
     _sum_columns[grid](images, plan, sums, **shared)
-    _sum_rows[grid](images, plan, sums, table, out, *out.stride(), KEEP=filters.border == "keep", **shared)
+    in_place = out.data_ptr() == images.data_ptr()
+    keep = filters.border == "keep"
+    _sum_rows[grid](images, plan, sums, table, out, *out.stride(), KEEP=keep, IN_PLACE=in_place, **shared)
 
 
 def _counting(weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

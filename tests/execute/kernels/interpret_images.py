@@ -72,9 +72,26 @@ PIPELINES: dict[str, Entries] = {
         {"rotate": {"degrees": 40, "center": (3.0, 9.5), "border": "edge"}},
         {"gaussian_blur": {"kernel_size": (3, 7)}},
     ),
+    "few images changed": (
+        {"decode": {}},
+        {"random_resized_crop": {"size": (14, 17)}},
+        {"color_jitter": {"contrast": 0.9, "saturation": 0.9, "hue": 0.4, "probability": 0.4}},
+        {"gaussian_blur": {"kernel_size": 5, "probability": 0.4}},
+        {"equalize": {"probability": 0.4}},
+        {"sharpness": {"amount": 0.9, "probability": 0.4}},
+        {"affine": {"degrees": 40}},
+        {"grayscale": {"probability": 0.4}},
+        {"normalize": {"mean": (0, 0, 0), "std": (1 / 255,) * 3}},
+    ),
     "misfits": ({"decode": {}}, {"random_crop": {"size": 30}}),
 }
-OTHER_SIZES = ("a warp to other sizes", "three other sizes", "a warp that expands", "crops of padded images")
+ALONE = (
+    "few images changed",
+    "a warp to other sizes",
+    "three other sizes",
+    "a warp that expands",
+    "crops of padded images",
+)
 """These run on interleaved images alone, for the interpreter is slow."""
 launches: Counter[str] = Counter()
 
@@ -118,7 +135,7 @@ def main() -> None:
             keys = Keys(3, 1, np.arange(40, 40 + count))
             slots = np.zeros((count, *slot_shape(result)), STORAGE[result.dtype])
             rights = CpuRunner(folded).run_images(arrays, keys, slots)
-            for form, tensors in islice(forms(arrays), 1 if name in OTHER_SIZES else None):
+            for form, tensors in islice(forms(arrays), 1 if name in ALONE else None):
                 launches.clear()
                 found = allocate_slots(stream, count, result).fill_(0)
                 faults = device_passes.run_images(interleaved(tensors, stream), keys, found)
