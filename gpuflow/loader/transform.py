@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
@@ -46,6 +46,8 @@ _PIECES_PER_THREAD = 2
 _END_SECONDS = 5.0
 _KEPT_BATCHES = 2
 """Free batches whose memory is kept: mapping it anew takes as long as filling it."""
+_KEPT_STREAMS = 4
+"""Streams whose memory is kept, the ones that were used last."""
 
 
 def build_transform(config: Config, name: str, device: str | torch.device | None) -> Transform:
@@ -384,15 +386,18 @@ class _GpuRunner:
 
         stream = torch.cuda.current_stream(self._device)
         with self._lock:
-            if stream not in self._of_streams:
-                device_stream = DeviceStream(self._device, stream)
-                capture = CudaCapture(self._device)
-                each = [
-                    RepeatedPasses(one, device_stream, lambda work: capture(work, runs_before=1)[0])
-                    for one in self._passes
-                ]
-                self._of_streams[stream] = device_stream, each
-            return self._of_streams[stream]
+            found = self._of_streams.pop(stream, None)
+            if found is None:
+                device_stream, capture = DeviceStream(self._device, stream), CudaCapture(self._device)
+
+                def repeatable(launch: Callable[[], None]) -> Callable[[], None]:
+                    return capture(launch, runs_before=1)[0]
+
+                found = device_stream, [RepeatedPasses(one, device_stream, repeatable) for one in self._passes]
+            self._of_streams[stream] = found  # as the last one
+            if len(self._of_streams) > _KEPT_STREAMS:
+                del self._of_streams[next(iter(self._of_streams))]
+            return found
 
     def close(self) -> None:
         with self._lock:

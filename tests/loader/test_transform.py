@@ -371,6 +371,25 @@ def test_on_a_gpu_batches_in_a_row_are_what_single_ones_are(photos: Path, tmp_pa
         assert all(torch.equal(one, other) for one, other in pairs), (epoch, first)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+def test_on_a_gpu_memory_is_kept_for_few_streams(photos: Path, tmp_path: Path) -> None:
+    stages: Entries = ({"decode": {}}, {"random_resized_crop": {"size": 224}}, {"rand_augment": {}}, {"normalize": {}})
+    images = random_images(64).cuda()
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(12)]  # type: ignore[no-untyped-call]
+    with gpuflow.transform(config_of(tmp_path, photos, stages), device="cuda") as transform:
+        expected, kept = transform(images, epoch=0, positions=range(64)), []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                firsts = (128, 64, 192, 0)
+                results = [transform(images, epoch=0, positions=range(first, first + 64)) for first in firsts]
+            torch.cuda.synchronize()
+            assert torch.equal(results[-1], expected)
+            kept.append(torch.cuda.memory_allocated())
+    assert kept[-1] <= kept[4] + 1e6
+
+
 ON_A_GPU: dict[str, tuple[Entries, int]] = {
     "warps": (
         (
