@@ -65,13 +65,14 @@ def _adjust_saturation(planes: NDArray[np.uint8], factor: float) -> None:
 def _adjust_hue(planes: NDArray[np.uint8], shift: float) -> None:
     from torchvision.transforms.v2.functional import adjust_hue_image
 
-    for part in _strips(planes):
-        planes[:, part] = adjust_hue_image(torch.from_numpy(planes[:, None, part]), shift)[:, 0].numpy()
+    with torch.device("cpu"):  # torchvision makes tensors on torch's default device
+        for part in _strips(planes):
+            planes[:, part] = adjust_hue_image(torch.from_numpy(planes[:, None, part]), shift)[:, 0].numpy()
 
 
 def _multiply_colors(planes: NDArray[np.uint8], rows: NDArray[np.float64]) -> None:
     for part in _strips(planes):
-        r, g, b = torch.from_numpy(planes[:, part])
+        r, g, b = torch.from_numpy(planes[:, part]).to(torch.float32)
         sums = [r.mul(x).add_(g, alpha=y).add_(b, alpha=z).add_(rest + 0.5) for x, y, z, rest in rows.tolist()]
         for total, plane in zip(sums, planes, strict=True):
             _write_levels(total, plane[part])
@@ -83,8 +84,8 @@ def _strips(planes: NDArray[np.uint8]) -> Iterator[slice]:
 
 
 def _gray(planes: NDArray[np.uint8]) -> torch.Tensor:
-    r, g, b = torch.from_numpy(planes)
-    gray: torch.Tensor = r.mul(0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
+    r, g, b = torch.from_numpy(planes).to(torch.float32)  # else mul would give torch's default dtype
+    gray: torch.Tensor = r.mul_(0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
     return gray.floor_()
 
 

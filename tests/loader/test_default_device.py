@@ -36,6 +36,7 @@ ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
     [
         ("meta", "float32", "cpu"),
         ("cpu", "float64", "cpu"),
+        ("cpu", "bfloat16", "cpu"),
         pytest.param("cuda", "float32", "cpu", marks=ON_A_GPU),
         pytest.param("cuda", "float32", "cuda", marks=ON_A_GPU),
     ],
@@ -50,6 +51,7 @@ def test_nothing_depends_on_torchs_defaults(tmp_path: Path, device: str, dtype: 
         {"decode": {}},
         {"affine": {"degrees": 20, "fill": 9}},
         {"random_resized_crop": {"size": 24}},
+        {"color_jitter": {"contrast": 0.5, "saturation": 0.9, "hue": 0.3}},
         {"rand_augment": {}},
         {"trivial_augment": {}},
         {"normalize": {"dtype": "bfloat16"}},
