@@ -80,8 +80,10 @@ def register_nodes(classes: Mapping[str, type], *, at_exit: Callable[[], None]) 
         turn_off_logger(omniback, importlib.metadata.version("omniback"))
         for name, node in classes.items():
             omniback.register(name, node)
+        atexit.unregister(omniback.ffi.cleanup)
+        atexit.register(omniback.ffi.cleanup)  # omniback does it in an assert, which `python -O` leaves out
         os.register_at_fork(after_in_child=skip_cleanup)
-        atexit.register(at_exit)  # functions run in reverse order, and omniback registered its own at its import
+        atexit.register(at_exit)  # functions run in reverse order: before omniback's
         _omniback = omniback
 
 

@@ -21,7 +21,7 @@ from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
 from gpuflow.torchpipe.running_graph import RunningGraph, register
-from tests.datasets import Entries, deadline, jpeg, program, write_config
+from tests.datasets import Entries, deadline, jpeg, program, python, write_config
 from tests.forking import Forked, Interpreter
 from tests.hostile import BAD
 from tests.running import program_of
@@ -453,6 +453,12 @@ submit(running, DATA[0]).result(20), submit(running, b"x").exception(20), submit
 print("done")
 """)
     assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+def test_a_process_without_asserts_exits() -> None:
+    code = PRELUDE + "submit(start([FakeEngine()]), DATA[0]).result(20)"
+    done = python(code, PYTHONOPTIMIZE="1")
+    assert done.returncode == 0, done.stderr
 
 
 def test_exit_cancels_waiting_requests_and_finishes_running_ones(script: Script) -> None:
