@@ -118,6 +118,7 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     """
     assert spec.tar is not None
     declared = tuple((name, _with_column(name, field)) for name, field in spec.declared)
+    _check_default_members(spec.declared, spec.tar)
     _check_shared_members(declared, spec.tar)
     mask_suffixes = tuple(dict.fromkeys(_column(field)[1:] for _, field in declared if field.is_mask_file))
     others = [_column(field) for _, field in declared if field.type != "image" and not field.is_mask_file]
@@ -175,10 +176,29 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
 
 def _with_column(name: str, field: FieldSpec) -> FieldSpec:
     """The field with its column, by default that of its type."""
-    defaults = {"text": ".txt", "label": _LABEL}
-    default = ".mask.png" if field.is_mask_file else defaults.get(str(field.type), name)
-    column = field.column or default
+    column = field.column or _default_column(name, field)
     return replace(field, column=column.lower() if column.startswith(".") else column)  # as suffixes of members are
+
+
+def _default_column(name: str, field: FieldSpec) -> str:
+    if field.is_mask_file:
+        return ".mask.png"
+    return {"text": ".txt", "label": _LABEL}.get(str(field.type), name)
+
+
+def _check_default_members(declared: Sequence[tuple[str, FieldSpec]], place: str) -> None:
+    """Raise SourceError if two fields without a column would both read the member of their type, such as `.txt`."""
+    first: dict[str, str] = {}
+    for name, field in declared:
+        column = _default_column(name, field)
+        if field.column is not None or not column.startswith(".") or column == _LABEL:
+            continue
+        if (other := first.setdefault(column, name)) != name:
+            own = f".{name}.png" if field.is_mask_file else name
+            raise SourceError(
+                f"{place}: the fields {other} and {name} must not both read {column}, the member of their type; give "
+                f"one of them its column, such as {name}: {{type: {field.type}, column: {own}}}"
+            )
 
 
 def _check_shared_members(declared: Sequence[tuple[str, FieldSpec]], place: str) -> None:

@@ -213,6 +213,24 @@ def test_fields_may_share_a_member_that_they_read_alike() -> None:
     assert columns["caption"] == columns["text"] == ["cat\n"]
 
 
+def test_two_fields_do_not_both_read_the_member_of_their_type() -> None:
+    """A field without a column does not read the key of its name, as those of other types do."""
+    fields: Any = {"caption": {"type": "text"}, "url": {"type": "text"}}
+    members = [*sample("1", {"url": "u", "caption": "c"}), ("1.txt", b"a cat")]
+    assert refused(members, fields=fields) == (
+        "s.tar: the fields caption and url must not both read .txt, the member of their type; give one of them its "
+        "column, such as url: {type: text, column: url}"
+    )
+    fields["url"]["column"] = "url"
+    columns = records_of(opened(members, fields=fields), [0]).columns
+    assert (columns["caption"], columns["url"]) == (["a cat"], ["u"])
+    fields = {"mask": None, "edges": {"type": "mask"}}
+    assert refused([("1.jpg", b"one"), ("1.mask.png", b"m")], fields=fields) == (
+        "s.tar: the fields mask and edges must not both read .mask.png, the member of their type; give one of them its "
+        "column, such as edges: {type: mask, column: .edges.png}"
+    )
+
+
 def test_a_shard_that_changed_is_an_error_of_the_source_not_of_a_sample() -> None:
     source = opened(two(), fields=FIELDS)
     data = Path("s.tar").read_bytes()
