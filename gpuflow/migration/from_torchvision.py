@@ -205,11 +205,25 @@ class _Reader:
             rule = f"{written} is Python code, which a file cannot hold"
         else:
             rule = f"{name} {_REFUSED.get(name, reason)}"
+        if (held := _composes(transform)) and name not in _REFUSED:
+            self._holder(place, rule, held)
+            return
         if (likely := _NEAREST.get(name)) is not None:
             self.gaps.append(gap(place, rule, nearest=likely, apart="not measured: it draws random numbers"))
             return
         measured = apart(lambda image: transform(self._input(image)), self._input)
         self.gaps.append(gap(place, rule, nearest="leave it out", apart=measured))
+
+    def _holder(self, place: str, rule: str, held: Mapping[str, Any]) -> None:
+        """An object whose code calls one Compose or several, which it holds by these names."""
+        names, path = ", ".join(held), self._path
+        if len(held) == 1:
+            nearest, about = f"its attribute {names}, a Compose", "what else its code does is not known"
+        else:
+            nearest, about = f"its attributes {names}, each a Compose", "views of one image are written as views"
+        self.gaps.append(gap(place, rule, nearest=nearest, apart=about))
+        if len(held) == 1:
+            self.add(held[names], f"{path}.{names}")
 
     # --- what changes the type of an image --------------------------------------------------------------------------
 
@@ -701,6 +715,18 @@ def _parameters(transform: Any) -> dict[str, Any] | None:
         if value != _plain(parameter.default):
             found[name] = value
     return {"name": cls.__name__, **found}
+
+
+def _composes(holder: Any) -> dict[str, Any]:
+    """The attributes of an object that are a Compose, as presets of torchvision's reference trainings have one."""
+    held = dict(getattr(holder, "__dict__", {}))
+    held |= held.get("_modules", {})
+    kinds = {name: type(value) for name, value in held.items()}
+    return {
+        name: held[name]
+        for name, kind in kinds.items()
+        if kind.__name__ == "Compose" and kind.__module__.startswith("torchvision.")
+    }
 
 
 _UNKNOWN = object()

@@ -397,3 +397,31 @@ def test_a_filter_that_the_stage_does_not_have_is_measured() -> None:
 )
 def test_what_no_stage_equals(transform: Any, text: str) -> None:
     assert text in "\n".join(texts(read(transform)))
+
+
+class _Holder(torch.nn.Module):
+    """As the presets of torchvision's reference trainings: code that calls a Compose."""
+
+    def __init__(self, **transforms: Any) -> None:
+        super().__init__()
+        vars(self).update(transforms)
+
+    def forward(self, image: Any) -> Any:
+        return next(value for value in vars(self).values() if isinstance(value, v2.Compose))(image)
+
+
+def test_an_object_that_holds_a_compose_is_named_with_it() -> None:
+    """Leaving it out is not the nearest."""
+    compose = v2.Compose([v2.Resize((30, 40)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+    found = read_transform(_Holder(transforms=compose), "user:val", STAGES)
+    assert texts(found) == [
+        "user:val: _Holder is not a transform that gpuflow knows; nearest: its attribute transforms, a Compose "
+        "(what else its code does is not known)"
+    ]
+    assert stages_of(found) == [{"resize": {"height": 30, "width": 40}}, ZERO_TO_ONE]
+    found = read_transform(_Holder(small=compose, large=compose), "user:views", STAGES)
+    assert texts(found) == [
+        "user:views: _Holder is not a transform that gpuflow knows; nearest: its attributes small, large, each a "
+        "Compose (views of one image are written as views)"
+    ]
+    assert stages_of(found) == []
