@@ -39,6 +39,7 @@ _PILLOW_WARPS = (
 _PILLOW_TYPES = (
     "{} has no stage: it gets PIL images, which torchvision leaves as they are. Put ToImage before it to convert them."
 )
+_MASKS = "These transforms give masks the level {} where they pad or warp an image. In gpuflow masks get 0 there."
 _FLOATS_ROUND = (
     "torchvision keeps fractions of a level between transforms that get floats. Here each of them rounds to levels: a "
     "level apart for most pixels, and more where solarize, posterize or equalize maps close levels far apart."
@@ -82,6 +83,7 @@ class _Reader:
         self._dtype, self._path = "float32", ""
         self._least_side = 1  # of the image that comes next, as far as it is known
         self._rounds = False  # an entry rounds what are floats in torchvision
+        self.masks_filled: Any = 0  # the level that transforms give masks where they pad or warp
         self._unconverted: str | None = None  # a conversion of PIL images, which does nothing
         self._floats_from: int | None = None  # the first entry that makes floats, or works on them
 
@@ -92,7 +94,8 @@ class _Reader:
         random = any(stage.random for stage in stages)
         pillow = ((_PILLOW, self.pillow), (_PILLOW_WARPS, self.pillow_warps))
         unconverted = (_PILLOW_TYPES.format(self._unconverted), self._unconverted is not None)
-        notes = (*pillow, unconverted, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
+        masks = (_MASKS.format(self.masks_filled), bool(self.masks_filled))
+        notes = (*pillow, unconverted, masks, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
         return Imported(
             source=self._source,
             matches=(_TENSORS, *(note for note, holds in notes if holds)),
@@ -245,10 +248,12 @@ class _Reader:
 
     def convert(self, transform: Any) -> None:
         """A conversion that takes place. On levels, nothing is needed but a note of the type."""
-        dtype, scale = str(transform.dtype).removeprefix("torch."), getattr(transform, "scale", True)
+        dtype, scale = str(_of_images(transform.dtype)).removeprefix("torch."), getattr(transform, "scale", True)
         on_levels, count = self._floats_from is None, len(self.entries)
         if dtype == (self._dtype if self.scaled else "uint8"):
             self.tensor = True
+        elif dtype == "None":  # images are not converted
+            return
         elif on_levels and scale and dtype in ("uint8", *_FLOAT_TYPES):
             self.tensor, self.scaled = True, dtype != "uint8"
             self._dtype = dtype if self.scaled else self._dtype
@@ -440,13 +445,28 @@ def _flip(side: str) -> Callable[[_Reader, Any], _Equal]:
     return lambda reader, t: Entry("flip", {side: number(t.p)})
 
 
+def _of_images(value: Any) -> Any:
+    """That of images, if a transform of v2 has a value for each type of what it gets."""
+    if not isinstance(value, dict):
+        return value
+    names = {getattr(key, "__name__", key): one for key, one in value.items()}
+    return next((names[name] for name in ("Image", "Tensor", "others") if name in names), None)
+
+
+def _of_masks(value: Any) -> Any:
+    """That of masks, likewise; None where all types have one value."""
+    names = {getattr(key, "__name__", key): one for key, one in value.items()} if isinstance(value, dict) else {}
+    return names.get("Mask", names.get("others"))
+
+
 def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
-    """The key `fill`, unless it is black; None if it is no level, or differs by type of image."""
-    if isinstance(t.fill, dict):
-        return None
-    levels = [reader.level(value) for value in (t.fill if isinstance(t.fill, (list, tuple)) else [t.fill or 0])]
+    """The key `fill`, unless it is black; None if it is no level."""
+    fill = _of_images(t.fill)
+    levels = [reader.level(value) for value in (fill if isinstance(fill, (list, tuple)) else [fill or 0])]
     if None in levels:
         return None
+    if isinstance(t.fill, dict) and _of_masks(t.fill):
+        reader.masks_filled = _of_masks(t.fill)
     return {"fill": levels[0] if len(set(levels)) == 1 else levels} if any(levels) else {}
 
 
@@ -703,9 +723,8 @@ def _parameters(transform: Any) -> dict[str, Any] | None:
             continue
         if not hasattr(transform, name):
             return None
-        value = _plain(
-            _padding_of(transform) if (cls, name) == (v2.RandomCrop, "padding") else getattr(transform, name)
-        )
+        value = _padding_of(transform) if (cls, name) == (v2.RandomCrop, "padding") else getattr(transform, name)
+        value = _plain(_of_images(value))
         if name == "interpolation" and isinstance(value, int):
             value = _PILLOW_NUMBERS.get(value, value)
         if cls is v2.RandomErasing and name == "value" and value is None:  # as v2 keeps it

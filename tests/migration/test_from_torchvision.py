@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from gpuflow.migration.from_torchvision import read_transform
@@ -425,3 +426,28 @@ def test_an_object_that_holds_a_compose_is_named_with_it() -> None:
         "Compose (views of one image are written as views)"
     ]
     assert stages_of(found) == []
+
+
+def test_values_by_type_are_those_of_images() -> None:
+    """As segmentation and detection have them; what masks are padded by is said."""
+    fills = {tv_tensors.Mask: 255, "others": 114}
+    types = {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None}
+    found = read(
+        v2.ToImage(),
+        v2.RandomZoomOut(fill=fills, p=0.3),
+        v2.RandomCrop(20, pad_if_needed=True, fill=fills),
+        v2.ToDtype(types, scale=True),
+    )
+    assert texts(found) == []
+    assert stages_of(found) == [
+        {"torchvision": {"name": "RandomZoomOut", "fill": 114, "p": 0.3}},
+        {"random_crop": {"size": 20, "pad_if_needed": True, "fill": 114}},
+        ZERO_TO_ONE,
+    ]
+    note = "These transforms give masks the level 255 where they pad or warp an image. In gpuflow masks get 0 there."
+    assert note in found.matches
+    found = read(
+        v2.ToImage(), v2.Pad(3, fill={"others": 0}), v2.ToDtype({tv_tensors.Mask: torch.int64, "others": None})
+    )
+    assert (texts(found), stages_of(found)) == ([], [{"pad": {"padding": 3}}])
+    assert note not in found.matches
