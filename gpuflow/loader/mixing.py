@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuflow.config import Config
 from gpuflow.config.record_fields import mixing_problems
-from gpuflow.errors import ConfigError
+from gpuflow.errors import ConfigError, LoaderError
 from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mix_labels, soft_labels
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.plan import LoaderPlan
@@ -61,7 +61,16 @@ class Mixer:
             self._mix_labels(batch, mixtures)
 
     def _mix_labels(self, batch: Assembly, mixtures: Sequence[Mixture]) -> None:
-        probabilities = soft_labels(np.asarray(batch.labels, np.int64), len(self._plan.source.classes))
+        source, labels = self._plan.source, np.asarray(batch.labels, np.int64)
+        count = len(source.classes)
+        unknown = np.flatnonzero((labels < 0) | (labels >= count))
+        if unknown.size:
+            i = int(unknown[0])
+            raise LoaderError(
+                f"{source.path(int(batch.indices[i]))} has the label {labels[i]}, which is none of the {count} classes "
+                f"0 to {count - 1}; correct the label, or `classes` of the dataset"
+            )
+        probabilities = soft_labels(labels, count)
         for step, mixture in zip(self._plan.program.mixings, mixtures, strict=True):
             probabilities = mix_labels(probabilities, mixture, step.stage.label_smoothing)
         batch.labels = probabilities
@@ -74,5 +83,8 @@ def require_classes(config: Config, name: str, source: Source) -> None:
     """
     fields, classes = [field.name for field in fields_of(source)], has_one_class(source) and bool(source.classes)
     problems = list(mixing_problems(name, config.any_program(name), fields, one_class=classes))
+    if has_one_class(source) and not source.classes and not fields:
+        rule, action = "mixes labels, but how many classes there are is not known", "give the dataset `classes`, a list"
+        problems = [replace(problem, rule=rule, action=f"{action} of their names") for problem in problems]
     if problems:
         raise ConfigError([replace(problem, place=f"{config.path}:") for problem in problems])

@@ -335,6 +335,23 @@ def test_a_dataset_without_paths_is_read_through_its_getitem(config: Path) -> No
         assert labels.tolist() == [[float(i), 0.5] for i in range(4)]
 
 
+def test_the_classes_of_mixed_labels_are_those_of_the_dataset(folder: Path) -> None:
+    mixes = folder / "mixes.yaml"
+    mixes.write_text(FILE.format(more="      - normalize\n      - mixup: {label_smoothing: 0.3}"))
+    with gpuflow.wrap(DataLoader(Encoded(), batch_size=4), mixes) as loader:
+        assert [labels.shape for _, labels in loader] == [(4, 3), (4, 3), (1, 3)]
+    for label in (3, -1):
+        wrong = Encoded(label=lambda index, label=label: label if index == 5 else 0)  # type: ignore[misc]
+        text = rf"dataset\[5\] has the label {label}, which is none of the 3 classes 0 to 2; correct the label"
+        with gpuflow.wrap(DataLoader(wrong, batch_size=4), mixes) as loader, pytest.raises(LoaderError, match=text):
+            list(loader)
+    nameless = Encoded()
+    nameless.classes = ()  # type: ignore[assignment]
+    text = r"mixup mixes labels, but how many classes there are is not known; give the dataset `classes`, a list of"
+    with pytest.raises(ConfigError, match=text):
+        gpuflow.wrap(DataLoader(nameless, batch_size=4), mixes)
+
+
 class Drawn(Dataset[tuple[bytes, int]]):
     """Returns a random label on every call, and an image whose gray level equals it. Index 0 has a damaged image."""
 
