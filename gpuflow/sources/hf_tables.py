@@ -35,7 +35,7 @@ __all__ = [
     "pyarrow",
 ]
 
-_NO_CELL = "has no image: its cell is null"
+_NO_CELL = "has no image: its cell is null, or a path without the image"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _LARGEST_GROUP, _WINDOW_BYTES, _LONGEST_WINDOW = 1 << 30, 256_000_000, 8192
 
