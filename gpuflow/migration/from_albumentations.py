@@ -29,6 +29,10 @@ _BORDER = (
     "Pixels at the border of a rotated image are blended with the fill as torchvision does it: up to 64 levels apart."
 )
 _RANDOM = "Random transforms have the same ranges and probabilities; their draws are others."
+_TARGETS = (
+    "What Albumentations does with boxes, masks and keypoints (bbox_params, keypoint_params, fill_mask) is not carried "
+    "over: pipelines.NAME.targets says which boxes are kept, and masks are padded by 0."
+)
 _COMMON = ("__class_fullname__", "p", "always_apply", "mask_interpolation", "fill_mask")
 _LINEAR, _AREA = cv2.INTER_LINEAR, cv2.INTER_AREA
 _FILTERS = {cv2.INTER_NEAREST: "nearest", _LINEAR: "bilinear", cv2.INTER_CUBIC: "bicubic"}
@@ -71,7 +75,7 @@ def read_albumentations(path: str) -> Imported:
         raise document.error(rule, action=f"write it with A.save(transform, {path!r})")
     reader = _Reader(document)
     reader.add(transform, ("transform",))
-    notes = ((_BORDER, reader.blends), (_HUE, reader.turns_hues), (_RANDOM, reader.random))
+    notes = ((_BORDER, reader.blends), (_HUE, reader.turns_hues), (_TARGETS, reader.targets), (_RANDOM, reader.random))
     return Imported(
         source=f"albumentations:{path}",
         matches=(_MATCHES, *(note for note, holds in notes if holds)),
@@ -91,7 +95,7 @@ class _Reader:
         self._document = document
         self.entries: list[Entry] = []
         self.gaps: list[Problem] = []
-        self.random = self.blends = self.turns_hues = False
+        self.random = self.blends = self.turns_hues = self.targets = False
         self._floats_from: int | None = None
         self._mean, self._std = np.zeros(1), np.full(1, 1 / _TOP)
 
@@ -101,6 +105,7 @@ class _Reader:
             rule = "must be a transform as A.save writes it, with __class_fullname__"
             raise self._document.error(rule, *at, value=given)
         name = given["__class_fullname__"].rpartition(".")[2]
+        self.targets = self.targets or any(given.get(key) for key in ("bbox_params", "keypoint_params", "fill_mask"))
         if name in _CONTAINERS and given.get("p", 1) == 1:
             parts = given.get("transforms")
             if not isinstance(parts, list):

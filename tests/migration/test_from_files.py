@@ -507,6 +507,25 @@ def test_the_notes_say_how_far_hues_are_apart(tmp_path: Path, hue: float, said: 
     assert any("turns hues in steps of two degrees" in note for note in found.matches) == said
 
 
+@pytest.mark.parametrize(
+    ("compose", "flip", "said"),
+    [
+        ({"bbox_params": {"format": "coco", "min_visibility": 0.3}, "keypoint_params": None}, {}, True),
+        ({"bbox_params": None, "keypoint_params": {"format": "xy"}}, {}, True),
+        ({"bbox_params": None, "keypoint_params": None}, {"fill_mask": 255}, True),
+        ({"bbox_params": None, "keypoint_params": None}, {"fill_mask": 0}, False),
+    ],
+)
+def test_targets_of_albumentations_are_not_carried_over(
+    tmp_path: Path, compose: dict[str, Any], flip: dict[str, Any], said: bool
+) -> None:
+    value = serialised({"name": "HorizontalFlip", "p": 0.5, **flip})
+    value["transform"] |= compose
+    found = read(tmp_path, "albumentations", value)
+    assert texts(found, tmp_path) == []
+    assert any("(bbox_params, keypoint_params, fill_mask) is not carried over" in x for x in found.matches) == said
+
+
 def test_a_file_that_is_not_serialised_albumentations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x\.json: must hold what Albumentations' A\.to_dict gives"):
         read(tmp_path, "albumentations", {"transform": []})
