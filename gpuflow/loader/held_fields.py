@@ -16,6 +16,8 @@ from gpuflow.sources.field_spec import FieldSpec
 
 __all__ = ["columns_of", "for_numpy", "keypoints_of", "moved_fields", "without_tensors"]
 
+_IN_TARGETS = {"boxes": "boxes", "mask": "masks", "keypoints": "keypoints"}
+"""What `Batch.targets` and torchvision's detectors call fields of these types."""
 _OF_COCO = tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
 
 
@@ -46,9 +48,10 @@ def columns_of(
         sizes: height and width of the images, [N, 2].
 
     Raises:
-        ValueError: a value of another form, with its place.
+        ValueError: a value of another form, with its place, or a field under the name that it has in targets.
         BadSampleError: a keypoint of another visibility than 0, 1 and 2, as in a source.
     """
+    _check_names(schema, fields)
     chosen: list[Field] = []
     columns: dict[str, Column] = {}
     for field in schema:
@@ -74,6 +77,19 @@ def columns_of(
                 raise AssertionError(f"a field of type {other} does not move")
         chosen.append(Field(name=field.name, type=field.type, labels=labels, instances=field.instances))
     return tuple(chosen), columns
+
+
+def _check_names(schema: Sequence[Field], fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if a field has the name of torchvision's targets in place of its own: it would not be mapped."""
+    declared = {name for field in schema for name in (field.name, field.labels)}
+    for field in schema:
+        known = "" if field.type == "mask" and not field.instances else _IN_TARGETS[field.type]
+        for own, name in ((field.name, known), (field.labels, "labels")):
+            if own and own not in fields and name in fields and name not in declared:
+                raise ValueError(
+                    f"fields must have {own!r}, the name that the source declares, in place of {name!r}, which would "
+                    "not follow the images"
+                )
 
 
 def without_tensors(name: str, given: Any, count: int) -> list[Any]:

@@ -175,7 +175,9 @@ class Transform:
             raise ValueError(f"positions must be >= 0, got {places.min()}")
         if (places >= 2**63).any():
             raise ValueError(f"positions must be below 2**63, got {places.max()}")
-        fields = fields or {}
+        fields = {} if fields is None else fields
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"fields must be a dict, with N values for each name, got {type(fields).__name__}")
         values = self._values(fields, count)
         keys = Keys(self._seed, number, places.astype(np.int64), values=values)
         if self._targets is None:

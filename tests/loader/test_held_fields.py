@@ -321,3 +321,17 @@ def test_on_a_gpu_fields_are_those_of_the_cpu(listing: Path, tmp_path: Path) -> 
                 assert moved[name].values.device.type == "cuda"
                 assert torch.equal(moved[name].values.cpu(), expected[name].values)
             assert torch.equal(moved["depth"].cpu(), expected["depth"])
+
+
+def test_a_name_of_targets_is_not_taken_for_another_field(tmp_path: Path, listing: Path) -> None:
+    """It would come back as it is, next to images that were moved."""
+    images, fields = held(listing)
+    boxes: Any = [{"boxes": fields["boxes"][0]}]
+    with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
+        for own, name in (("mask", "masks"), ("kinds", "labels")):
+            given = {name if key == own else key: values for key, values in fields.items()}
+            rule = f"fields must have '{own}', the name that the source declares, in place of '{name}', which would not"
+            with pytest.raises(ValueError, match=rule):
+                transform(images, epoch=0, positions=range(COUNT), fields=given)
+        with pytest.raises(ValueError, match=r"fields must be a dict, with N values for each name, got list"):
+            transform(images, epoch=0, positions=range(COUNT), fields=boxes)
