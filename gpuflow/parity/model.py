@@ -65,8 +65,8 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
             raise
         return None, f"none: {error}"
     prefixes = [Pipeline(program.pipeline.name, stages[:count]) for count in range(len(stages), 0, -1)]
-    served = config.programs["serve"].pipeline.stages if path is None else stages
-    default = next((one for one in prefixes if one.stages == served), program.pipeline)
+    served = config.programs["serve"].pipeline.lines if path is None else program.pipeline.lines
+    default = next((one for one in prefixes if one.lines == served), program.pipeline)
     before = next((one for one in prefixes if one.fingerprint == info.preprocessing), default)
     force = block is not None and block.force
     trust = path is not None or (block is not None and block.preprocessing == "trust")
@@ -85,8 +85,8 @@ def missing_stage(config: Config, program: Program, path: Path | None) -> str | 
     Only of a stage that a model can contain (`gpuflow export --fold-normalize`). A file without a record may lack it.
     The model is the one that `serve` names, or the one at `path` if there is none.
     """
-    *before, last = program.pipeline.stages
-    if config.serve is None or config.programs["serve"].pipeline.stages != tuple(before) or last.module() is None:
+    last, before = program.pipeline.stages[-1], program.pipeline.lines[:-1]
+    if config.serve is None or config.programs["serve"].pipeline.lines != before or last.module() is None:
         return None
     named = config.serve.model
     file = named.file if named is not None and (path is None or Path(named.file).is_file()) else path

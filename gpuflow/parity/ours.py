@@ -116,14 +116,15 @@ class Serving:
         """The program that the graph runs for a prefix, or a text that says why the graph has no such prefix.
 
         If serving and training differ, the whole of serving is compared with the whole of training. This is not so if
-        serving lacks the last stage alone, and a model can contain that one; `missing_stage` checks that it does.
+        serving lacks the last stage alone, and a model can contain that one; `missing_stage` checks that it does. Where
+        a stage runs, such as `decode.backend`, is no such difference.
         """
-        serve, stages = self.config.programs["serve"], self.config.programs[self.name].pipeline.stages
-        served, count = serve.pipeline.stages, prefix.count
-        if served == stages[:count]:
+        serve, pipeline = self.config.programs["serve"], self.config.programs[self.name].pipeline
+        served, stages, count = serve.pipeline.stages, pipeline.stages, prefix.count
+        if serve.pipeline.lines == pipeline.lines[:count]:
             return serve
         if count == len(stages):
-            may_be_in_model = served == stages[:-1] and stages[-1].module() is not None
+            may_be_in_model = serve.pipeline.lines == pipeline.lines[:-1] and stages[-1].module() is not None
             return "serving ends before this stage, which a model can contain" if may_be_in_model else serve
         if served[:count] == stages[:count]:
             return prefix.program

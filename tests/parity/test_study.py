@@ -297,6 +297,22 @@ def test_serving_without_the_last_stage_is_a_breach(photos: Path, tmp_path: Path
     assert study(read(photos, tmp_path, VAL, RAW), count=1).breach
 
 
+@pytest.mark.parametrize("own", [{"backend": "cpu"}, {"max_scans": 200}], ids=str)
+def test_serving_without_normalize_may_decode_elsewhere(own: dict[str, Any], photos: Path, tmp_path: Path) -> None:
+    """The keys of decode that do not change the pixels are none that serving and its model must agree on."""
+    config = read(photos, tmp_path, VAL, [{"decode": own}, *RAW[1:]])
+    whole, before = config.programs["val"].pipeline, config.programs["serve"].pipeline
+    model = nn.Sequential(Normalize().module(), nn.Flatten(), nn.Linear(3 * 24 * 24, 5))
+    info = ModelInfo(preprocessing=before.fingerprint, stages=before.lines, folded=whole.lines[-1])
+    folded = save_program(tmp_path / "f.pt2", model, torch.zeros(2, 3, 24, 24, dtype=torch.uint8), info=info)
+    report = study(serving(config, file=str(folded)), count=1, against=("val", "serve"))
+    assert not report.breach, verdict(report)
+    (one,) = report.pairs
+    assert [(row.stage, row.images, row.differ) for row in one.rows] == [("center_crop", 39, 0)]
+    assert {logits.images for logits in one.logits} == {1, 38}
+    assert study(config, count=1, against=("val", "serve")).breach, "no model contains normalize"
+
+
 def serving(config: Config, **model: Any) -> Config:
     """The configuration with this block `serve.model`."""
     assert config.serve is not None
