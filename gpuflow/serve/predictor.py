@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVar, overload
 
 import torch
 
@@ -149,6 +149,9 @@ class Predictor:
         self._batch = int(last.get("batch", 1))
         self._window = _ROUNDS_AHEAD * (int(first["instance_num"]) + int(last["instance_num"]) * self._batch)
         self._running = RunningGraph(graph, engines)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a predictor cannot be pickled or copied: it has threads; load it in the process that calls it")
 
     @overload
     def __call__(self, images: Image, *, top_k: None = None) -> torch.Tensor: ...

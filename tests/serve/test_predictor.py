@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import io
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -472,6 +474,17 @@ def test_a_model_that_gives_no_logits_is_refused_when_it_is_loaded(config: Path,
     with pytest.raises(ConfigError) as caught:
         gpuflow.serve.load(config, model=model)
     assert str(caught.value).startswith(f"model=function: {reason}")
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_one_that_is_sent_to_another_process_says_what_to_do(
+    send: Callable[[object], object], predictor: Predictor
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        send(predictor)
+    assert str(caught.value) == (
+        "a predictor cannot be pickled or copied: it has threads; load it in the process that calls it"
+    )
 
 
 def test_predict_takes_no_single_image(predictor: Predictor, files: list[Path]) -> None:
