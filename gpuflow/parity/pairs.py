@@ -168,11 +168,11 @@ class PairComparison:
                 else:
                     self._alone.append((sample.name, f"{self.a} gives {_form(a)}, {self.b} gives {_form(b)}"))
                 continue
-            faults = {way: x for way, x in ((self.a, a), (self.b, b)) if isinstance(x, BadSampleError)}
+            faults = [(way, x) for way, x in ((self.a, a), (self.b, b)) if isinstance(x, BadSampleError)]
             if len(faults) == 2:
                 self._refused.append(sample.name)
                 continue
-            ((way, fault),) = faults.items()
+            ((way, fault),) = faults
             excused = way == self.b and self._may_refuse(sample)
             (self._reference_refuses if excused else self._alone).append(
                 (sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}")

@@ -278,6 +278,12 @@ def test_a_naive_way_is_never_a_breach_unless_asked_for(photos: Path, tmp_path: 
     assert study(config, count=1, against=("val", "pillow"), tolerance=1).breach
 
 
+def test_a_way_agrees_with_itself(photos: Path, tmp_path: Path) -> None:
+    report = study(read(photos, tmp_path), count=1, against=("val", "val"))
+    assert not report.breach, verdict(report)
+    assert all((row.images, row.differ, set(row.refused)) == (39, 0, set(BAD)) for row in report.pairs[0].rows)
+
+
 def test_a_naive_way_that_fails_is_noted(photos: Path, tmp_path: Path) -> None:
     config = read(photos, tmp_path)
     report = study(config, count=1, ways={**ways_of(config, "val"), "opencv": Failing()})
