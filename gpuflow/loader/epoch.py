@@ -36,13 +36,13 @@ class _Stoppable(Protocol):
 class RunningPipeline:
     """The pipeline of one epoch and its threads.
 
-    finished: its batches in order. begun: SPDL has asked for the first chunk. admission: of batches into memory.
-    ahead: of batches whose share the CPU may begin. set_gpu_wait: is called with the part of its time for which the
-    consumer's GPU waits for batches; None without such a GPU.
+    finished: its batches in order, and None to wake the consumer. begun: SPDL has asked for the first chunk.
+    admission: of batches into memory. ahead: of batches whose share the CPU may begin. set_gpu_wait: is called with the
+    part of its time for which the consumer's GPU waits for batches; None without such a GPU.
     """
 
     pipeline: _Stoppable
-    finished: queue.SimpleQueue[Assembly]
+    finished: queue.SimpleQueue[Assembly | None]
     pools: Sequence[DaemonPool]
     begun: threading.Event
     admission: Admission
@@ -107,7 +107,11 @@ class EpochRun:
         self.request_stop()
         self.owner.join(2 * STOP_SECONDS)
 
-    def get(self, timeout: float) -> Assembly:
+    def wake(self) -> None:
+        """Have the thread that waits in `get`, if there is one, return None."""
+        self._running.finished.put(None)
+
+    def get(self, timeout: float) -> Assembly | None:
         """The next batch in order. It stays in flight until `release`. Raises TimeoutError after `timeout` seconds."""
         try:
             return self._running.finished.get(timeout=timeout)

@@ -134,7 +134,7 @@ class EpochIterator(Iterator[Batch]):
         if self._end == "over":
             raise StopIteration
         if self._end is not None:
-            raise LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
+            raise self._ended_early()
         start, stream = time.perf_counter(), self._stream
         try:
             asked = _timed_event(stream) if stream is not None and self._plan.gpu is not None else None
@@ -166,6 +166,8 @@ class EpochIterator(Iterator[Batch]):
                 f"{culprit}; raise run.timeout_s if that is to be expected",
                 paths,
             ) from None
+        if assembly is None or self._end is not None:  # another thread has ended the epoch meanwhile
+            raise self._ended_early()
         if isinstance(assembly.error, StopIteration):  # as itself it would end the consumer's `for` in silence
             raise LoaderError(
                 f"a stage raised StopIteration at step {self._step} of epoch {self._epoch}; its cause is above"
@@ -173,6 +175,9 @@ class EpochIterator(Iterator[Batch]):
         if assembly.error is not None:
             raise assembly.error
         return assembly
+
+    def _ended_early(self) -> LoaderError:
+        return LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
 
     def _batch(
         self, assembly: Assembly, stream: torch.cuda.Stream | None, asked: torch.cuda.Event | None
@@ -251,6 +256,7 @@ class EpochIterator(Iterator[Batch]):
         if self._end is not None or self._feed.forked:
             return
         self._end = reason
+        self._run.wake()
         self._stats.end_epoch()
         if wait:
             self._run.stop()

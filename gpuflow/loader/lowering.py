@@ -179,7 +179,7 @@ class Feed:
         for completion in in_flight:
             if completion is not None:
                 admission.release(completion)
-        finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
+        finished: queue.SimpleQueue[Assembly | None] = queue.SimpleQueue()
 
         async def emit(chunk: Chunk) -> None:
             if not chunk.last:  # chunks arrive in order; the last one of a batch completes it
@@ -194,7 +194,8 @@ class Feed:
                         batch.first_offloaded, late=late, wanted=self._gpu_wait > SHORT_WAIT, rate=rate
                     )
                 ahead.release()
-            finished.put(batch)  # SPDL's sink would pass it on by its event loop, later
+            if not admission.closed:  # else the batch may not be decoded
+                finished.put(batch)  # SPDL's sink would pass it on by its event loop, later
 
         pools: list[DaemonPool] = []
         with contextlib.ExitStack() as undo:

@@ -173,6 +173,7 @@ def feed_of(
         try:
             for _ in range(len(steps)):
                 batch = run.get(20)
+                assert batch is not None
                 run.release()
                 if batch.error is not None:
                     raise batch.error

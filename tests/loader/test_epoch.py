@@ -37,7 +37,7 @@ class Parts:
     """The parts of a running pipeline, and what it says to `set_gpu_wait`."""
 
     def __init__(self, *, fails: bool = False, begun: bool = True) -> None:
-        self.pipeline, self.finished = Idle(fails), queue.SimpleQueue[Assembly]()
+        self.pipeline, self.finished = Idle(fails), queue.SimpleQueue[Assembly | None]()
         self.pool, self.begun = DaemonPool(1, "test_epoch"), threading.Event()
         self.admission, self.ahead = Admission(1), Admission(1)
         self.waits: list[float] = []

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import gpuflow
 from tests.datasets import (
+    Block,
     Entries,
     MemorySource,
     TappedSource,
@@ -153,6 +154,31 @@ def test_a_loader_that_only_its_loop_holds_is_closed_when_the_loop_ends(last: in
             if batch.step == last:
                 break
         assert closed.is_set()
+
+
+def test_closing_wakes_a_thread_that_waits_for_a_batch() -> None:
+    tap, errors = Block(4), list[BaseException]()
+    loader = loader_of(TappedSource(MemorySource.of(60), tap), shuffle=False)
+
+    def consume() -> None:
+        try:
+            list(loader)
+        except BaseException as error:
+            errors.append(error)
+
+    consumer = threading.Thread(target=consume)
+    with nothing_left_behind(seconds=20.0):
+        consumer.start()
+        assert tap.reached.wait(20)
+        closing = threading.Thread(target=loader.close)
+        closing.start()
+        consumer.join(20)
+        tap.release.set()
+        closing.join(20)
+    assert not consumer.is_alive()
+    assert [str(error) for error in errors] == [
+        "epoch 0 was ended because the loader was closed; iterate the loader anew"
+    ]
 
 
 def test_a_break_ends_the_threads_and_does_not_wait_for_them(config: Path) -> None:
