@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["compiled", "loops_of"]
 
@@ -23,13 +24,24 @@ def loops_of(module: str) -> ModuleType | None:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function at its first call for the types that it gets; a call leaves the interpreter to other threads.
 
-    The machine code is kept on disk, next to the function's file or in the user's cache, where one can be written.
+    The machine code is kept on disk, next to the function's file or in the user's cache, where one can be written. On a
+    full disk it is not kept.
     Nothing is rounded in another way than numpy rounds it: there is no `fastmath`.
     """
     from numba import njit
 
     try:
-        loop: Callable[..., Any] = njit(nogil=True, cache=True)(function)
+        loop: Any = njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba found no folder that it can write to
-        loop = njit(nogil=True)(function)
-    return loop
+        return cast(Callable[..., Any], njit(nogil=True)(function))
+    if (kept := getattr(loop, "_cache", None)) is not None:  # None with NUMBA_DISABLE_JIT
+        kept.save_overload = _unless_disk_is_full(kept.save_overload)  # numba calls it once it has the machine code
+    return cast(Callable[..., Any], loop)
+
+
+def _unless_disk_is_full(save: Callable[..., None]) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        with suppress(OSError):
+            save(*arguments)
+
+    return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,3 +143,15 @@ def test_a_loop_is_compiled_where_nothing_can_be_written(monkeypatch: pytest.Mon
     monkeypatch.setattr(numba, "njit", njit)
     found: Any = jit.compiled(loop)
     assert found == (loop, {"nogil": True})
+
+
+def test_a_loop_is_compiled_where_the_disk_is_full(tmp_path: Path) -> None:
+    pytest.importorskip("numba", reason="the loops need numba")
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+from gpuflow.execute import colors
+print(colors.compiled_by() is not None)
+"""
+    done = python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert (done.stdout, done.stderr) == ("True\n", "")
