@@ -69,12 +69,18 @@ def study(
 
     Raises:
         ConfigError: the file lacks the pipeline, or the model was trained with other preprocessing.
-        SourceError: the source cannot be indexed. GpuflowError: a requested way cannot run here.
+        SourceError: the source cannot be indexed. GpuflowError: a requested way cannot run here; without a request,
+            serving cannot, and the file has a block `serve`.
     """
     program = config.program(name)
     refuse_record_fields(config, name, "parity has images alone", "give numbers in place of the field")
     ways = {**(ways_of(config, name) if ways is None else ways), **libraries_of(against or (), program)}
     pairs, missing = pairs_of(ways, against, tolerance)
+    if against is None and config.serve is not None and not any(pair.judges_serving for pair in pairs):
+        raise GpuflowError(
+            f"parity: {name} and serve cannot be compared here: {missing['serve']}; to leave serving out, name two "
+            "other ways by --against"
+        )
     study_model, model_note = find_model(config, program, model)
     faults, pair_notes = compare_accepted(config, name)
     faults += filter(None, [missing_stage(config, program, model)])

@@ -424,6 +424,19 @@ def test_a_way_of_ours_that_fails_fails_the_study(photos: Path, tmp_path: Path) 
         study(config, count=1, ways={**ways_of(config, "val"), "serve": Failing()})
 
 
+def test_serving_that_cannot_run_here_is_no_pass(photos: Path, tmp_path: Path) -> None:
+    """As without torchpipe, or with a preset for a GPU where there is none."""
+    config, absent = read(photos, tmp_path, VAL, VAL), ways_of(read(photos, tmp_path), "val")["serve"]
+    ways = {**ways_of(config, "val"), "serve": absent, "serve@cuda": absent}
+    with pytest.raises(GpuflowError) as caught:
+        study(config, count=1, ways=ways)
+    assert str(caught.value) == (
+        f"parity: val and serve cannot be compared here: {absent.missing()}; to leave serving out, name two other ways "
+        "by --against"
+    )
+    assert not study(config, count=1, ways=ways, against=("val", "torchvision"), tolerance=2).breach
+
+
 def test_nothing_to_compare(photos: Path, tmp_path: Path) -> None:
     config = read(photos, tmp_path, [*RAW, {"flip": {"horizontal": 0.5}}])
     ways = {name: way for name, way in ways_of(config, "val").items() if not name.endswith("cuda")}
