@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -28,6 +29,9 @@ from gpuflow.parity.pairs import PairComparison, pairs_of
 from gpuflow.parity.prefixes import Prefix, prefixes_of
 from gpuflow.parity.report import Report, WayNote
 from gpuflow.parity.ways import NAIVE, ways_of
+from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.stage import Mixing, Pipeline
+from gpuflow.pipeline.validate import trace
 
 __all__ = ["study"]
 
@@ -72,6 +76,7 @@ def study(
         SourceError: the source cannot be indexed. GpuflowError: a requested way cannot run here; without a request,
             serving cannot, and the file has a block `serve`.
     """
+    config = _without_mixing(config, name)
     program = config.program(name)
     refuse_record_fields(config, name, "parity has images alone", "give numbers in place of the field")
     ways = {**(ways_of(config, name) if ways is None else ways), **libraries_of(against or (), program)}
@@ -126,6 +131,15 @@ def study(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=command,
     )
+
+
+def _without_mixing(config: Config, name: str) -> Config:
+    """The configuration without the pipeline's mixing stages, which work on batches, not on images."""
+    pipeline = config.program(name).pipeline
+    images = Pipeline(name, tuple(stage for stage in pipeline.stages if not isinstance(stage, Mixing)))
+    if images.stages == pipeline.stages:
+        return config
+    return replace(config, programs={**config.programs, name: fold(images, trace(images))})
 
 
 def _measure(

@@ -424,6 +424,16 @@ def test_a_way_of_ours_that_fails_fails_the_study(photos: Path, tmp_path: Path) 
         study(config, count=1, ways={**ways_of(config, "val"), "serve": Failing()})
 
 
+def test_a_pipeline_that_mixes_is_compared_as_a_whole(photos: Path, tmp_path: Path) -> None:
+    """Its mixing stages are left out: they work on batches."""
+    mixed = [*VAL, {"mixup": {}}]
+    same = study(read(photos, tmp_path, mixed, VAL), count=2)
+    assert not same.breach, verdict(same)
+    assert [(row.stage, row.images) for row in pair(same, "serve").rows] == [("center_crop", 40), ("normalize", 40)]
+    other = {"normalize": {"mean": [0.1, 0.2, 0.3], "std": "imagenet"}}
+    assert pair(study(read(photos, tmp_path, mixed, [*RAW, other]), count=2), "serve").breach
+
+
 def test_serving_that_cannot_run_here_is_no_pass(photos: Path, tmp_path: Path) -> None:
     """As without torchpipe, or with a preset for a GPU where there is none."""
     config, absent = read(photos, tmp_path, VAL, VAL), ways_of(read(photos, tmp_path), "val")["serve"]
