@@ -120,15 +120,16 @@ class Serving:
         a stage runs, such as `decode.backend`, is no such difference.
         """
         serve, pipeline = self.config.programs["serve"], self.config.programs[self.name].pipeline
-        served, stages, count = serve.pipeline.stages, pipeline.stages, prefix.count
-        if serve.pipeline.lines == pipeline.lines[:count]:
+        served, wanted, count = serve.pipeline.lines, pipeline.lines, prefix.count
+        if served == wanted[:count]:
             return serve
-        if count == len(stages):
-            may_be_in_model = serve.pipeline.lines == pipeline.lines[:-1] and stages[-1].module() is not None
+        if count == len(wanted):
+            may_be_in_model = served == wanted[:-1] and pipeline.stages[-1].module() is not None
             return "serving ends before this stage, which a model can contain" if may_be_in_model else serve
-        if served[:count] == stages[:count]:
+        if served[:count] == wanted[:count]:
             return prefix.program
-        other = next((stage for stage, val in zip(served, stages, strict=False) if stage != val), None)
+        lines = zip(serve.pipeline.stages, served, wanted, strict=False)
+        other = next((stage for stage, line, want in lines if line != want), None)
         return "serving ends before this stage" if other is None else f"serving has {other!r} at this stage"
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
