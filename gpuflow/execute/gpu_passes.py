@@ -111,6 +111,8 @@ class DevicePasses:
 
     def __init__(self, passes: Sequence[Pass], device_stream: DeviceStream) -> None:
         self._passes, self._device_stream = tuple(passes), device_stream
+        self.in_place = [self._is_in_place(i) for i in range(len(passes))]
+        """For each pass whether it writes to the images that it reads, except for those that it does not change."""
         with device_stream.queued():
             self._tables = [self._table(one).to(device_stream.device) for one in self._passes]
 
@@ -129,8 +131,7 @@ class DevicePasses:
         """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
-    def in_place(self, i: int) -> bool:
-        """Whether pass i writes to the images that it reads, and leaves those as they are that it does not change."""
+    def _is_in_place(self, i: int) -> bool:
         if not 0 < i < len(self._passes) - 1:
             return False
         one, before = self._passes[i], self._passes[i - 1]
@@ -145,7 +146,7 @@ class DevicePasses:
         """
         targets: list[Target] = []
         for i, (one, draw) in enumerate(zip(self._passes[:-1], draws, strict=False)):
-            if self.in_place(i):
+            if self.in_place[i]:
                 targets.append(targets[i - 1])
             elif one.result.fixed:
                 targets.append(allocate_slots(self._device_stream, count, one.result))

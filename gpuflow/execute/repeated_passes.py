@@ -156,7 +156,7 @@ class _PassesOfOneSize:
         """The result of each pass but the last one. No pass reads anything older than the result of the pass before."""
         results: list[torch.Tensor] = []
         for i, one in enumerate(self._passes[:-1]):
-            if self._plain.in_place(i):
+            if self._plain.in_place[i]:
                 results.append(results[-1])
                 continue
             same = (results[k] for k in range(i) if self._passes[k].result == one.result)
@@ -229,7 +229,7 @@ class _PassesOfOneSize:
 
     def _send(self, plans: Sequence[Sequence[NDArray[Any]]], batches: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Copy the later passes' arrays to the device in one transfer: `rows` and `shared` of `_Ahead`."""
-        starts, length = packing.layout([array[: self.count] for array, *_ in plans])
+        starts, length = packing.layout(self._of_first_batch(plans))
         others = [array for _, *rest in plans for array in rest]
         starts_of_others, room = packing.layout(others)
         end = batches * length
@@ -242,6 +242,10 @@ class _PassesOfOneSize:
         packing.write(block[end:], starts_of_others, others)
         sent = self._device_stream.send(host)
         return sent[:end].view(batches, length), packing.tensors_in(sent[end:], starts_of_others, others)
+
+    def _of_first_batch(self, plans: Sequence[Sequence[NDArray[Any]]]) -> list[NDArray[Any]]:
+        """Of each later pass the array with a row for each image, for the first batch alone."""
+        return [array[: self.count] for array, *_ in plans]
 
     def _filled_memory(self, plan: torch.Tensor, ahead: _Ahead, batch: int) -> _Memory:
         """Queue copies of what the passes of this batch read to where they read it."""
@@ -264,7 +268,7 @@ class _PassesOfOneSize:
         first_plan = torch.empty_like(plan, device=self._device_stream.device)
         shared = [given.new_empty((max(room, len(given)), *given.shape[1:])) for given in ahead.shared]
         rows = torch.empty_like(ahead.rows[0])
-        each = [array[: self.count] for array, *_ in ahead.plans]
+        each = self._of_first_batch(ahead.plans)
         starts, _ = packing.layout(each)
         others = iter(shared)
         later = [

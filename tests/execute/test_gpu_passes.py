@@ -63,7 +63,7 @@ def test_passes_that_change_few_images_write_to_the_images_that_they_read() -> N
     assert not isinstance(passes, str), passes
     of_device: Any = DevicePasses(passes, stream)  # type: ignore[arg-type]
     assert [type(one.step).__name__[:5] for one in passes] == ["Sampl", "Point", "Local", "WarpS", "Local"]
-    assert [of_device.in_place(i) for i in range(5)] == [False, True, True, False, False]
+    assert of_device.in_place == [False, True, True, False, False]
     slots = torch.empty(2, 3, 9, 8)
     draws = draw_passes(passes, Keys(0, 0, np.arange(2)), np.array([[20, 30]] * 2))
     sampled, jittered, blurred, warped, last = of_device.targets(slots, draws, 2)
