@@ -446,17 +446,14 @@ def _flip(side: str) -> Callable[[_Reader, Any], _Equal]:
 
 
 def _of_images(value: Any) -> Any:
-    """That of images, if a transform of v2 has a value for each type of what it gets."""
-    if not isinstance(value, dict):
-        return value
-    names = {getattr(key, "__name__", key): one for key, one in value.items()}
-    return next((names[name] for name in ("Image", "Tensor", "others") if name in names), None)
+    """The value for images of a transform of v2, which may have one for each type of its inputs."""
+    return _of_type(value, "Image", "Tensor") if isinstance(value, dict) else value
 
 
-def _of_masks(value: Any) -> Any:
-    """That of masks, likewise; None where all types have one value."""
-    names = {getattr(key, "__name__", key): one for key, one in value.items()} if isinstance(value, dict) else {}
-    return names.get("Mask", names.get("others"))
+def _of_type(values: dict[Any, Any], *types: str) -> Any:
+    """The value for the first of these types that has one, or else for all others; None without either."""
+    names = {getattr(key, "__name__", key): one for key, one in values.items()}
+    return next((names[name] for name in (*types, "others") if name in names), None)
 
 
 def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
@@ -465,8 +462,8 @@ def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
     levels = [reader.level(value) for value in (fill if isinstance(fill, (list, tuple)) else [fill or 0])]
     if None in levels:
         return None
-    if isinstance(t.fill, dict) and _of_masks(t.fill):
-        reader.masks_filled = _of_masks(t.fill)
+    if isinstance(t.fill, dict) and (level := _of_type(t.fill, "Mask")):
+        reader.masks_filled = level
     return {"fill": levels[0] if len(set(levels)) == 1 else levels} if any(levels) else {}
 
 
