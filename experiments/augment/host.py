@@ -30,7 +30,7 @@ from gpuflow.tools.bench import row, write_results
 
 WARM_UP_CALLS = 18
 CALLS = 16
-"""Calls of a measurement: for so many batches passes draw at once."""
+"""Calls of a measurement. Passes draw for this number of batches at once, so all measurements have the same work."""
 
 
 class HostStream(CpuStream):  # type: ignore[misc]

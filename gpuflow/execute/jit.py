@@ -24,9 +24,9 @@ def loops_of(module: str) -> ModuleType | None:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function at its first call for the types that it gets; a call leaves the interpreter to other threads.
 
-    The machine code is kept on disk, next to the function's file or in the user's cache, where one can be written. On a
-    full disk it is not kept.
-    Nothing is rounded in another way than numpy rounds it: there is no `fastmath`.
+    The machine code is kept on disk, next to the function's file or in the user's cache, where one can be written. If
+    that fails, as on a full disk, it is not kept. Nothing is rounded in another way than numpy rounds it: there is no
+    `fastmath`.
     """
     from numba import njit
 
@@ -35,11 +35,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     except RuntimeError:  # numba found no folder that it can write to
         return cast(Callable[..., Any], njit(nogil=True)(function))
     if (kept := getattr(loop, "_cache", None)) is not None:  # None with NUMBA_DISABLE_JIT
-        kept.save_overload = _unless_disk_is_full(kept.save_overload)  # numba calls it once it has the machine code
+        kept.save_overload = _without_os_errors(kept.save_overload)  # numba calls it once it has the machine code
     return cast(Callable[..., Any], loop)
 
 
-def _unless_disk_is_full(save: Callable[..., None]) -> Callable[..., None]:
+def _without_os_errors(save: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
         with suppress(OSError):
             save(*arguments)

@@ -80,7 +80,8 @@ def columns_of(
 
 
 def _check_names(schema: Sequence[Field], fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if a field has the name of torchvision's targets in place of its own: it would not be mapped."""
+    """Raise ValueError if a declared field is given under the name that torchvision's targets use: it would not follow
+    the images."""
     declared = {name for field in schema for name in (field.name, field.labels)}
     for field in schema:
         known = "" if field.type == "mask" and not field.instances else _IN_TARGETS[field.type]

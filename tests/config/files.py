@@ -62,7 +62,7 @@ def fault(text: str, *overrides: str) -> str:
 
 
 def with_block(block: str) -> str:
-    """SMALL with one top-level block in place of its own, or after it."""
+    """SMALL with this top-level block, which replaces the one of the same name; without one it is added at the end."""
     name = block.partition(":")[0]
     kept = {"source": "source: {folder: photos}\n", "pipelines": SMALL.partition("\n")[2]}
     kept.pop(name, None)
