@@ -216,7 +216,8 @@ class NvjpegDecoder:
         """Log a failed call if it says nothing of a file, the first one of each status."""
         if not error.is_of_a_file and error.status not in self._reported:
             self._reported.add(error.status)
-            _LOG.warning("%s; the images of such a call are decoded in smaller calls, or by the CPU", error)
+            text = str(error)  # a handler that keeps the error itself would keep the call's memory by its traceback
+            _LOG.warning("%s; the images of such a call are decoded in smaller calls, or by the CPU", text)
 
     def synchronize(self) -> None:
         """Block the host until the GPU has finished all calls of this decoder."""
