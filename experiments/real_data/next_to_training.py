@@ -139,7 +139,7 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="constants of gpuflow's modules, each tried in turns, such as gpuflow.execute.gpu._LONG_WAIT=0.1",
+        help="constants of gpuflow's modules, each tried in turns, such as gpuflow.execute.gpu.LONG_WAIT=0.1",
     )
     parser.add_argument("--check-again", action="store_true", help="in turns, check every file as in a first epoch")
     parser.add_argument("--without-decoding", action="store_true", help="in turns, leave nvJPEG's calls out")

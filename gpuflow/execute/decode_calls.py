@@ -36,8 +36,10 @@ class Undecoded:
         """Whether the chunk has images of several samplings."""
 
     def samplings_left(self) -> Iterator[int]:
-        """The samplings of images that no call has taken."""
-        yield from (sampling for sampling, rows in self._left.items() if len(rows))
+        """The samplings of images that no call has taken, those of fewest images first."""
+        for sampling, rows in sorted(self._left.items(), key=lambda item: len(item[1])):
+            if len(rows):
+                yield sampling
 
     def take(self, sampling: int, images: int | None = None, space: int = 0) -> NDArray[np.int64]:
         """Take all images of a sampling, or the first ones. Returns their numbers within the chunk.
@@ -89,7 +91,7 @@ class DecodeCall(NamedTuple):
             chunks[part.chunk].give_back(part.rows)
 
 
-def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
+def plan_calls(chunks: list[Undecoded], *, max_bytes: int, max_later: int) -> list[DecodeCall]:
     """The calls that decode all of the first chunk's images that are left, filled up with images of the others.
 
     Each has an image of the first chunk.
@@ -98,13 +100,16 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
     the same sizes as those of its neighbours, and decoding earlier would gain nothing.
 
     max_bytes: the largest space of a call; one larger image is alone in its call.
+    max_later: the largest number of images of the other chunks. Calls of rare samplings get them first, because these
+        would have few images without them.
     """
     own = chunks[0]
     calls: list[DecodeCall] = []
     for sampling in own.samplings_left():
         rows = [own.take(sampling)]
         images, space = len(rows[0]), int(own.spaces[rows[0]].sum())
-        full, free = -(-images // CALL_IMAGES) * CALL_IMAGES, -(-space // max_bytes) * max_bytes
+        full = min(-(-images // CALL_IMAGES) * CALL_IMAGES, images + max_later)
+        free = -(-space // max_bytes) * max_bytes
         for other in chunks[1:] if own.mixed else ():
             if images == full:
                 break
@@ -114,6 +119,7 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
         for call in _calls(chunks, rows, sampling, max_bytes):
             if call.parts[0].chunk == 0:
                 calls.append(call)
+                max_later -= len(call) - len(call.parts[0].rows)
             else:  # what was to fill the others up did not fit
                 call.give_back(chunks)
     return calls

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
-__all__ = ["SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots", "send_array", "take_free"]
+__all__ = ["LONG_WAIT", "SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots", "send_array", "take_free"]
 
 T = TypeVar("T")
 SHORT_WAIT = 0.05
-"""A GPU that waits for batches for a larger part of its time than this could do more with more batches in flight."""
+"""A GPU that waits for batches for a larger part of its time than this could do more with a second decode buffer."""
+LONG_WAIT = 0.5
+"""One that waits for a larger part than this has little other work: two calls of nvJPEG at a time slow nothing, and it
+may have memory for more finished batches. Next to a training that waits less, these change its speed by nothing that
+could be measured (experiments/real_data/NOTES.md)."""
 
 _current = threading.local()
 """`device_stream`: in whose `queued` block this thread is."""

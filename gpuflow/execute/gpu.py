@@ -39,13 +39,14 @@ from gpuflow.execute.chunk_tables import ChunkTables
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
-from gpuflow.execute.decode_calls import DecodeCall, Undecoded, plan_calls
-from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots, send_array
+from gpuflow.execute.decode_calls import CALL_IMAGES, DecodeCall, Undecoded, plan_calls
+from gpuflow.execute.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots, send_array
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.first_passes import FirstPasses
 from gpuflow.execute.gpu_call import GpuCalls, Transfer
 from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.image_copies import ImageCopies, ImageRows
+from gpuflow.execute.later_results import LaterResults, LaterRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
@@ -56,10 +57,11 @@ from gpuflow.sources import Payload
 __all__ = ["GpuRunner", "Prepared"]
 
 _AHEAD = 3
-"""The number of later chunks whose images may fill up a chunk's calls. With more, calls are hardly fuller, and results
-need more memory."""
-_LONG_WAIT = 0.5
-"""A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
+"""The number of later chunks whose images may fill up a chunk's calls. With more, calls are hardly fuller."""
+_LATER_IMAGES = 3 * CALL_IMAGES
+"""The largest number of such images that are decoded and not in their batches yet. With 256, ordinary photographs need
+3.8 calls for a chunk instead of 2.5 in a model, and a training keeps 0.833 of its speed instead of 0.863 (measured in
+experiments/real_data/NOTES.md)."""
 _LONG_WAITS = 32
 """The number of batches in a row for which the GPU must have waited so long. Fewer would count the first batches of a
 training, which are late, and a second call needs as much GPU memory as the first one."""
@@ -78,10 +80,14 @@ class _Finished:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where the first pass of one output puts images [n]: a tensor and its rows [n], or a canvas."""
+    """Where the first pass of one output puts images [n]: a tensor and its rows [n], or a canvas.
+
+    held: keeps rows of `LaterResults` from other use.
+    """
 
     images: Target
     rows: NDArray[np.int64]
+    held: LaterRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +222,8 @@ class GpuRunner:
         buffers: the number of such buffers at first, which is the number of chunks launched at once; `set_gpu_wait`
             adds more.
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
-        fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
-            chroma sampling up to 127 of them.
+        fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for up to
+            384 of them.
         check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
         rewrite_threads: that rewrite progressive files of one chunk, in this process or in the one that reads it.
         decoder_calls: how many threads call nvJPEG at once; `auto`: two while the GPU waits most of its time.
@@ -271,6 +277,7 @@ class GpuRunner:
             calls = GpuCalls.find(device_stream, library)
             self._first_passes = FirstPasses(self._passes, device_stream, calls)
             self._copies = ImageCopies(device_stream, calls)
+            self._later = LaterResults(device_stream, [one.first.result for one in self._passes])
         # A canvas has room for the results of one chunk.
         self._fill_calls = fill_calls and all(passes.first.result.fixed for passes in self._passes)
         device_stream.synchronize()
@@ -284,7 +291,7 @@ class GpuRunner:
         time for a while, or two calls were asked for, more of them are, and see `NvjpegDecoderPool.set_starved`; once
         it has not for a longer while, the memory for this is given back.
         """
-        waited_long = share > _LONG_WAIT
+        waited_long = share > LONG_WAIT
         self._long_waits = self._long_waits + 1 if waited_long else 0
         starved = self._long_waits >= _LONG_WAITS
         two = starved if self._decoder_calls == "auto" else self._decoder_calls == 2
@@ -507,6 +514,8 @@ class GpuRunner:
                 moved += [(place, place.rows[part.rows], one) for place, one in zip(first, part.places, strict=True)]
         if moved:
             self._move(moved)
+        for call, number in chunk.early:  # which may have images of other chunks, too
+            del call.results[number]
         chunk.early.clear()  # which refer to this chunk
         return good
 
@@ -521,19 +530,22 @@ class GpuRunner:
         copies = [(ImageRows.of(results, own), ImageRows.of(images, rows)) for images, rows, results, own in pairs]
         if self._copies.queue(copies):
             return
-        sent = self._device_stream.send_all([rows for _, rows, _, _ in pairs])
-        for at, (images, _, results, own) in zip(sent, pairs, strict=True):
-            images.index_copy_(0, at, results if len(own) == len(results) else results[own[0] : own[-1] + 1])
+        sent = self._device_stream.send_all([numbers for _, rows, _, own in pairs for numbers in (rows, own)])
+        for at, own, (images, _, results, _) in zip(sent[::2], sent[1::2], pairs, strict=True):
+            images.index_copy_(0, at, results.index_select(0, own))
 
     def _new_calls(self, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> list[_Call]:
         """Plan the calls for the first chunk. The caller holds the lock."""
         calls: list[_Call] = []
         undecoded = [one.undecoded for one in chunks]
-        planned = plan_calls(undecoded, max_bytes=self._decode_bytes)
+        later = 0
+        if len(chunks) > 1 and undecoded[0].mixed:
+            later = self._later.reserve(min(_LATER_IMAGES, _AHEAD * len(chunks[0].payload)))
+        planned = plan_calls(undecoded, max_bytes=self._decode_bytes, max_later=later)
         try:
             for one in planned:
                 calls.append(self._new_call(one, chunks, first))
-        except BaseException as error:  # there is no memory for images of later chunks
+        except BaseException as error:  # there is no memory for one
             for call in calls:
                 call.fail(error)
             for other in planned[len(calls) :]:
@@ -542,18 +554,15 @@ class GpuRunner:
         return calls
 
     def _new_call(self, planned: DecodeCall, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> _Call:
-        """A call, with memory for the images that belong to later chunks, and known to those."""
+        """A call, with places for the images that belong to later chunks, and known to those."""
         call = _Call(planned, chunks)
         own, *others = planned.parts
         call.results[0] = _Part(own.where, own.rows, [_Rows(one.images, one.rows[own.rows]) for one in first])
-        if others:
-            count, used = len(planned) - len(own.rows), 0
-            rooms = [allocate_slots(self._device_stream, count, one.first.result) for one in self._passes]
-            for number, where, taken in others:
-                rows = np.arange(used, used + len(taken))
-                call.results[number] = _Part(where, taken, [_Rows(room, rows) for room in rooms])
-                used += len(rows)
-                chunks[number].early.append((call, number))
+        for number, where, taken in others:
+            held = self._later.take(len(taken))
+            places = [_Rows(images, held.rows, held) for images in self._later.images]
+            call.results[number] = _Part(where, taken, places)
+            chunks[number].early.append((call, number))
         return call
 
     def _run_call(self, call: _Call) -> None:

@@ -25,7 +25,7 @@ from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 
 from gpuflow.errors import GpuflowError, LoaderError, LoaderTimeout
-from gpuflow.execute.device_stream import SHORT_WAIT
+from gpuflow.execute.device_stream import LONG_WAIT, SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.decode import ChunkDecoder, Faults, Run, Sizes, WorkerDecoder
@@ -237,7 +237,7 @@ class Feed:
         return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching)
 
     def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
-        """If the consumer's GPU waits for batches, more of them may be in flight.
+        """If the consumer's GPU waits for batches most of its time, more of them may be in flight.
 
         Not at first and not while worker processes start: memory that is taken then would be kept for the whole run.
         """
@@ -246,7 +246,7 @@ class Feed:
             share = 0.0
         self._gpu_wait = share
         gpu.set_gpu_wait(share)
-        if share > SHORT_WAIT:
+        if share > LONG_WAIT:
             admission.grow()
 
     async def _chunks(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpuflow.execute.decode_calls import CALL_IMAGES, DecodeCall, Undecoded, deal, plan_calls
 
-MB = 1 << 20
+MB, LATER = 1 << 20, 1000
 SAMPLINGS = st.sampled_from([0x11, 0x22, 0x22, 0x22, 0])
 
 
@@ -66,29 +66,37 @@ def chunks_of(call: DecodeCall) -> list[int]:
 
 def test_images_of_later_chunks_fill_the_calls_of_a_mixed_chunk() -> None:
     chunks = [chunk([0x22] * 100 + [0x11] * 3), chunk([0x22] * 60), chunk([0x11] * 2 + [0x22] * 60)]
-    first, second = plan_calls(chunks, max_bytes=MB)
+    first, second = plan_calls(chunks, max_bytes=MB, max_later=LATER)
     assert chunks_of(first) == [0, 0, 0, 2, 2]
     assert len(second) == CALL_IMAGES and np.bincount(chunks_of(second)).tolist() == [100, 28]
     assert [len(left(one)) for one in chunks] == [0, 32, 60]
 
 
+@pytest.mark.parametrize(("most", "of_rare", "of_common"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (7, 2, 5)])
+def test_calls_of_rare_samplings_get_the_images_of_later_chunks_first(most: int, of_rare: int, of_common: int) -> None:
+    chunks = [chunk([0x22] * 100 + [0x11] * 3), chunk([0x22] * 60), chunk([0x11] * 2 + [0x22] * 60)]
+    first, second = plan_calls(chunks, max_bytes=MB, max_later=most)
+    assert [len(first), len(second)] == [3 + of_rare, 100 + of_common]
+    assert sum(len(left(one)) for one in chunks[1:]) == 122 - most
+
+
 def test_a_chunk_of_one_sampling_is_decoded_alone() -> None:
     chunks = [chunk([0x22] * 100), chunk([0x22] * 100)]
-    (call,) = plan_calls(chunks, max_bytes=MB)
+    (call,) = plan_calls(chunks, max_bytes=MB, max_later=LATER)
     assert len(call) == 100 and len(left(chunks[1])) == 100
 
 
 def test_every_call_has_an_image_of_the_first_chunk() -> None:
     """Where what was to fill a call up does not fit after all, it is left to its own chunk."""
     own, other = chunk([0x22, 0x22, 0x11], [60, 60, 10]), chunk([0x22] * 8, [30] * 8)
-    calls = plan_calls([own, other], max_bytes=100)
+    calls = plan_calls([own, other], max_bytes=100, max_later=LATER)
     assert sorted(chunks_of(call) for call in calls) == [[0], [0, 1], [0, 1]]
     assert not left(own) and left(other) == set(range(2, 8))
 
 
 def test_the_images_of_a_call_that_nobody_runs_are_left_again() -> None:
     chunks = [chunk([0x22] * 3 + [0x11]), chunk([0x22] * 3)]
-    for call in plan_calls(chunks, max_bytes=MB):
+    for call in plan_calls(chunks, max_bytes=MB, max_later=LATER):
         call.give_back(chunks)
     assert [left(one) for one in chunks] == [{0, 1, 2, 3}, {0, 1, 2}]
 
@@ -105,13 +113,16 @@ def windows(draw: st.DrawFn) -> list[Undecoded]:
     return found
 
 
-@given(windows(), st.sampled_from([100, 5_000, MB]))
-def test_every_image_that_is_needed_is_in_one_call_of_its_sampling(chunks: list[Undecoded], max_bytes: int) -> None:
+@given(windows(), st.sampled_from([100, 5_000, MB]), st.sampled_from([0, 9, 150, LATER]))
+def test_every_image_that_is_needed_is_in_one_call_of_its_sampling(
+    chunks: list[Undecoded], max_bytes: int, max_later: int
+) -> None:
     before = [left(one) for one in chunks]
-    calls = plan_calls(chunks, max_bytes=max_bytes)
+    calls = plan_calls(chunks, max_bytes=max_bytes, max_later=max_later)
     taken = [pair for call in calls for pair in held(call)]
     assert len(taken) == len(set(taken)), "no image twice"
     assert not left(chunks[0])
+    assert sum(chosen > 0 for chosen, _ in taken) <= max_later
     for number, one in enumerate(chunks):
         assert {row for chosen, row in taken if chosen == number} == before[number] - left(one)
     for call in calls:

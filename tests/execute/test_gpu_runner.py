@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from gpuflow.decode import self_test
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegError
-from gpuflow.execute import file_checks, gpu_passes, nvjpeg_decoders
+from gpuflow.execute import file_checks, gpu, gpu_passes, nvjpeg_decoders
 from gpuflow.execute.gpu import GpuRunner
 from gpuflow.execute.passes import passes_of
 from gpuflow.pipeline.stage import Keys
@@ -162,6 +162,25 @@ def number_of(slot: torch.Tensor) -> int:
 def test_each_slot_gets_its_own_image(make_runner: MakeRunner, threads: int, decode_bytes: int) -> None:
     """In a first epoch, where files are unknown, and in later ones. Calls hold images of up to five chunks."""
     check_slots(make_runner(decode_bytes), threads, scans=False)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_of_later_chunks_take_no_more_memory_than_allowed(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """And all of it is free again, also that of chunks that are never launched."""
+    monkeypatch.setattr(gpu, "_LATER_IMAGES", 11)
+    runner = make_runner(60_000)
+    check_slots(runner, threads, scans=False)
+    assert [len(images) for images in runner._later.images] == [11] and runner._later.reserve(0) == 11
+    numbers = [i for i in range(len(contents())) if is_decoded(i)]
+    order = np.array(numbers[: 2 * CHUNK]).reshape(2, CHUNK)
+    payloads = [Payload.of([contents()[i] for i in own], lambda size: np.zeros(size, np.uint8)) for own in order]
+    first, never = (runner.prepare(one, Keys(0, 9, own)) for one, own in zip(payloads, order, strict=True))
+    runner.launch(first, runner.slots(CHUNK), [never])
+    assert never.early and runner._later.reserve(0) < 11
+    del never
+    assert runner._later.reserve(0) == 11
 
 
 @pytest.mark.parametrize("scans", [False, True])

@@ -165,6 +165,7 @@ def test_late_batches_while_worker_processes_start_take_no_memory() -> None:
 
     assert after_batches(_FIRST_BATCHES - 1, 0.9) == ({0.0}, 0), "a loader's first batches"
     assert after_batches(3, 0.9) == ({0.9}, 3)
+    assert after_batches(3, 0.4) == ({0.4}, 0), "a training that waits less often gains nothing by it"
     fake.is_starting = True
     assert after_batches(100, 0.9) == ({0.0}, 0)
     fake.is_starting = False

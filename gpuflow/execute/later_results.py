@@ -1,0 +1,55 @@
+"""Memory for results of images that nvJPEG decodes before their chunk is launched, because they fill up a call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.execute.device_stream import DeviceStream, allocate_slots
+from gpuflow.pipeline.image_spec import ImageSpec
+
+__all__ = ["LaterResults", "LaterRows"]
+
+
+class LaterRows:
+    """Rows of each of the `LaterResults.images`, which are free again once nothing refers to this object.
+
+    Work that is queued on the loader's stream from then on may write over them, so work that reads them must be queued
+    before.
+    """
+
+    def __init__(self, rows: NDArray[np.int64], free: deque[int]) -> None:
+        self.rows, self._free = rows, free
+
+    def __del__(self) -> None:
+        self._free.extend(self.rows.tolist())
+
+
+class LaterResults:
+    """For each output of a program memory for the same number of images, allocated when it is first needed.
+
+    A fixed amount, because torch would divide and keep blocks of as many sizes as there are numbers of images in calls
+    (experiments/real_data/NOTES.md). One thread at a time may call its methods; any thread may delete rows.
+
+    specs: of the results of each output's first pass. images: for each of them a tensor [K, C, H, W].
+    """
+
+    def __init__(self, device_stream: DeviceStream, specs: Sequence[ImageSpec]) -> None:
+        self._device_stream, self._specs = device_stream, specs
+        self._free: deque[int] = deque()
+        self.images: list[torch.Tensor] = []
+
+    def reserve(self, images: int) -> int:
+        """How many rows are free. The first call allocates as many as it says."""
+        if not self.images:
+            self.images = [allocate_slots(self._device_stream, images, spec) for spec in self._specs]
+            self._free.extend(range(images))
+        return len(self._free)
+
+    def take(self, count: int) -> LaterRows:
+        """Take `count` rows, of which at least as many are free."""
+        return LaterRows(np.array([self._free.popleft() for _ in range(count)], np.int64), self._free)
