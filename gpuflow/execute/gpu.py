@@ -39,7 +39,7 @@ from gpuflow.execute.chunk_tables import ChunkTables
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
-from gpuflow.execute.decode_calls import CALL_IMAGES, DecodeCall, Undecoded, plan_calls
+from gpuflow.execute.decode_calls import AHEAD, DecodeCall, Undecoded, plan_calls
 from gpuflow.execute.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots, send_array
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.first_passes import FirstPasses
@@ -56,12 +56,6 @@ from gpuflow.sources import Payload
 
 __all__ = ["GpuRunner", "Prepared"]
 
-_AHEAD = 3
-"""The number of later chunks whose images may fill up a chunk's calls. With more, calls are hardly fuller."""
-_LATER_IMAGES = 3 * CALL_IMAGES
-"""The largest number of such images that are decoded and not in their batches yet. With 256, ordinary photographs need
-3.8 calls for a chunk instead of 2.5 in a model, and a training keeps 0.833 of its speed instead of 0.863 (measured in
-experiments/real_data/NOTES.md)."""
 _LONG_WAITS = 32
 """The number of batches in a row for which the GPU must have waited so long. Fewer would count the first batches of a
 training, which are late, and a second call needs as much GPU memory as the first one."""
@@ -222,8 +216,7 @@ class GpuRunner:
         buffers: the number of such buffers at first, which is the number of chunks launched at once; `set_gpu_wait`
             adds more.
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
-        fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for up to
-            384 of them.
+        later_images: how many images of later chunks may be decoded already. Their results need memory until then.
         check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
         rewrite_threads: that rewrite progressive files of one chunk, in this process or in the one that reads it.
         decoder_calls: how many threads call nvJPEG at once; `auto`: two while the GPU waits most of its time.
@@ -244,7 +237,7 @@ class GpuRunner:
         decode_bytes: int,
         buffers: int = BUFFERS,
         cpu_pool: CpuDecodePool | None = None,
-        fill_calls: bool = True,
+        later_images: int = 0,
         check_threads: int = 0,
         rewrite_threads: int = 1,
         decoder_calls: int | Literal["auto"] = "auto",
@@ -279,7 +272,7 @@ class GpuRunner:
             self._copies = ImageCopies(device_stream, calls)
             self._later = LaterResults(device_stream, [one.first.result for one in self._passes])
         # A canvas has room for the results of one chunk.
-        self._fill_calls = fill_calls and all(passes.first.result.fixed for passes in self._passes)
+        self._later_images = later_images if all(passes.first.result.fixed for passes in self._passes) else 0
         device_stream.synchronize()
 
     # --- on any thread ----------------------------------------------------------------------------------------------
@@ -489,7 +482,7 @@ class GpuRunner:
         The calls that are needed for this are put into a queue, and this thread runs calls from that queue, also those
         of other threads, until its own are over.
         """
-        chunks = (chunk, *ahead[:_AHEAD]) if self._fill_calls else (chunk,)
+        chunks = (chunk, *ahead[:AHEAD]) if self._later_images else (chunk,)
         with self._lock:  # from here on no call for another chunk takes images of this one
             own = self._new_calls(chunks, first)
         self._calls.extend(own)
@@ -540,7 +533,7 @@ class GpuRunner:
         undecoded = [one.undecoded for one in chunks]
         later = 0
         if len(chunks) > 1 and undecoded[0].mixed:
-            later = self._later.reserve(min(_LATER_IMAGES, _AHEAD * len(chunks[0].payload)))
+            later = self._later.reserve(self._later_images)
         planned = plan_calls(undecoded, max_bytes=self._decode_bytes, max_later=later)
         try:
             for one in planned:

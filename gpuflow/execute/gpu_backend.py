@@ -95,7 +95,7 @@ def place_on_gpu(
     images: int,
     buffers: int = BUFFERS,
     cpu_pool: CpuDecodePool | None = None,
-    fill_calls: bool = True,
+    later_images: int = 0,
     check_threads: int = 0,
     rewrite_threads: int = 1,
     decoder_calls: int | Literal["auto"] = "auto",
@@ -106,7 +106,7 @@ def place_on_gpu(
     is faster where a GPU has several cores (measured in docs/gpu.md), and the training has the GPU for itself.
 
     images: the largest number of images in a chunk. Kernels decode chunks of few images in another way.
-    decode_bytes, buffers, cpu_pool, fill_calls, check_threads, rewrite_threads, decoder_calls: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool, later_images, check_threads, rewrite_threads, decoder_calls: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -129,7 +129,7 @@ def place_on_gpu(
                 decode_bytes=decode_bytes,
                 buffers=buffers,
                 cpu_pool=cpu_pool,
-                fill_calls=fill_calls,
+                later_images=later_images,
                 check_threads=check_threads,
                 rewrite_threads=rewrite_threads,
                 decoder_calls=decoder_calls,

@@ -12,6 +12,7 @@ from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.decode_buffers import BUFFERS
+from gpuflow.execute.decode_calls import later_images
 from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
 from gpuflow.execute.passes import passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
@@ -42,7 +43,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         device_stream = DeviceStream(device)
         placement = Placement(device_stream, None, CPU_ASKED_FOR)
         if backend != "cpu":
-            decode_bytes = memory_for_decoding(config, name, batch_size)
+            decode_bytes, later = memory_for_decoding(config, name, batch_size)
             processes = refused_processes_of(config.run)
             placement = place_on_gpu(
                 program,
@@ -51,7 +52,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 images=batch_size,
                 buffers=1,
                 cpu_pool=CpuDecodePool(program, processes=processes, cores=available_threads()),
-                fill_calls=config.run.memory_limit is None,
+                later_images=later,
                 check_threads=check_threads_of(config.run),
                 rewrite_threads=threads_of(config.run),
                 decoder_calls=config.run.decoder_calls,
@@ -113,18 +114,24 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
     return Placement(device_stream, runner, preset.library)
 
 
-def memory_for_decoding(config: Config, name: str, batch_size: int) -> int:
-    """Bytes for each buffer of decoded pixels that `run.memory_limit` leaves after the batches in flight."""
-    limit = config.run.memory_limit
+def memory_for_decoding(config: Config, name: str, batch_size: int) -> tuple[int, int]:
+    """The bytes of each buffer of decoded pixels, and how many images of later batches may be decoded already.
+
+    What `run.memory_limit` leaves after the batches in flight is for the buffers, and for such images if all of these
+    fit.
+    """
+    limit, later = config.run.memory_limit, later_images(batch_size)
     if limit is None:
-        return DECODE_BYTES
-    batch_bytes = batch_size * slot_bytes_of(_program_of(config, name))
-    batches = config.run.prefetch + 2  # and the one that the consumer holds
-    left = (limit - batches * batch_bytes) // BUFFERS
-    if left <= 0:
+        return DECODE_BYTES, later
+    image_bytes = slot_bytes_of(_program_of(config, name))
+    batches, batch_bytes = config.run.prefetch + 2, batch_size * image_bytes  # with the one that the consumer holds
+    left = limit - batches * batch_bytes
+    if left // BUFFERS <= 0:
         rule = (
             f"must be more than {batches * batch_bytes:,} bytes, got {limit:,}: {batches} batches of {batch_bytes:,} "
             f"bytes exist at a time in {name!r}; raise it, or lower run.prefetch or batch.size"
         )
         raise ConfigError([Problem(f"{config.path}: run.memory_limit", rule)])
-    return min(left, DECODE_BYTES)
+    if left - later * image_bytes >= BUFFERS * DECODE_BYTES:
+        return DECODE_BYTES, later
+    return min(left // BUFFERS, DECODE_BYTES), 0

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from gpuflow.decode import self_test
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegError
-from gpuflow.execute import file_checks, gpu, gpu_passes, nvjpeg_decoders
+from gpuflow.execute import file_checks, gpu_passes, nvjpeg_decoders
 from gpuflow.execute.gpu import GpuRunner
 from gpuflow.execute.passes import passes_of
 from gpuflow.pipeline.stage import Keys
@@ -108,9 +108,9 @@ def sample(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, **opti
 
 
 class MakeRunner(Protocol):
-    """Makes a runner. decode_bytes: the size of its buffers for decoded images. check_threads: see `GpuRunner`."""
+    """Makes a runner. decode_bytes: the size of its buffers for decoded images. The others: see `GpuRunner`."""
 
-    def __call__(self, decode_bytes: int, check_threads: int = 0) -> GpuRunner: ...
+    def __call__(self, decode_bytes: int, check_threads: int = 0, later_images: int = 120) -> GpuRunner: ...
 
 
 @pytest.fixture(params=["Python", "C"])
@@ -125,7 +125,7 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == "C":
         use_c_code(monkeypatch, copy_images, lambda library: driver)
 
-    def make(decode_bytes: int, check_threads: int = 0) -> GpuRunner:
+    def make(decode_bytes: int, check_threads: int = 0, later_images: int = 120) -> GpuRunner:
         passes = passes_of(PROGRAM)
         assert not isinstance(passes, str)
         substitutes: Any = (HostStream(), object())
@@ -137,6 +137,7 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             decode_bytes=decode_bytes,
             buffers=3,
             check_threads=check_threads,
+            later_images=later_images,
         )
 
     yield make
@@ -165,12 +166,9 @@ def test_each_slot_gets_its_own_image(make_runner: MakeRunner, threads: int, dec
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_results_of_later_chunks_take_no_more_memory_than_allowed(
-    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_results_of_later_chunks_take_no_more_memory_than_allowed(make_runner: MakeRunner, threads: int) -> None:
     """And all of it is free again, also that of chunks that are never launched."""
-    monkeypatch.setattr(gpu, "_LATER_IMAGES", 11)
-    runner = make_runner(60_000)
+    runner = make_runner(60_000, later_images=11)
     check_slots(runner, threads, scans=False)
     assert [len(images) for images in runner._later.images] == [11] and runner._later.reserve(0) == 11
     numbers = [i for i in range(len(contents())) if is_decoded(i)]

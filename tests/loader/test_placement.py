@@ -192,14 +192,19 @@ def test_what_serves_is_explained_on_a_gpu_too(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> None:
-    """5 batches (3 ahead, one at work, one with the consumer) of 10 x 384 bytes; three buffers have the rest."""
+    """5 batches (3 ahead, one at work, one with the consumer) of 10 x 384 bytes; three buffers have the rest, but for
+    results of 30 later images if there is room for all of it."""
     read = config(tmp_path, [CROP, HALF], "run.memory_limit=100KB")
-    assert memory_for_decoding(read, "train", 10) == (100_000 - 5 * 3840) // 3
-    assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 10) == DECODE_BYTES
-    assert memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=9GiB"), "train", 10) == DECODE_BYTES
+    assert memory_for_decoding(read, "train", 10) == ((100_000 - 5 * 3840) // 3, 0)
+    assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 10) == (DECODE_BYTES, 30)
+    enough = 5 * 3840 + 3 * DECODE_BYTES + 30 * 384
+    for limit, later in ((enough, 30), (enough - 1, 0)):
+        read = config(tmp_path, [CROP, HALF], f"run.memory_limit={limit}")
+        assert memory_for_decoding(read, "train", 10) == (DECODE_BYTES, later)
+    assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 1000) == (DECODE_BYTES, 384)
     views = {"large": {"stages": [CROP, HALF]}, "small": {"count": 6, "stages": [CROP]}}
     several = with_views(tmp_path, "run.memory_limit=100KB", **views)
-    assert memory_for_decoding(several, "train", 10) == (100_000 - 5 * 10 * (384 + 6 * 192)) // 3
+    assert memory_for_decoding(several, "train", 10) == ((100_000 - 5 * 10 * (384 + 6 * 192)) // 3, 0)
     text = (
         r"x\.yaml: run\.memory_limit must be more than 19,200 bytes, got 19,200: 5 batches of 3,840 bytes exist "
         r"at a time in 'train'; raise it, or lower run\.prefetch or batch\.size"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import cv2
 import numpy as np
@@ -30,7 +31,7 @@ from PIL import Image
 
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import canvas, file_checks, gpu, gpu_passes
+from gpuflow.execute import canvas, file_checks, gpu_passes, later_results
 from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.gpu import GpuRunner, Prepared
@@ -365,7 +366,8 @@ def views(name: str, last: Entries) -> dict[str, Any]:
     device_stream, library, contents, worst = HostStream(), CpuLibrary(3), files(), 0.0
     substitutes: Any = (device_stream, library)
     cpu_pool = CpuDecodePool(program, processes=0, cores=1, make=heap)
-    runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20, cpu_pool=cpu_pool)
+    options: dict[str, Any] = {"backend": "hardware", "decode_bytes": 1 << 20, "later_images": len(contents)}
+    runner = GpuRunner(program, passes, *substitutes, cpu_pool=cpu_pool, **options)
 
     def prepare(chosen: Sequence[int]) -> tuple[Prepared, Any]:
         chunk = Payload.of([contents[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
@@ -611,7 +613,14 @@ def windows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
             device: Any = HostStream()
             nvjpeg: Any = library
             return GpuRunner(
-                program, [passes], device, nvjpeg, backend="hardware", decode_bytes=30_000, cpu_pool=cpu_pool
+                program,
+                [passes],
+                device,
+                nvjpeg,
+                backend="hardware",
+                decode_bytes=30_000,
+                cpu_pool=cpu_pool,
+                later_images=FILES if ahead else 0,
             )
 
         def prepare(runner: GpuRunner, chosen: Sequence[int], room: int = 1 << 16) -> Prepared:
@@ -711,23 +720,16 @@ def no_memory(
     """What a launch raises without memory for images of later chunks; whether the later chunk is whole then."""
     runner, alone = new(CpuLibrary(3), ahead=True), new(CpuLibrary(3), ahead=True)
     first, second = prepare(runner, range(11)), prepare(runner, range(12, 23))
-    slots = runner.slots(11)
-    module: Any = gpu
-    allocate, text = module.allocate_slots, ""
+    slots, text = runner.slots(11), ""
 
     def fail(stream: Any, count: int, spec: Any) -> torch.Tensor:
-        if count < 11:
-            raise MemoryError("no room for images")
-        images: torch.Tensor = allocate(stream, count, spec)
-        return images
+        raise MemoryError("no room for images")
 
-    module.allocate_slots = fail
-    try:
-        runner.launch(first, slots, [second])
-    except MemoryError as error:
-        text = str(error)
-    finally:
-        module.allocate_slots = allocate
+    with patch.object(later_results, "allocate_slots", fail):
+        try:
+            runner.launch(first, slots, [second])
+        except MemoryError as error:
+            text = str(error)
     found, right = runner.slots(11).fill_(0), alone.slots(11).fill_(0)
     faults = runner.launch(second, found), alone.launch(prepare(alone, range(12, 23)), right)
     good = [i for i, fault in enumerate(faults[1]) if fault is None]
