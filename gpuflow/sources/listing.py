@@ -221,7 +221,8 @@ def _json_lines(data: bytes) -> Iterator[tuple[list[str], list[int | str]]]:
     reader = json_lines(data)
     while lines := [line for _, line in islice(reader, _ROWS)]:
         rows = parsed_json((b"[" + b",".join(lines) + b"]").decode())
-        if len(rows) != len(lines):
+        whole = all(line.lstrip()[:1] == b"{" and line.rstrip()[-1:] == b"}" for line in lines)
+        if len(rows) != len(lines) or not whole:
             raise ValueError("a line is not one object")
         yield [row["path"] for row in rows], [row["label"] for row in rows]
 

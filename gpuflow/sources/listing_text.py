@@ -150,14 +150,14 @@ def json_objects(data: bytes, place: str) -> Iterator[tuple[int, dict[str, Any]]
     for number, line in json_lines(data):
         here = f"{place}:{number}"
         try:
-            row = parsed_json(line.decode())  # of bytes, json would guess the encoding
+            row = parsed_json(line.decode().strip(" \t\r\n"))  # of bytes, json would guess the encoding
         except UnicodeDecodeError as fault:
             raise _not_utf8(data, place) from fault
         except json.JSONDecodeError as fault:
-            raise SourceError(
-                f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
-                f"write one object a line"
-            ) from fault
+            got = f"invalid JSON ({fault.msg} at column {fault.colno})"
+            if fault.pos == len(fault.doc) and fault.doc.startswith("{"):
+                got = "one that does not end in this line"
+            raise SourceError(f"{here}: line must be a JSON object, got {got}; write one object a line") from fault
         except ValueError as fault:
             raise SourceError(f"{here}: line must be a JSON object, got an error: {fault}; correct it") from fault
         if not isinstance(row, dict):

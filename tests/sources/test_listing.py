@@ -380,6 +380,26 @@ def test_malformed_json_lines(line: str, message: str | None) -> None:
     assert message is None or str(caught.value) == f"list.jsonl:3: {message}"
 
 
+@pytest.mark.parametrize("fields", [{}, {"label": None}])
+@pytest.mark.parametrize("second", ['"label": 0}', '"label": 0}, {"path": "b.jpg", "label": 1}'])
+@pytest.mark.parametrize("first", ["{", '{"path": "a.jpg",', '{"path": "a.jpg"', '{"path": "a.j', '{"path":  '])
+def test_an_object_on_two_lines(first: str, second: str, fields: dict[str, None]) -> None:
+    with pytest.raises(SourceError) as caught:
+        listing(GOOD + first + "\n" + second + "\n" + GOOD, name="list.jsonl", fields=fields)
+    assert str(caught.value).startswith("list.jsonl:2: line must be a JSON object, got ")
+    assert str(caught.value).endswith("; write one object a line")
+    assert first.endswith(".j") or "got one that does not end in this line;" in str(caught.value)
+
+
+def test_lines_that_are_objects_only_together() -> None:
+    """They are as many as the objects that they make."""
+    fails(
+        "list.jsonl:1: line must be a JSON object, got one that does not end in this line; write one object a line",
+        '{"path": "a.jpg"\n"label": 0}, {"path": "b.jpg", "label": 1}\n',
+        name="list.jsonl",
+    )
+
+
 def test_files(in_directory: Path) -> None:
     def refused(name: str) -> str:
         with pytest.raises(SourceError) as caught:

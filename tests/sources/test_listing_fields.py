@@ -521,7 +521,10 @@ def test_faults_of_json_lines() -> None:
     assert refused("[]", fields=fields) == (
         "list.jsonl:1: line must be a JSON object, got list; write one object a line"
     )
-    assert refused(row(text="x"), "{", fields=fields).startswith(
+    assert refused(row(text="x"), "{", fields=fields) == (
+        "list.jsonl:2: line must be a JSON object, got one that does not end in this line; write one object a line"
+    )
+    assert refused(row(text="x"), "{]", fields=fields).startswith(
         "list.jsonl:2: line must be a JSON object, got invalid"
     )
     assert refused("", fields=fields) == "list.jsonl: must list at least one sample, got none; add rows"
