@@ -1,7 +1,7 @@
 """Masks follow a program's steps by nearest sampling: which pixel of a mask each pixel of the result shows.
 
 A sampling step moves a mask move by move, as torchvision v2 does. A warp step samples it once, at the points that the
-image is sampled at. What a step fills in, such as a constant border, is 0 in a mask.
+image is sampled at. What a step fills in, such as a constant border, has one level in a mask, by default 0.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class MaskMap:
 
     Crops, flips, resizes and pads move rows and columns separately, so two vectors describe them: the row of each row,
     and the column of each column. From the first warp on there is a place for each pixel: its column and its row in one
-    number, and of these places two vectors choose again. A negative row, column or place lies outside, where the result
-    is 0.
+    number, and of these places two vectors choose again. A negative row, column or place lies outside the mask.
     """
 
     def __init__(self, height: int, width: int) -> None:
@@ -47,24 +46,24 @@ class MaskMap:
         """The rows and the columns of places that are left; None: all."""
         self._small = max(height, width) < REMAPPED
 
-    def apply(self, mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The result of a mask [h, w]."""
+    def apply(self, mask: NDArray[np.uint8], fill: int = 0) -> NDArray[np.uint8]:
+        """The result of a mask [h, w]. fill: its level outside the mask."""
         result: NDArray[np.uint8]
         if self._places is None:
             result = mask.take(self._rows, 0, mode="clip").take(self._columns, 1, mode="clip")
-            result[self._rows < 0] = 0
-            result[:, self._columns < 0] = 0
+            result[self._rows < 0] = fill
+            result[:, self._columns < 0] = fill
             return result
         pairs = self._pairs(self._with_chosen(self._places))
         if self._small and max(pairs.shape[:2]) < REMAPPED:
             no_more, constant = np.empty(0, np.int16), cv2.BORDER_CONSTANT
             return np.asarray(
                 cv2.remap(
-                    np.ascontiguousarray(mask), pairs, no_more, cv2.INTER_NEAREST, borderMode=constant, borderValue=0
+                    np.ascontiguousarray(mask), pairs, no_more, cv2.INTER_NEAREST, borderMode=constant, borderValue=fill
                 )
             )
         result = mask[pairs[..., 1], pairs[..., 0]]
-        result[pairs[..., 0] < 0] = 0
+        result[pairs[..., 0] < 0] = fill
         return result
 
     def _pairs(self, places: NDArray[Any]) -> NDArray[Any]:

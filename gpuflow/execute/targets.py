@@ -175,7 +175,7 @@ class TargetMapper:
                 for i, (value, sample) in enumerate(zip(column, masks, strict=True)):
                     try:
                         if not field.instances:
-                            made.append(sample.levels(value))
+                            made.append(sample.levels(value, field.fill))
                         elif isinstance(value, MaskFile):
                             made.append(sample.levels_of_instances(value, kept[i]))
                         else:
@@ -200,9 +200,9 @@ class _Masks:
     result: tuple[int, int]
     upright: bool
 
-    def levels(self, mask: MaskFile | NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """[H, W]. Raises ValueError."""
-        return self.map.apply(self._decoded(mask))
+    def levels(self, mask: MaskFile | NDArray[np.uint8], fill: int = 0) -> NDArray[np.uint8]:
+        """[H, W]. fill: the level of pixels outside the image. Raises ValueError."""
+        return self.map.apply(self._decoded(mask), fill)
 
     def levels_of_instances(self, mask: MaskFile, kept: NDArray[np.bool_] | None) -> NDArray[np.uint8]:
         """[M, H, W] of 0 and 1, of the kept instances alone; instance i is the level i + 1. Raises ValueError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ def moved_fields(source: SourceSpec) -> tuple[Field, ...]:
             case "boxes":
                 found.append(Field(name=name, type="boxes", labels="labels" if coco else spec.labels or ""))
             case "mask":
-                found.append(Field(name=name, type="mask", instances=coco or spec.kind in ("rle", "polygons")))
+                instances = coco or not spec.is_mask_file
+                found.append(Field(name=name, type="mask", instances=instances, fill=spec.fill or 0))
             case "keypoints":
                 found.append(Field(name=name, type="keypoints"))
             case _:
@@ -75,7 +77,7 @@ def columns_of(
                 ]
             case other:
                 raise AssertionError(f"a field of type {other} does not move")
-        chosen.append(Field(name=field.name, type=field.type, labels=labels, instances=field.instances))
+        chosen.append(replace(field, labels=labels))
     return tuple(chosen), columns
 
 

@@ -31,7 +31,8 @@ _BORDER = (
 _RANDOM = "Random transforms have the same ranges and probabilities; their draws are others."
 _TARGETS = (
     "What Albumentations does with boxes, masks and keypoints (bbox_params, keypoint_params, fill_mask) is not carried "
-    "over: pipelines.NAME.targets says which boxes are kept, and the padding of masks has the level 0."
+    "over: pipelines.NAME.targets says which boxes are kept, and the key fill of a mask in source.fields which level "
+    "its padding has."
 )
 _COMMON = ("__class_fullname__", "p", "always_apply", "mask_interpolation", "fill_mask")
 _LINEAR, _AREA = cv2.INTER_LINEAR, cv2.INTER_AREA

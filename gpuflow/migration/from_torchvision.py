@@ -39,7 +39,10 @@ _PILLOW_WARPS = (
 _PILLOW_TYPES = (
     "{} has no stage: it gets PIL images, which torchvision leaves as they are. Put ToImage before it to convert them."
 )
-_MASKS = "These transforms give masks the level {} where they pad or warp an image. In gpuflow masks get 0 there."
+_MASKS = (
+    "These transforms give masks the level {0} where they pad or warp an image. Write fill: {0} at the mask in "
+    "source.fields for the same."
+)
 _FLOATS_ROUND = (
     "torchvision keeps fractions of a level between transforms that get floats. Here each of them rounds to levels: a "
     "level apart for most pixels, and more where solarize, posterize or equalize maps close levels far apart."

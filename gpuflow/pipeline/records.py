@@ -35,6 +35,7 @@ class Field:
     labels: of boxes: the column that holds their labels; empty if they have none.
     classes: the names of these labels; a label is an index into them.
     instances: of a mask: whether each sample has one mask for each box; otherwise it has one mask of levels.
+    fill: of a mask of levels: the level of pixels that lie outside the image.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Field:
     labels: str = ""
     classes: tuple[str, ...] = ()
     instances: bool = False
+    fill: int = 0
 
 
 @dataclass(frozen=True, slots=True)

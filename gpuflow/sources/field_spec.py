@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 
 from gpuflow.errors import Problem, suggest
-from gpuflow.pipeline.bounds import Bounds
+from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 
 __all__ = ["TYPES", "FieldSpec", "Fields", "classes_of_boxes", "field_problems", "pairs_of_fields"]
 
@@ -30,6 +30,8 @@ class FieldSpec:
         labels: of boxes: the column with the label of each box; by default boxes have no labels.
         classes: of a label, or of boxes with labels: how many classes there are, or their names; by default
             `source.classes`, which belongs to the label, or to the boxes where no label is declared.
+        fill: of a mask of the kind `file`: the level of what padding, warps and other stages add around the image, such
+            as the 255 that a loss ignores; by default 0.
     """
 
     type: Type | None = None
@@ -38,6 +40,7 @@ class FieldSpec:
     format: Literal["xyxy", "xywh", "cxcywh"] | None = None
     labels: str | None = None
     classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
+    fill: Annotated[int, Bounds(least=0, most=255)] | None = None
 
     @property
     def is_mask_file(self) -> bool:
@@ -51,7 +54,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "image": ("column",),
     "label": ("column", "kind", "classes"),
     "boxes": ("column", "format", "labels", "classes"),
-    "mask": ("column", "kind"),
+    "mask": ("column", "kind", "fill"),
     "keypoints": ("column",),
     "number": ("column",),
     "text": ("column",),
@@ -135,14 +138,16 @@ def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
         yield Problem.of("kind", rule, spec.kind, action, code="config.range")
     if isinstance(spec.classes, tuple) and (not spec.classes or len(set(spec.classes)) < len(spec.classes)):
         yield Problem.of("classes", "must be distinct names, at least one", spec.classes, code="config.range")
-    elif isinstance(spec.classes, int) and spec.classes < 1:
-        yield Problem.of("classes", "must be >= 1", spec.classes, code="config.range")
+    yield from out_of_bounds(spec)
     if spec.classes is not None and spec.type == "boxes" and spec.labels is None and source != "coco":
         action = "name the column of the labels: labels: COLUMN"
         yield Problem.of("classes", "must go with the key labels", action=action, code="config.conflict")
     if spec.classes is not None and spec.type == "label" and spec.kind in ("number", "vector"):
         rule = f"must go with kind: class or classes, got {spec.kind}"
         yield Problem.of("classes", rule, action="remove it", code="config.conflict")
+    if spec.fill is not None and spec.type == "mask" and not spec.is_mask_file:
+        rule = f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1"
+        yield Problem.of("fill", rule, action="remove it", code="config.conflict")
     yield from _source_problems(spec, source)
 
 

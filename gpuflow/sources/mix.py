@@ -203,7 +203,8 @@ def _described(field: Field) -> str:
     """The type of a field in an error, with what belongs to it."""
     kind = f"{field.type} of instances" if field.instances else field.type
     labels = f" with labels from {field.labels!r}" if field.labels else ""
-    return kind + labels + (f" of the classes {', '.join(field.classes)}" if field.classes else "")
+    fill = f" with fill: {field.fill}" if field.fill else ""
+    return kind + labels + fill + (f" of the classes {', '.join(field.classes)}" if field.classes else "")
 
 
 def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:

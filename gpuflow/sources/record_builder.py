@@ -192,7 +192,9 @@ class RecordBuilder:
                 stores[name] = Objects(self._objects[name])
             instances = spec.type == "mask" and not spec.is_mask_file
             kind = cast(FieldType, spec.type)
-            fields.append(Field(name=name, type=kind, labels=labels, classes=classes, instances=instances))
+            fields.append(
+                Field(name=name, type=kind, labels=labels, classes=classes, instances=instances, fill=spec.fill or 0)
+            )
         if self._bad:
             bad = sorted(self._bad)
             stores = {name: store.without(bad) if isinstance(store, Rows) else store for name, store in stores.items()}

@@ -28,7 +28,19 @@ from gpuflow.execute.targets import TargetMapper
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.records import Field, MaskFile, Polygons, Records, Rle
 from gpuflow.pipeline.targets import TargetRules
-from gpuflow.stages import CenterCrop, Decode, Flip, Resize
+from gpuflow.stages import (
+    Affine,
+    CenterCrop,
+    Decode,
+    Flip,
+    Letterbox,
+    Pad,
+    Perspective,
+    RandomCrop,
+    Resize,
+    Rotate,
+    WarpAffine,
+)
 from tests.datasets import loader_of
 from tests.images import encode, png
 from tests.records import MemoryRecords, rle
@@ -310,6 +322,40 @@ def test_a_mask_is_sampled_where_its_image_is(stages: tuple[s.Stage, ...]) -> No
     wanted = images(program, [bytes(cv2.imencode(".png", mask)[1]) for mask in masks], keys)
     for mask, map, image in zip(masks, mask_maps(program, keys, sizes), wanted, strict=True):
         np.testing.assert_array_equal(map.apply(mask), image[0].numpy())
+
+
+NEAREST: Any = {"interpolation": "nearest", "fill": 200}
+FILLING: dict[str, tuple[s.Stage, ...]] = {
+    "pad": (Pad(padding=(30, 40, 2, 5), fill=200),),
+    "random_crop": (RandomCrop(size=(70, 80), padding=(2, 2, 2, 2), pad_if_needed=True, fill=200),),
+    "letterbox": (Letterbox(size=(90, 40), interpolation="nearest", fill=200),),
+    "affine": (Affine(degrees=30, translate=(0.3, 0.3), **NEAREST),),
+    "rotate": (Rotate(degrees=90, expand=True, **NEAREST),),
+    "perspective": (Perspective(distortion_scale=0.9, probability=1, **NEAREST),),
+    "warp_affine": (WarpAffine(matrix=((1.2, 0.3, -9), (0.1, 0.8, 4)), size=(60, 60), **NEAREST),),
+    "pad, then turn": (Pad(padding=(3, 5, 8, 0), fill=200), Affine(degrees=40, **NEAREST)),
+    "turn, then pad": (Affine(degrees=40, **NEAREST), Pad(padding=(3, 5, 8, 0), fill=200)),
+    "wider than 16 bits count": (
+        Resize(height=44, width=40_000, interpolation="nearest"),
+        Affine(translate=(0, 0.5), **NEAREST),
+    ),
+}
+
+
+@pytest.mark.parametrize("stages", FILLING.values(), ids=FILLING)
+def test_a_mask_has_its_fill_where_its_image_has(stages: tuple[s.Stage, ...]) -> None:
+    program = program_of(Decode(color="gray"), *stages, CenterCrop(size=(40, 40)))
+    rng, size = np.random.default_rng(0), (50, 63)
+    levels = [rng.integers(0, 100, size).astype(np.uint8) for _ in range(4)]
+    keys, sizes = keys_of(len(levels)), np.array([size] * len(levels))
+    fields = (Field(name="filled", type="mask", fill=200), Field(name="black", type="mask"))
+    columns: Any = {field.name: [MaskFile(png(mask)) for mask in levels] for field in fields}
+    targets = TargetMapper(program, fields, TargetRules()).map(Records(columns, [None] * len(levels)), keys, sizes)
+    filled, black = (np.asarray(targets.columns[field.name]) for field in fields)
+    wanted = images(program, [png(mask) for mask in levels], keys)
+    np.testing.assert_array_equal(filled, np.stack([image[0].numpy() for image in wanted]))
+    assert 0 < (filled == 200).sum() < filled.size
+    np.testing.assert_array_equal(black, np.where(filled == 200, 0, filled))
 
 
 def test_a_loader_compiles_the_loop_of_outlines_before_its_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ FIELDS = {
     "image": None,
     "boxes": {"labels": "kinds", "classes": 3},
     "mask": {"kind": "polygons"},
-    "depth": {"type": "mask"},
+    "depth": {"type": "mask", "fill": 7},
     "keypoints": None,
     "caption": {"type": "text"},
 }
@@ -105,7 +105,7 @@ def test_fields_are_those_of_the_loader(listing: Path, tmp_path: Path, stages: E
         {**fields, "keypoints": [value.double().requires_grad_() for value in fields["keypoints"]]},
         {**fields, "boxes": [value.tolist() for value in fields["boxes"]], "kinds": [x.int() for x in fields["kinds"]]},
     ]
-    kept = 0
+    kept, filled = 0, 0
     with gpuflow.load(path) as loader, gpuflow.transform(path) as transform:
         for epoch in range(3):
             (batch,) = loader
@@ -118,8 +118,10 @@ def test_fields_are_those_of_the_loader(listing: Path, tmp_path: Path, stages: E
                     assert moved[name].values.dtype == batch.fields[name].values.dtype
                     assert moved[name].offsets.tolist() == batch.fields[name].offsets.tolist()
                 assert torch.equal(moved["depth"], batch.fields["depth"])
+            filled += int((batch.fields["depth"] == 7).sum())
             kept += len(batch.fields["boxes"].values)
     assert 0 < kept < 3 * sum(i % 4 for i in range(COUNT)), "some boxes are dropped, and what belongs to them"
+    assert (filled > 2000) == (stages is WARP), "besides the pixels that have this level"
 
 
 def test_boxes_of_torchvision_in_any_format_give_the_same(listing: Path, tmp_path: Path) -> None:

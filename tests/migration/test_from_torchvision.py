@@ -444,7 +444,10 @@ def test_values_by_type_are_those_of_images() -> None:
         {"random_crop": {"size": 20, "pad_if_needed": True, "fill": 114}},
         ZERO_TO_ONE,
     ]
-    note = "These transforms give masks the level 255 where they pad or warp an image. In gpuflow masks get 0 there."
+    note = (
+        "These transforms give masks the level 255 where they pad or warp an image. Write fill: 255 at the mask in "
+        "source.fields for the same."
+    )
     assert note in found.matches
     found = read(
         v2.ToImage(), v2.Pad(3, fill={"others": 0}), v2.ToDtype({tv_tensors.Mask: torch.int64, "others": None})

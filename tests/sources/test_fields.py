@@ -66,6 +66,11 @@ def test_a_name_that_is_a_type_needs_no_type() -> None:
             "boxes.classes must be distinct names, at least one, got ['a', 'a']",
         ),
         ({"label": {"classes": 0}}, "label.classes must be >= 1, got 0"),
+        ({"mask": {"fill": 256}}, "mask.fill must be within [0, 255], got 256"),
+        (
+            {"mask": {"kind": "rle", "fill": 255}},
+            "mask.fill must go with kind: file, got rle, whose pixels are 0 and 1; remove it",
+        ),
         (
             {"image": {}, "photo": {"type": "image"}},
             "photo must be the only field of type image, got image too; remove one",
@@ -162,7 +167,7 @@ def test_every_problem_of_a_file_is_located(tmp_path: Path) -> None:
         "did you mean 'polygons'?",
         "8: source.fields.m.type must be one of image, label, boxes, mask, keypoints, number, text, any, got 'maks'; "
         "did you mean 'mask'?",
-        "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, got 3",
+        "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, fill, got 3",
     ]
     path.write_text(HEAD + "  listing: train.csv\n  fields:\n    boxes: {}\n    box: {}\n    text: {format: xywh}\n")
     with pytest.raises(ConfigError) as caught:

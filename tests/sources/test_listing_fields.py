@@ -85,7 +85,7 @@ def test_a_column_of_csv_for_each_field(read_all: ReadAll) -> None:
             "image": {},
             "label": {"column": "kind"},
             "boxes": {"labels": "names"},
-            "mask": {},
+            "mask": {"fill": 255},
             "weight": {"type": "number"},
             "caption": {"type": "text"},
         },
@@ -94,7 +94,7 @@ def test_a_column_of_csv_for_each_field(read_all: ReadAll) -> None:
     assert source.labels.tolist() == [1, 0, 1] and source.classes == ("0", "1") and has_labels(source)
     assert fields_of(source) == (
         Field(name="boxes", type="boxes", labels="names", classes=("cat", "dog")),
-        Field(name="mask", type="mask"),
+        Field(name="mask", type="mask", fill=255),
         Field(name="weight", type="number"),
         Field(name="caption", type="text"),
     )

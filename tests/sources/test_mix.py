@@ -148,6 +148,18 @@ def test_labels_of_boxes_are_places_among_the_classes_of_the_mix(tmp_path: Path)
         open_source(mix(cats, owls))
 
 
+def test_masks_of_one_mix_have_one_fill(tmp_path: Path) -> None:
+    row = {"boxes": [BOX], "kinds": ["dog"], "mask": "a.png"}
+    parts = [detection(tmp_path / f"{i}.jsonl", row, mask={"fill": fill}) for i, fill in enumerate((255, 0))]
+    assert fields_of(open_source(mix(parts[0], parts[0])))[1].fill == 255
+    with pytest.raises(SourceError) as found:
+        open_source(mix(*parts))
+    assert str(found.value) == (
+        "source.mix[1]: its mask must be as in source.mix[0], mask with fill: 255, got mask; declare the same in each "
+        "source"
+    )
+
+
 def test_where_a_label_is_declared_classes_of_boxes_stay_their_own(tmp_path: Path) -> None:
     row = {"boxes": [BOX], "kinds": ["dog"], "label": "b"}
     first = detection(tmp_path / "a.jsonl", row, {**row, "kinds": ["cat"], "label": "a"}, label=None)
