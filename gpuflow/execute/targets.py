@@ -120,7 +120,7 @@ class TargetMapper:
                         yield from _unequal(field.labels, columns[field.labels], field.name, column)
                 case "keypoints":
                     assert isinstance(column, Ragged)
-                    yield from keypoints_at_fault(field.name, column)
+                    yield from keypoints_at_fault(field.name, column, field.flip_pairs)
                     if first is not None:
                         yield from _unequal(field.name, column, first.name, columns[first.name])
                 case "mask":
@@ -165,7 +165,7 @@ class TargetMapper:
             column = columns[field.name]
             if field.type == "keypoints":
                 assert isinstance(column, Ragged)
-                keypoints = map_keypoints(column, moves, sizes)
+                keypoints = map_keypoints(column, moves, sizes, field.flip_pairs)
                 mapped[field.name] = keypoints if owner is None else owner.select(keypoints)
             elif field.type == "mask":
                 assert isinstance(column, list)

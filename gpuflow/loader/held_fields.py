@@ -33,7 +33,7 @@ def moved_fields(source: SourceSpec) -> tuple[Field, ...]:
                 instances = coco or not spec.is_mask_file
                 found.append(Field(name=name, type="mask", instances=instances, fill=spec.fill or 0))
             case "keypoints":
-                found.append(Field(name=name, type="keypoints"))
+                found.append(Field(name=name, type="keypoints", flip_pairs=spec.flip_pairs or ()))
             case _:
                 pass  # images, labels, numbers, texts and other objects have no coordinates
     return tuple(found)

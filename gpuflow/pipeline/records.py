@@ -36,6 +36,7 @@ class Field:
     classes: the names of these labels; a label is an index into them.
     instances: of a mask: whether each sample has one mask for each box; otherwise it has one mask of levels.
     fill: of a mask of levels: the level of pixels that lie outside the image.
+    flip_pairs: of keypoints: pairs of their numbers that change places in horizontal flips.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Field:
     classes: tuple[str, ...] = ()
     instances: bool = False
     fill: int = 0
+    flip_pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from typing import assert_never
 
 import numpy as np
@@ -41,6 +42,7 @@ _HORIZON = 1e-6
 """The least third coordinate of a mapped point, so that one at a projective map's horizon goes far outside."""
 
 Floats = NDArray[np.float64]
+Pairs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,17 +63,20 @@ class PlacedMove:
 
     move: None if these are several that run as one warp. matrix: where it takes points, see `moves.forward`.
     after: the heights and widths [N] that it gives. clips [N]: for which samples boxes are clamped after it.
+    mirrors [N]: which samples it flips horizontally.
     """
 
     move: Move | None
     matrix: Matrices
     after: tuple[s.Ints, s.Ints]
     clips: s.Bools
+    mirrors: s.Bools
 
     @classmethod
     def of(cls, move: Move, height: s.Ints, width: s.Ints) -> PlacedMove:
         """A move of images of these sizes [N]."""
         matrix, *after = forward(move, height, width)
+        mirrors = move.horizontal if isinstance(move, Flip) else np.zeros(len(height), bool)
         match move:
             case Crop() | Pad():
                 clips = np.ones(len(height), bool)
@@ -81,7 +86,7 @@ class PlacedMove:
                 clips = np.zeros(len(height), bool)
             case _:
                 assert_never(move)
-        return cls(move, matrix, (after[0], after[1]), clips)
+        return cls(move, matrix, (after[0], after[1]), clips, mirrors)
 
     @property
     def warps(self) -> bool:
@@ -110,7 +115,8 @@ def _with_one_warp(moves: Sequence[PlacedMove]) -> list[PlacedMove]:
     joined = moves[first:end]
     matrix: Matrices = reduce(lambda total, placed: placed.matrix @ total, joined[1:], joined[0].matrix)
     clips = np.logical_or.reduce([placed.clips for placed in joined])
-    return [*moves[:first], PlacedMove(None, matrix, joined[-1].after, clips), *moves[end:]]
+    mirrors = np.logical_xor.reduce([placed.mirrors for placed in joined])
+    return [*moves[:first], PlacedMove(None, matrix, joined[-1].after, clips, mirrors), *moves[end:]]
 
 
 def moves_of_stages(
@@ -185,8 +191,12 @@ def boxes_at_fault(name: str, boxes: Ragged, sizes: s.Ints) -> Iterator[tuple[in
         yield sample, f"{name}[{number}] {rule}, got {_numbers(boxes.values[row])}"
 
 
-def keypoints_at_fault(name: str, keypoints: Ragged) -> Iterator[tuple[int, str]]:
-    """Samples with a keypoint whose coordinates are not numbers, and why."""
+def keypoints_at_fault(name: str, keypoints: Ragged, flip_pairs: Pairs = ()) -> Iterator[tuple[int, str]]:
+    """Samples with a keypoint whose coordinates are not numbers, or without one of the pairs, and why."""
+    needed, count = 1 + max(chain((-1,), *flip_pairs)), keypoints.values.shape[1]
+    if needed > count:
+        for sample in np.flatnonzero(np.diff(keypoints.offsets)).tolist():
+            yield sample, f"{name} must have at least {needed} keypoints, which its flip_pairs name, got {count}"
     for row in np.flatnonzero(~np.isfinite(keypoints.values).all(axis=(1, 2))).tolist():
         sample, number = _place(keypoints, row)
         yield sample, f"{name}[{number}] must have finite numbers"
@@ -249,8 +259,11 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: 
     return MappedBoxes(Ragged(now[kept].astype(np.float32), offsets), kept, boxes.offsets)
 
 
-def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints) -> Ragged:
-    """Keypoints [M, K, 3] of N samples through their moves. One that leaves the image gets the visibility 0."""
+def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, flip_pairs: Pairs = ()) -> Ragged:
+    """Keypoints [M, K, 3] of N samples through their moves. One that leaves the image gets the visibility 0.
+
+    flip_pairs: keypoints that change places in horizontal flips.
+    """
     sample = _samples_of(keypoints)
     points, visibility = keypoints.values[..., :2].astype(np.float64), keypoints.values[..., 2].copy()
 
@@ -263,6 +276,10 @@ def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints)
         points = _map_points(placed.matrix[sample], points, is_shape=False)
         if placed.clips.any():
             hide(*placed.after)
+        mirrored = np.flatnonzero(placed.mirrors[sample])[:, None]
+        for pair in flip_pairs if len(mirrored) else ():
+            points[mirrored, pair] = points[mirrored, pair[::-1]]
+            visibility[mirrored, pair] = visibility[mirrored, pair[::-1]]
     return Ragged(np.concatenate([points, visibility[..., None]], axis=2).astype(np.float32), keypoints.offsets)
 
 

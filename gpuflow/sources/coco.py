@@ -11,6 +11,7 @@ import json
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -202,7 +203,7 @@ def _with_column(field: FieldSpec) -> FieldSpec:
         case "mask":
             return FieldSpec(type="mask", column="segmentation", kind="polygons")
         case "keypoints":
-            return FieldSpec(type="keypoints", column="keypoints")
+            return replace(field, column="keypoints")
         case _:
             return field
 

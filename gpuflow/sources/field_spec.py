@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 
 from gpuflow.errors import Problem, suggest
@@ -32,6 +33,8 @@ class FieldSpec:
             `source.classes`, which belongs to the label, or to the boxes where no label is declared.
         fill: of a mask of the kind `file`: the level of what padding, warps and other stages add around the image, such
             as the 255 that a loss ignores; by default 0.
+        flip_pairs: of keypoints: pairs of their numbers, from 0, that change places where an image is flipped
+            horizontally, such as the left eye and the right one; by default none.
     """
 
     type: Type | None = None
@@ -41,6 +44,7 @@ class FieldSpec:
     labels: str | None = None
     classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
     fill: Annotated[int, Bounds(least=0, most=255)] | None = None
+    flip_pairs: Annotated[tuple[tuple[int, int], ...], Bounds(least=0)] | None = None
 
     @property
     def is_mask_file(self) -> bool:
@@ -55,7 +59,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "label": ("column", "kind", "classes"),
     "boxes": ("column", "format", "labels", "classes"),
     "mask": ("column", "kind", "fill"),
-    "keypoints": ("column",),
+    "keypoints": ("column", "flip_pairs"),
     "number": ("column",),
     "text": ("column",),
     "any": ("column",),
@@ -86,6 +90,8 @@ def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
             keys["type"] = name
         if keys.get("classes") is not None and not isinstance(keys["classes"], int):
             keys["classes"] = tuple(keys["classes"])
+        if keys.get("flip_pairs") is not None:
+            keys["flip_pairs"] = tuple(map(tuple, keys["flip_pairs"]))
         pairs.append((name, FieldSpec(**keys)))
     return tuple(pairs)
 
@@ -148,6 +154,9 @@ def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
     if spec.fill is not None and spec.type == "mask" and not spec.is_mask_file:
         rule = f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1"
         yield Problem.of("fill", rule, action="remove it", code="config.conflict")
+    if len(set(numbers := list(chain.from_iterable(spec.flip_pairs or ())))) < len(numbers):
+        rule = "must name each keypoint at most once"
+        yield Problem.of("flip_pairs", rule, spec.flip_pairs, code="config.range")
     yield from _source_problems(spec, source)
 
 
@@ -163,6 +172,7 @@ def _source_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
             rule, action = "has no keys in a source.folder", f"remove {', '.join(given)}, or use a source.listing"
             yield Problem.of((), rule, action=action, code="config.conflict")
     elif source == "coco":
+        given = [key for key in given if key != "flip_pairs"]
         if spec.type == "label":
             rule, action = "must not be declared for a source.coco", "its labels belong to boxes; remove it"
             yield Problem.of((), rule, action=action, code="config.conflict")

@@ -204,6 +204,7 @@ def _described(field: Field) -> str:
     kind = f"{field.type} of instances" if field.instances else field.type
     labels = f" with labels from {field.labels!r}" if field.labels else ""
     fill = f" with fill: {field.fill}" if field.fill else ""
+    fill += f" with flip_pairs: {list(map(list, field.flip_pairs))}" if field.flip_pairs else ""
     return kind + labels + fill + (f" of the classes {', '.join(field.classes)}" if field.classes else "")
 
 

@@ -108,7 +108,7 @@ class RecordBuilder:
     ) -> None:
         self._mixed_masks = mixed_masks
         self._declared = [(name, spec) for name, spec in declared if spec.type not in ("image", "label")]
-        self._locate = locate
+        self._locate, self._place = locate, place
         self._count = 0
         self._bad: dict[int, str] = {}
         self._box_labels = Labels(classes, place)
@@ -183,7 +183,11 @@ class RecordBuilder:
                     classes, numbers = self._box_labels.build()
                     stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
             elif spec.type == "keypoints":
-                stores[name] = Rows(self._ragged(name, (0, self._keypoints.get(name, 0), 3)))
+                count, highest = self._keypoints.get(name, 0), max(chain((0,), *(spec.flip_pairs or ())))
+                if count and highest >= count:
+                    rule = f"must name keypoints in 0..{count - 1}, got {highest}; correct it"
+                    raise SourceError(f"{self._place}: source.fields.{name}.flip_pairs {rule}")
+                stores[name] = Rows(self._ragged(name, (0, count, 3)))
             elif spec.type == "mask" and not spec.is_mask_file:
                 stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(frozenset(self._bad))
             elif spec.type == "number":
@@ -193,7 +197,15 @@ class RecordBuilder:
             instances = spec.type == "mask" and not spec.is_mask_file
             kind = cast(FieldType, spec.type)
             fields.append(
-                Field(name=name, type=kind, labels=labels, classes=classes, instances=instances, fill=spec.fill or 0)
+                Field(
+                    name=name,
+                    type=kind,
+                    labels=labels,
+                    classes=classes,
+                    instances=instances,
+                    fill=spec.fill or 0,
+                    flip_pairs=spec.flip_pairs or (),
+                )
             )
         if self._bad:
             bad = sorted(self._bad)

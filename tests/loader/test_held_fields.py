@@ -21,14 +21,18 @@ from gpuflow.pipeline.records import Polygons
 from tests.datasets import Entries, deadline, pixels, write_config
 
 COUNT = 7
-CROP: Entries = ({"decode": {}}, {"random_resized_crop": {"size": [24, 20], "scale": [0.3, 1.0]}}, {"flip": {}})
+CROP: Entries = (
+    {"decode": {}},
+    {"random_resized_crop": {"size": [24, 20], "scale": [0.3, 1.0]}},
+    {"flip": {"horizontal": 0.5}},
+)
 WARP: Entries = ({"decode": {}}, {"affine": {"degrees": 25, "translate": [0.1, 0.1]}}, {"letterbox": {"size": 40}})
 FIELDS = {
     "image": None,
     "boxes": {"labels": "kinds", "classes": 3},
     "mask": {"kind": "polygons"},
     "depth": {"type": "mask", "fill": 7},
-    "keypoints": None,
+    "keypoints": {"flip_pairs": [[1, 0]]},
     "caption": {"type": "text"},
 }
 

@@ -26,6 +26,7 @@ from gpuflow.pipeline.targets import (
     map_keypoints,
     moves_of,
 )
+from gpuflow.stages import Flip as FlipStage
 from gpuflow.stages import Perspective
 from tests.datasets import Entries, program
 from tests.records import random_boxes, torchvision_moves
@@ -114,6 +115,57 @@ def test_keypoints_equal_torchvisions_but_for_the_pixel_that_a_flip_counts_to(se
         canvas = tuple(size)
         theirs = F.horizontal_flip(tv_tensors.KeyPoints(torch.from_numpy(parts[i][..., :2] - 0.5), canvas_size=canvas))
         np.testing.assert_allclose(flipped[i][..., :2], theirs + 0.5, rtol=1e-5, atol=2e-5)
+
+
+PAIRS = ((1, 2), (5, 3))
+
+
+def flipped_plainly(points: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+    """Keypoints [K, 3] of a mirrored image, one by one."""
+    mirrored = [[width - x, y, visibility] for x, y, visibility in points.tolist()]
+    for left, right in PAIRS:
+        mirrored[left], mirrored[right] = mirrored[right], mirrored[left]
+    return np.array(mirrored, np.float32)
+
+
+def test_keypoints_change_places_with_their_visibility_in_a_horizontal_flip() -> None:
+    rng, sizes = np.random.default_rng(0), np.array([(30, 40), (20, 25), (9, 9)])
+    parts = [rng.uniform(0, 9, (count, 6, 3)).astype(np.float32) for count in (2, 1, 0)]
+    for part in parts:
+        part[..., 2] = rng.integers(0, 3, part.shape[:2])
+    points = Ragged.of(parts, np.empty((0, 6, 3), np.float32))
+    horizontal, vertical = np.array([True, False, True]), np.array([False, True, False])
+    chain = placed([Flip(horizontal, vertical)], sizes)
+    mapped = map_keypoints(points, chain, sizes, PAIRS)
+    for row, before in zip(mapped[0], parts[0], strict=True):
+        np.testing.assert_array_equal(row, flipped_plainly(before, 40))
+    np.testing.assert_array_equal(mapped[1], map_keypoints(points, chain, sizes)[1])
+    none = Ragged(np.empty((0, 0, 3), np.float32), np.zeros(4, np.int64))
+    assert map_keypoints(none, chain, sizes, PAIRS).values.shape == (0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ({"flip": {"horizontal": 0.5, "vertical": 0.5}},) * 3,
+        ({"affine": {"degrees": 9}}, *({"flip": {"horizontal": 0.5}},) * 2, {"rotate": {"degrees": 9}}),
+    ],
+    ids=["moves", "one warp"],
+)
+def test_an_odd_number_of_flips_exchanges_keypoints(stages: Entries) -> None:
+    count, size = 40, (50, 60)
+    folded = program(({"decode": {}}, *stages, {"center_crop": {"size": [40, 44]}}))
+    keys, sizes = Keys(3, 1, np.arange(count)), np.array([size] * count)
+    moves = moves_of(folded, keys, sizes)
+    parts = list(np.random.default_rng(0).uniform(0, 50, (count, 1, 6, 3)).astype(np.float32))
+    points = Ragged.of(parts, np.empty((0, 6, 3), np.float32))
+    flips = [stage for stage in folded.pipeline.stages if isinstance(stage, FlipStage)]
+    drawn = [flip.draw(keys.stage("flip", i), *sizes.T)[0] for i, flip in enumerate(flips)]
+    odd = np.logical_xor.reduce([move.horizontal for move in drawn if isinstance(move, Flip)])
+    assert len(drawn) >= 2 and 0 < odd.sum() < count
+    plain = map_keypoints(points, moves, sizes).values
+    wanted = np.where(odd[:, None, None], plain[:, [0, 2, 1, 5, 4, 3]], plain)
+    np.testing.assert_array_equal(map_keypoints(points, moves, sizes, PAIRS).values, wanted)
 
 
 def inverse(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -293,6 +345,11 @@ def test_boxes_at_fault_are_named(box: list[float], reason: str) -> None:
 def test_keypoints_at_fault_are_named() -> None:
     points = Ragged.of([np.full((2, 1, 3), np.nan, np.float32)], np.empty((0, 1, 3), np.float32))
     assert next(keypoints_at_fault("points", points)) == (0, "points[0] must have finite numbers")
+    points = Ragged.of([np.ones((count, 2, 3), np.float32) for count in (0, 3)], np.empty((0, 2, 3), np.float32))
+    assert list(keypoints_at_fault("points", points, ((0, 1),))) == []
+    assert list(keypoints_at_fault("points", points, ((0, 1), (2, 3)))) == [
+        (1, "points must have at least 4 keypoints, which its flip_pairs name, got 2")
+    ]
 
 
 def test_a_stage_that_may_move_pixels_carries_no_boxes() -> None:

@@ -146,6 +146,15 @@ def test_where_no_annotation_has_keypoints_their_number_is_that_of_the_categorie
     assert rows(records_of(opened(content, fields=fields), [0]).columns["keypoints"]) == [[]]
 
 
+def test_keypoints_that_flips_exchange() -> None:
+    content = document()
+    content["annotations"][0] |= {"keypoints": [1, 2, 2, 0, 0, 0]}
+    source = opened(content, fields={"keypoints": {"flip_pairs": [[0, 1]]}})
+    assert fields_of(source) == (Field(name="keypoints", type="keypoints", flip_pairs=((0, 1),)),)
+    with pytest.raises(ConfigError, match=r"must have no keys for keypoints .*, got column; remove them"):
+        opened(content, fields={"keypoints": {"column": "points", "flip_pairs": [[0, 1]]}})
+
+
 def test_keypoints_of_crowds_are_not_counted() -> None:
     content = document()
     content["annotations"][0] |= {"keypoints": [1, 2, 2, 0, 0, 0]}

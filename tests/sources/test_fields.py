@@ -66,6 +66,11 @@ def test_a_name_that_is_a_type_needs_no_type() -> None:
             "boxes.classes must be distinct names, at least one, got ['a', 'a']",
         ),
         ({"label": {"classes": 0}}, "label.classes must be >= 1, got 0"),
+        (
+            {"keypoints": {"flip_pairs": [[1, 2], [2, 3]]}},
+            "keypoints.flip_pairs must name each keypoint at most once, got [[1, 2], [2, 3]]",
+        ),
+        ({"keypoints": {"flip_pairs": [[-1, 2]]}}, "keypoints.flip_pairs must be >= 0, got [[-1, 2]]"),
         ({"mask": {"fill": 256}}, "mask.fill must be within [0, 255], got 256"),
         (
             {"mask": {"kind": "rle", "fill": 255}},
@@ -137,12 +142,14 @@ def test_fields_of_a_file(tmp_path: Path) -> None:
     path.write_text(
         HEAD
         + "  listing: train.csv\n"
-        + "  fields: {image: {column: path}, boxes: {format: xywh, labels: box_labels, classes: [a, b]}, text: }\n"
+        + "  fields: {image: {column: path}, boxes: {format: xywh, labels: box_labels, classes: [a, b]}, text: ,\n"
+        + "    keypoints: {flip_pairs: [[1, 2], [3, 4]]}}\n"
     )
     assert read_config(path, STAGES).source.declared == (
         ("image", FieldSpec(type="image", column="path")),
         ("boxes", FieldSpec(type="boxes", format="xywh", labels="box_labels", classes=("a", "b"))),
         ("text", FieldSpec(type="text")),
+        ("keypoints", FieldSpec(type="keypoints", flip_pairs=((1, 2), (3, 4)))),
     )
     changed = read_config(path, STAGES, ["source.fields.boxes.format=cxcywh"]).source.declared[1][1]
     assert changed.format == "cxcywh"
@@ -167,7 +174,8 @@ def test_every_problem_of_a_file_is_located(tmp_path: Path) -> None:
         "did you mean 'polygons'?",
         "8: source.fields.m.type must be one of image, label, boxes, mask, keypoints, number, text, any, got 'maks'; "
         "did you mean 'mask'?",
-        "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, fill, got 3",
+        "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, fill, flip_pairs, "
+        "got 3",
     ]
     path.write_text(HEAD + "  listing: train.csv\n  fields:\n    boxes: {}\n    box: {}\n    text: {format: xywh}\n")
     with pytest.raises(ConfigError) as caught:

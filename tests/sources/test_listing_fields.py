@@ -133,6 +133,19 @@ def test_keypoints_flat_and_in_triples() -> None:
     assert points[0][0].tolist() == [[5, 6, 1], [7, 8, 2]]
 
 
+def test_flip_pairs_name_keypoints_that_there_are() -> None:
+    def fields(*pairs: list[int]) -> dict[str, Any]:
+        return {"points": {"type": "keypoints", "flip_pairs": list(pairs)}}
+
+    some, none = row(points=[[1, 2, 2, 3, 4, 0]]), row(points=[])
+    (field,) = fields_of(lines(some, fields=fields([1, 0])))
+    assert field.flip_pairs == ((1, 0),)
+    assert refused(some, none, fields=fields([0, 1], [2, 3])) == (
+        "list.jsonl: source.fields.points.flip_pairs must name keypoints in 0..1, got 3; correct it"
+    )
+    assert fields_of(lines(none, fields=fields([2, 3])))[0].flip_pairs == ((2, 3),)
+
+
 def test_masks_of_instances() -> None:
     source = lines(
         row(shapes=[[[0, 0, 4, 0, 4, 4]], [[[1, 1], [2, 1], [2, 2]], [3, 3, 4, 3, 4, 4]]], runs=[]),

@@ -160,6 +160,18 @@ def test_masks_of_one_mix_have_one_fill(tmp_path: Path) -> None:
     )
 
 
+def test_keypoints_of_one_mix_have_the_same_flip_pairs(tmp_path: Path) -> None:
+    row = {"boxes": [BOX], "kinds": ["dog"], "keypoints": [[1, 2, 2, 3, 4, 0]]}
+    first = detection(tmp_path / "a.jsonl", row, keypoints={})
+    other = detection(tmp_path / "b.jsonl", row, keypoints={"flip_pairs": [[0, 1]]})
+    with pytest.raises(SourceError) as found:
+        open_source(mix(first, other))
+    assert str(found.value) == (
+        "source.mix[1]: its keypoints must be as in source.mix[0], keypoints, got keypoints with flip_pairs: [[0, 1]]; "
+        "declare the same in each source"
+    )
+
+
 def test_where_a_label_is_declared_classes_of_boxes_stay_their_own(tmp_path: Path) -> None:
     row = {"boxes": [BOX], "kinds": ["dog"], "label": "b"}
     first = detection(tmp_path / "a.jsonl", row, {**row, "kinds": ["cat"], "label": "a"}, label=None)
