@@ -216,6 +216,20 @@ def patch_png(data: bytes, *, width: int, height: int) -> bytes:
     return data[:8] + png_chunk(b"IHDR", header) + data[33:]
 
 
+def masked_bmp(pixels: Pixels, masks: Sequence[int], *, bits: int, header: int) -> bytes:
+    """A BMP of 16 or 32 bits a pixel whose masks say where each colour is. header: its size, 40 to 124."""
+    height, width = pixels.shape[:2]
+    values = np.zeros((height, width), np.uint32)
+    for mask, levels in zip(masks, np.moveaxis(pixels, 2, 0), strict=True):
+        lowest = (mask & -mask).bit_length() - 1
+        values |= (levels >> (8 - mask.bit_count())).astype(np.uint32) << lowest
+    stride = -(-width * bits // 32) * 4
+    data = b"".join(row.astype(f"<u{bits // 8}").tobytes().ljust(stride, b"\0") for row in values[::-1])
+    info = struct.pack("<IiiHHIIiiII", header, width, height, 1, bits, 3, len(data), 0, 0, 0, 0)
+    info = (info + struct.pack("<III", *masks)).ljust(header, b"\0")
+    return b"BM" + struct.pack("<IHHI", 14 + len(info) + len(data), 0, 0, 14 + len(info)) + info + data
+
+
 def core_bmp(pixels: Pixels) -> bytes:
     """A BMP with OS/2's header of 12 bytes, as old programs write it."""
     height, width = pixels.shape[:2]

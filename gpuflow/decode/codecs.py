@@ -51,6 +51,8 @@ _REGION_WORTH = 0.9
 """Decode only a region if its area is at most this fraction of the image."""
 _BMP_CORE = 12
 """Size in bytes of OS/2's BMP header, which stores height and width in 16 bits each."""
+_BMP_BITFIELDS, _BMP_MASKS = 3, 54
+"""The compression of a BMP whose masks say which bits of a pixel are which colour, and where these masks begin."""
 _MAX_SIDE = 1 << 20
 """The largest height or width in pixels that OpenCV decodes."""
 _MANY_REFUSED = 32
@@ -516,6 +518,8 @@ class CpuDecoder:
         """Decode a whole file with OpenCV."""
         composited, deep = self._background is not None and header.alpha, header.format == "png16"
         flags = OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
+        if header.format == "bmp":
+            data = _with_known_masks(data)
         decoded = imdecode(data, cv2.IMREAD_UNCHANGED if composited or deep else flags)
         if decoded is None:
             require_memory(header)
@@ -569,6 +573,26 @@ def _in_color(image: NDArray[np.uint8], background: tuple[int, int, int] | None,
     if color == "gray":
         return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY), np.uint8)
     return np.ascontiguousarray(image[..., ::-1]) if color == "rgb" else image
+
+
+def _with_known_masks(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A BMP whose colour masks OpenCV reads: behind a header of 40 bytes for 16 bits a pixel, in one of 56 for 32.
+
+    OpenCV refuses masks of 16 bits in larger headers, and ignores those of 32 bits in smaller ones.
+    """
+    view = data.data
+    if len(view) < _BMP_MASKS + 12:
+        return data
+    start, size = struct.unpack_from("<II", view, 10)
+    bits, compression = struct.unpack_from("<HI", view, 28)
+    known = {16: size == 40, 32: size >= 56}.get(bits, True)
+    if size == _BMP_CORE or compression != _BMP_BITFIELDS or known:
+        return data
+    head = struct.pack("<I", 40 if bits == 16 else 56) + bytes(view[18 : _BMP_MASKS + 12])
+    head += b"" if bits == 16 else bytes(4)  # no mask of alpha
+    pixels = bytes(view[start:])
+    begin = b"BM" + struct.pack("<IHHI", 14 + len(head) + len(pixels), 0, 0, 14 + len(head))
+    return np.frombuffer(begin + head + pixels, np.uint8)
 
 
 def _with_alpha(image: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:

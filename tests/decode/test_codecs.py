@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import struct
@@ -32,6 +33,7 @@ from tests.images import (
     encode,
     interlaced_png,
     jpeg,
+    masked_bmp,
     patch_jpeg,
     patch_png,
     photo,
@@ -116,6 +118,31 @@ def test_pixels_are_pillows(name: str) -> None:
     """Decoders convert CMYK by different formulas, within one level."""
     apart = decode(GOOD[name]).astype(int) - pillow(GOOD[name])
     assert np.abs(apart).max() <= (1 if "CMYK" in name else 0)
+
+
+@pytest.mark.parametrize("header", [40, 52, 56, 108, 124])
+@pytest.mark.parametrize("order", ["BGRX", "RGBX", "XBGR", "XRGB"])
+def test_colors_of_a_bmp_of_32_bits_are_where_its_masks_say(order: str, header: int) -> None:
+    masks = [0xFF << 8 * order.index(color) for color in "RGB"]
+    data = masked_bmp(PIXELS, masks, bits=32, header=header)
+    assert np.array_equal(decode(data), PIXELS)
+    assert np.array_equal(decode(data, "bgr"), PIXELS[..., ::-1])
+    with contextlib.suppress(OSError):  # Pillow does not read all of these
+        assert np.array_equal(pillow(data), PIXELS)
+
+
+@pytest.mark.parametrize("header", [40, 52, 56, 108, 124])
+@pytest.mark.parametrize("bits", [(5, 6, 5), (5, 5, 5)])
+def test_colors_of_a_bmp_of_16_bits_are_where_its_masks_say(bits: tuple[int, int, int], header: int) -> None:
+    """Pillow makes white 255; with OpenCV it is 248, or 252 of 6 bits."""
+    red, green, blue = bits
+    masks = [(1 << red) - 1 << green + blue, (1 << green) - 1 << blue, (1 << blue) - 1]
+    data = masked_bmp(PIXELS, masks, bits=16, header=header)
+    shown = decode(data)
+    assert np.array_equal(shown, PIXELS & np.array([256 - (256 >> count) for count in bits], np.uint8))
+    assert np.abs(shown.astype(int) - pillow(data)).max() <= 7
+    with pytest.raises(BadSampleError):
+        decode(masked_bmp(PIXELS, [0xF00, 0xF0, 0xF], bits=16, header=header))
 
 
 @pytest.mark.parametrize("name", GOOD)
