@@ -31,6 +31,8 @@ class FieldSpec:
         labels: of boxes: the column with the label of each box; by default boxes have no labels.
         classes: of a label, or of boxes with labels: how many classes there are, or their names; by default
             `source.classes`, which belongs to the label, or to the boxes where no label is declared.
+        separator: of a label of the kind `classes`: what separates the labels of a sample that are one text; by default
+            `|` in a cell of CSV and in a `.cls` member, where they may also be a list in JSON.
         fill: of a mask of the kind `file`: the level of what padding, warps and other stages add around the image, such
             as the 255 that a loss ignores; by default 0.
         flip_pairs: of keypoints: pairs of their numbers, from 0, that change places where an image is flipped
@@ -43,6 +45,7 @@ class FieldSpec:
     format: Literal["xyxy", "xywh", "cxcywh"] | None = None
     labels: str | None = None
     classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
+    separator: str | None = None
     fill: Annotated[int, Bounds(least=0, most=255)] | None = None
     flip_pairs: Annotated[tuple[tuple[int, int], ...], Bounds(least=0)] | None = None
 
@@ -56,7 +59,7 @@ Fields = Mapping[str, FieldSpec | Mapping[str, Any] | None] | tuple[tuple[str, F
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "image": ("column",),
-    "label": ("column", "kind", "classes"),
+    "label": ("column", "kind", "classes", "separator"),
     "boxes": ("column", "format", "labels", "classes"),
     "mask": ("column", "kind", "fill"),
     "keypoints": ("column", "flip_pairs"),
@@ -151,6 +154,11 @@ def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
     if spec.classes is not None and spec.type == "label" and spec.kind in ("number", "vector"):
         rule = f"must go with kind: class or classes, got {spec.kind}"
         yield Problem.of("classes", rule, action="remove it", code="config.conflict")
+    if spec.separator is not None and spec.type == "label" and spec.kind != "classes":
+        rule, action = f"must go with kind: classes, got {spec.kind or 'class'}", "set kind: classes or remove it"
+        yield Problem.of("separator", rule, action=action, code="config.conflict")
+    if spec.separator == "":
+        yield Problem.of("separator", "must have at least one character", spec.separator, code="config.range")
     if spec.fill is not None and spec.type == "mask" and not spec.is_mask_file:
         rule = f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1"
         yield Problem.of("fill", rule, action="remove it", code="config.conflict")

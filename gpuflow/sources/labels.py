@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,8 @@ def resolve_labels(
     """Return the class names, and the label of each distinct value.
 
     The first value decides whether labels are names or numbers; where integers are among the given names, they are
-    names. Unless the names are given, decimal numbers such as `3.0` are neither, and the first value must not be the
-    only name.
+    names. Unless the names are given, decimal numbers such as `3.0` are neither, the first value must not be the only
+    name, and none may be several others in one, such as `cat|dog`.
 
     Args:
         values: the distinct values as written, in order of first occurrence.
@@ -74,6 +74,19 @@ def _integer(text: str) -> int | None:
     return int(text) if _DIGITS.fullmatch(text) else None
 
 
+_SEPARATORS = "|;,"
+
+
+def _several(text: str, names: Container[str]) -> str:
+    """What to do about a label that is several names or integers in one; empty if it is not."""
+    for separator in _SEPARATORS:
+        parts = [part.strip() for part in text.split(separator)]
+        if len(parts) > 1 and all(part in names or _integer(part) is not None for part in parts):
+            keys = f'{{kind: classes, separator: "{separator}"}}'
+            return f"; where samples have several labels, declare source.fields.label: {keys}"
+    return ""
+
+
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
@@ -90,6 +103,11 @@ def _check_names(values: Sequence[str], locate: Callable[[int], str]) -> None:
                 f"{locate(code)}: label must be an integer or a class name, got {text!r}; write integers, or list "
                 "the names in source.classes"
             )
+    names = frozenset(values)
+    for code, text in enumerate(values):
+        if action := _several(text, names):
+            rule = "label must be one class, got several in one"
+            raise SourceError(f"{locate(code)}: {rule}, {text!r}{action}; else list the names in source.classes")
     first, *others = values
     if first and _integer(first) is None and others and all(_integer(text) is not None for text in others):
         raise SourceError(
@@ -131,7 +149,8 @@ def _named(values: Sequence[str], names: tuple[str, ...], locate: Callable[[int]
             raise SourceError(f"{locate(code)}: label must not be empty; give a class name or a number")
         if text not in places:
             raise SourceError(
-                f"{locate(code)}: label must be one of source.classes, got {text!r}{near_word(text, names)}"
+                f"{locate(code)}: label must be one of source.classes, got {text!r}"
+                f"{_several(text, names) or near_word(text, names)}"
             )
         labels[code] = places[text]
     return labels

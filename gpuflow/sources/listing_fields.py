@@ -27,7 +27,7 @@ from gpuflow.sources.listing_text import (
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
-from gpuflow.sources.sample_labels import sample_labels
+from gpuflow.sources.sample_labels import names_in, sample_labels
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
 __all__ = ["open_with_fields"]
@@ -172,7 +172,7 @@ def _parser(spec: FieldSpec) -> tuple[Parser, str] | None:
         return _NUMBER
     if spec.type == "label" and spec.kind == "vector":
         return _LIST
-    return _NAMES if spec.type == "label" and spec.kind == "classes" else None
+    return _NAMES if spec.type == "label" and spec.kind == "classes" and spec.separator is None else None
 
 
 def _form(parser: tuple[Parser, str] | None) -> str:
@@ -188,7 +188,7 @@ def _names(text: str) -> Any:
     """`cat|dog`, or a list in JSON."""
     if text.lstrip().startswith("["):
         return parsed_json(text)
-    return [name.strip() for name in text.split("|")] if text.strip() else []
+    return names_in(text, "|")
 
 
 _LIST: tuple[Parser, str] = _list, "a list in JSON"

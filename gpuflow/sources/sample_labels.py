@@ -13,13 +13,18 @@ from gpuflow.errors import SourceError, show
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.record_builder import Labels, Locate
 
-__all__ = ["SampleLabels", "loses_digits", "sample_labels"]
+__all__ = ["SampleLabels", "loses_digits", "names_in", "sample_labels"]
 
 
 def loses_digits(numbers: NDArray[Any]) -> NDArray[np.bool_]:
     """Which of these are whole numbers that float32 does not hold, such as time stamps."""
     with np.errstate(over="ignore"):
         return np.asarray((np.floor(numbers) == numbers) & (numbers.astype(np.float32) != numbers))
+
+
+def names_in(text: str, separator: str) -> list[str]:
+    """The labels in a text such as `cat|dog`; none in an empty one."""
+    return [name.strip() for name in text.split(separator)] if text.strip() else []
 
 
 class SampleLabels(Protocol):
@@ -47,7 +52,7 @@ def sample_labels(
         return _NoLabels()
     match spec.kind:
         case "classes":
-            return _ClassesEach(Labels(classes, place), column, locate)
+            return _ClassesEach(Labels(classes, place), column, locate, spec.separator)
         case "number" | "vector":
             return _Numbers(column, locate, is_vector=spec.kind == "vector")
         case "class" | None:
@@ -87,12 +92,14 @@ class _OneClassEach:
 
 @final
 class _ClassesEach:
-    def __init__(self, labels: Labels, column: str, locate: Locate) -> None:
-        self._labels, self._column, self._locate = labels, column, locate
+    def __init__(self, labels: Labels, column: str, locate: Locate, separator: str | None) -> None:
+        self._labels, self._column, self._locate, self._separator = labels, column, locate, separator
         self._counts: list[int] = []
 
     def add(self, values: Sequence[Any]) -> None:
         first = len(self._counts)
+        if self._separator is not None:
+            values = [names_in(value, self._separator) if type(value) is str else value for value in values]
         for i, value in enumerate(values):
             if type(value) is not list or not set(map(type, value)) <= {int, str}:
                 here = self._locate.value(first + i, self._column)

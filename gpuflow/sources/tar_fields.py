@@ -21,7 +21,7 @@ from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskMembers, RecordTable
-from gpuflow.sources.sample_labels import sample_labels
+from gpuflow.sources.sample_labels import names_in, sample_labels
 from gpuflow.sources.shard_cache import cache_path, load_arrays, save_arrays
 from gpuflow.sources.storage import Shard, Storage
 from gpuflow.sources.tar_members import (
@@ -284,8 +284,8 @@ def _reader_of(members: _Members, column: str, declared: Sequence[tuple[str, Fie
 def _label(text: str, field: FieldSpec | None) -> Any:
     """A label from the text of a member."""
     text = text.strip()
-    if field is not None and field.kind == "classes" and not text.startswith("["):
-        return [name.strip() for name in text.split("|")] if text else []
+    if field is not None and field.kind == "classes" and (field.separator or not text.startswith("[")):
+        return names_in(text, field.separator or "|")
     if field is not None and field.kind in ("classes", "number", "vector"):
         try:
             return parsed_json(text)

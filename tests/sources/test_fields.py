@@ -67,6 +67,14 @@ def test_a_name_that_is_a_type_needs_no_type() -> None:
         ),
         ({"label": {"classes": 0}}, "label.classes must be >= 1, got 0"),
         (
+            {"label": {"separator": ";"}},
+            "label.separator must go with kind: classes, got class; set kind: classes or remove it",
+        ),
+        (
+            {"label": {"kind": "classes", "separator": ""}},
+            "label.separator must have at least one character, got ''",
+        ),
+        (
             {"keypoints": {"flip_pairs": [[1, 2], [2, 3]]}},
             "keypoints.flip_pairs must name each keypoint at most once, got [[1, 2], [2, 3]]",
         ),
@@ -174,8 +182,8 @@ def test_every_problem_of_a_file_is_located(tmp_path: Path) -> None:
         "did you mean 'polygons'?",
         "8: source.fields.m.type must be one of image, label, boxes, mask, keypoints, number, text, any, got 'maks'; "
         "did you mean 'mask'?",
-        "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, fill, flip_pairs, "
-        "got 3",
+        "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, separator, fill, "
+        "flip_pairs, got 3",
     ]
     path.write_text(HEAD + "  listing: train.csv\n  fields:\n    boxes: {}\n    box: {}\n    text: {format: xywh}\n")
     with pytest.raises(ConfigError) as caught:

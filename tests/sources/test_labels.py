@@ -33,6 +33,37 @@ def test_labels_are_names_where_names_are_integers() -> None:
     assert resolve_labels(["3", "2"], ("a", "b", "c", "d"), str, "list.csv")[1].tolist() == [3, 2]
 
 
+@pytest.mark.parametrize(
+    ("text", "separator", "others"),
+    [
+        ("cat|dog", "|", ["cat", "dog"]),
+        ("dog; cat", ";", ["dog", "cat"]),
+        ("cat,dog", ",", ["cat", "dog"]),
+        ("1|3", "|", ["x"]),
+    ],
+)
+def test_several_labels_in_one_are_no_class(text: str, separator: str, others: list[str]) -> None:
+    action = (
+        f'; where samples have several labels, declare source.fields.label: {{kind: classes, separator: "{separator}"}}'
+    )
+    with pytest.raises(SourceError) as found:
+        resolve_labels([*others, text], None, str, "list.csv")
+    assert str(found.value) == (
+        f"{len(others)}: label must be one class, got several in one, {text!r}{action}; else list the names in "
+        "source.classes"
+    )
+    names = (*others, text)
+    assert resolve_labels([*others, text], names, str, "list.csv")[0] == names
+    with pytest.raises(SourceError) as found:
+        resolve_labels([text], ("cat", "dog"), str, "list.csv")
+    assert str(found.value) == f"0: label must be one of source.classes, got {text!r}{action}"
+
+
+def test_a_name_with_a_comma_is_a_class() -> None:
+    names = ["tench, Tinca tinca", "tench", "cat|", "|", "3, three"]
+    assert sorted(resolve_labels(names, None, str, "list.csv")[0]) == sorted(names)
+
+
 @pytest.mark.parametrize("fields", [{}, {"label": {}}])
 def test_outer_spaces_count_where_they_are_part_of_a_given_name(
     fields: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -185,6 +185,19 @@ def test_kinds_of_labels(is_csv: bool) -> None:
     assert vector.labels.tolist() == [[1, 2], [3, 4.5]] and vector.labels.dtype == np.float32
 
 
+@pytest.mark.parametrize("separator", [",", ";", " ", "|"])
+@pytest.mark.parametrize("is_csv", [True, False])
+def test_labels_with_a_separator(separator: str, is_csv: bool) -> None:
+    written = [f"dog{separator}cat", "", "dog"]
+    fields = {"label": {"kind": "classes", "separator": separator}}
+    if is_csv:
+        source = table("path,label\n" + "".join(f'a.jpg,"{text}"\n' for text in written), fields=fields)
+    else:
+        source = lines(*(row(label=text) for text in written), row(label=["cat"]), fields=fields)
+    assert source.labels.tolist() == [[1, 1], [0, 0], [0, 1], [1, 0]][: 3 if is_csv else 4]
+    assert source.classes == ("cat", "dog")
+
+
 def test_classes_belong_to_the_label_else_to_the_boxes() -> None:
     both = lines(
         row(label="x", boxes=[[0, 0, 1, 1]], kinds=["cat"]),

@@ -109,6 +109,10 @@ def test_several_classes_and_vectors() -> None:
     source = opened(members, fields={"label": {"kind": "classes"}})
     assert source.classes == ("cat", "dog")
     assert source.labels.tolist() == [[1, 1], [0, 0]] and source.labels.dtype == np.uint8
+    kinds = {"kind": "classes", "separator": ";"}
+    assert opened([*sample("a", {}, cls=b"cat; dog")], fields={"label": kinds}).classes == ("cat", "dog")
+    keyed = opened([*sample("a", {"kinds": "cat; dog"})], fields={"label": {**kinds, "column": "kinds"}})
+    assert keyed.classes == ("cat", "dog")
     members = [*sample("a", {"point": [1, 2]}), *sample("b", {"point": [3, 4]})]
     source = opened(members, fields={"label": {"kind": "vector", "column": "point"}})
     assert source.labels.tolist() == [[1, 2], [3, 4]] and source.labels.dtype == np.float32
