@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from gpuflow.errors import ConfigError, GpuflowError, Problem, is_system_fault
+from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, is_system_fault
 from gpuflow.version import __version__
 
 if TYPE_CHECKING:
@@ -256,11 +256,22 @@ def samples(
 def check(path: ConfigFile, overrides: Overrides = None) -> None:
     """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image.
 
-    It does not open the source, which may be on another machine; gpuflow scan does.
+    It does not open the source, which may be on another machine; gpuflow scan does. A file of weights is read if it is
+    on this one.
     """
-    from gpuflow.sources.hints import missing_source
+    from gpuflow.sources import WeightsSpec, check_weights_file
+    from gpuflow.sources.hints import missing_source, missing_weights
 
     config = _read(path, overrides)
+    weights = [one.weights for one in config.source.sources if isinstance(one.weights, WeightsSpec)]
+    problems = []
+    for each in weights:
+        try:
+            check_weights_file(each)
+        except SourceError as error:
+            problems.append(Problem(f"{path}:", str(error)))
+    if problems:
+        raise ConfigError(problems)
     for name, program in config.programs.items():
         _out.print(f"{name}: {repr(program.pipeline).partition(': ')[2]}  gives {program.result}")
     for name, several in config.views.items():
@@ -270,6 +281,9 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     for one in config.source.sources:
         if hint := missing_source(one):
             _out.print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
+    for each in weights:
+        if hint := missing_weights(each):
+            _out.print(_labelled("note:", "yellow", f"source.weights.file is not on this machine: {hint}"))
     if note := _order_note(config):
         _out.print(_labelled("note:", "yellow", note))
     _out.print(_labelled("valid:", "green", str(path)))

@@ -145,6 +145,26 @@ def test_check_says_that_the_source_is_not_here(gpuflow: Run, config: Path) -> N
         assert f"note: the source is not on this machine: '{given}'; {hint}" in done.out
 
 
+def test_check_reads_a_file_of_weights(gpuflow: Run, config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "weights.txt"
+    override = f"source.weights.file={file}"
+    done = gpuflow("check", config, override)
+    assert done.code == 0
+    assert f"note: source.weights.file is not on this machine: '{file}'" in done.out
+    for text, rule in (
+        ("1\nx\n", f"{file}:2: must be a number, got 'x'; correct it"),
+        ("1\n-1\n", f"{file}:2: the weight of sample 1 must be a finite number >= 0, got -1; correct it"),
+        ("0\n0\n", f"{file}: at least one weight must be above 0, got zeros alone; correct them"),
+    ):
+        file.write_text(text)
+        done = gpuflow("check", config, override)
+        assert (done.code, done.err) == (1, f"error: {config}: source.weights: {rule}\n")
+    file.write_text("1\n2\n")  # how many samples the source has is not known
+    done = gpuflow("check", config, override)
+    assert done.code == 0
+    assert "source.weights" not in done.out
+
+
 def test_check_lists_every_error_with_its_line(gpuflow: Run, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(

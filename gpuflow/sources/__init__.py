@@ -31,7 +31,7 @@ from gpuflow.sources.record_source import (
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.storage import CachedStorage
 from gpuflow.sources.tar import open_tar
-from gpuflow.sources.weights import read_weights
+from gpuflow.sources.weights import check_weights_file, read_weights
 
 __all__ = [
     "KINDS",
@@ -47,6 +47,7 @@ __all__ = [
     "Subset",
     "WeightsSpec",
     "cache_counts",
+    "check_weights_file",
     "fields_of",
     "fingerprint_of",
     "has_labels",

@@ -11,9 +11,9 @@ from gpuflow.errors import did_you_mean
 from gpuflow.sources.storage import is_remote
 
 if TYPE_CHECKING:
-    from gpuflow.sources.base import SourceSpec
+    from gpuflow.sources.base import SourceSpec, WeightsSpec
 
-__all__ = ["missing_path", "missing_source", "near_word"]
+__all__ = ["missing_path", "missing_source", "missing_weights", "near_word"]
 
 
 def near_word(word: str, known: Collection[str]) -> str:
@@ -43,4 +43,13 @@ def missing_source(spec: SourceSpec) -> str:
     path = spec.where
     if spec.other or spec.mix or is_remote(path) or any(mark in path for mark in "*?[{"):
         return ""
+    return _missing(path)
+
+
+def missing_weights(spec: WeightsSpec) -> str:
+    """The file of weights if it does not exist, and a hint; empty if it exists, or if none is named."""
+    return _missing(spec.file) if spec.file is not None else ""
+
+
+def _missing(path: str) -> str:
     return "" if os.path.exists(os.path.expanduser(path)) else f"{path!r}{missing_path(path)}"

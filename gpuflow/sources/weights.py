@@ -19,7 +19,7 @@ from gpuflow.sources.hints import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.record_source import records_of
 
-__all__ = ["read_weights"]
+__all__ = ["check_weights_file", "read_weights"]
 
 _FIELD = "weight"
 
@@ -49,22 +49,42 @@ def read_weights(
             f"source.weights: {place} must have one weight for each of the {len(source)} samples, got {len(weights)}; "
             "correct the file"
         )
+    _check_finite(weights, place, lines, lambda i: f" ({source.path(i)})")
+    chosen = weights[part]
+    _check_above_0(chosen, place, "" if len(part) == len(weights) else f" of the {len(part)} samples of this part")
+    return chosen
+
+
+def check_weights_file(spec: WeightsSpec) -> None:
+    """Raise SourceError where `spec.file` is wrong without regard to the source; nothing if it does not exist."""
+    place = os.path.expanduser(spec.file or "")
+    if os.path.exists(place):
+        weights, lines = _from_file(place, spec.column)
+        _check_finite(weights, place, lines, lambda _: "")
+        _check_above_0(weights, place, "")
+
+
+def _check_finite(
+    weights: NDArray[np.float64], place: str, lines: Sequence[int] | None, named: Callable[[int], str]
+) -> None:
+    """named: what an error adds to the number of a sample."""
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
         i = int(wrong[0])
         line = f"{place}:{lines[i]}: " if lines is not None else f"{place}: "
         more = f" ({len(wrong)} of {len(weights)} are not)" if len(wrong) > 1 else ""
         raise SourceError(
-            f"source.weights: {line}the weight of sample {i} ({source.path(i)}) must be a finite number >= 0, "
+            f"source.weights: {line}the weight of sample {i}{named(i)} must be a finite number >= 0, "
             f"got {weights[i]:g}{more}; correct it"
         )
-    chosen = weights[part]
-    if not chosen.any():
-        whole = "" if len(part) == len(weights) else f" of the {len(part)} samples of this part"
+
+
+def _check_above_0(weights: NDArray[np.float64], place: str, whole: str) -> None:
+    """whole: of which samples these are the weights, for an error."""
+    if not weights.any():
         raise SourceError(
             f"source.weights: {place}: at least one weight{whole} must be above 0, got zeros alone; correct them"
         )
-    return chosen
 
 
 def _from_column(
