@@ -156,15 +156,13 @@ def _order_note(config: Config) -> str:
     return "pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true"
 
 
-def _check_output(option: str, path: Path, *, folder: bool = False) -> Path:
+def _check_output(option: str, path: Path, *, folder: bool = False) -> None:
     """Check that a file, or files in a folder, can be written, before the work whose results they hold.
-
-    Returns the path, or what it links to: a new file takes the place of the old one, and not of a link to it, such as
-    /dev/stdout.
 
     Raises:
         ConfigError: what stands there is a directory, a device or a pipe, or none can be made or written to.
     """
+    from gpuflow.runtime.files import replaced_file
 
     def error(rule: str) -> ConfigError:
         return ConfigError([Problem(f"{option}:", f"{path} {rule}")])
@@ -173,21 +171,20 @@ def _check_output(option: str, path: Path, *, folder: bool = False) -> Path:
         raise error("must be a file, and is a directory")
     if not folder and path.exists() and not path.is_file():
         raise error("must be a file, and is a device or a pipe")
-    place = path if folder else path.parent
+    place = path if folder else replaced_file(path).parent
     while not place.exists():
         place = place.parent
     if not place.is_dir():
         raise error("must be a directory" if place == path else f"must be in a directory, and {place} is none")
     if not os.access(place, os.W_OK | os.X_OK):
         raise error(f"must be in a directory that can be written to, and {place} cannot")
-    return path.resolve() if path.is_symlink() else path
 
 
 def _write(path: Path, text: str) -> None:
     """Write a text file, and the directories that it lies in."""
-    from gpuflow.runtime.files import atomic_write
+    from gpuflow.runtime.files import atomic_write, replaced_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    replaced_file(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, text=True) as file:
         file.write(text)
 
@@ -318,7 +315,7 @@ def import_(
     from gpuflow.vocabulary import stage_table
 
     if out is not None:
-        out = _check_output("--out", out)
+        _check_output("--out", out)
     found = read_sources(sources, stage_table(), partial=partial)
     for problem in found.problems:
         _err.print(_labelled("not carried over:", "yellow", str(problem)))
@@ -366,7 +363,7 @@ def show(
 
     config = _read(path, overrides)
     described = config.any_program(pipeline).pipeline
-    out = _check_output("--out", out)
+    _check_output("--out", out)
     shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
     stages = "\n".join(described.texts) if isinstance(described, ViewsPipeline) else repr(described)
     _write(out, page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))

@@ -530,6 +530,12 @@ def test_an_output_does_not_replace_a_pipe_or_a_link(gpuflow: Run, tmp_path: Pat
     assert gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", link).code == 0
     assert link.is_symlink()
     assert file.read_text().startswith("# Imported by gpuflow")
+    elsewhere = tmp_path / "not" / "made" / "yet.yaml"
+    link.unlink()
+    link.symlink_to(elsewhere)
+    assert gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", link).code == 0
+    assert link.is_symlink()
+    assert elsewhere.read_text() == file.read_text()
 
 
 def test_export_makes_the_folder_of_its_output(gpuflow: Run, config: Path) -> None:
@@ -538,6 +544,12 @@ def test_export_makes_the_folder_of_its_output(gpuflow: Run, config: Path) -> No
     done = gpuflow("export", config, "--toml", out)
     assert (done.code, done.err) == (0, "")
     assert out.is_file()
+    link = config.parent / "link.toml"
+    link.symlink_to(out)
+    out.write_text("old")
+    assert gpuflow("export", config, "--toml", link).code == 0
+    assert link.is_symlink()
+    assert out.read_text() != "old"
 
 
 @pytest.mark.parametrize("command", [["show"], ["train"], ["export", "--toml", "x.toml"]], ids=lambda value: value[0])

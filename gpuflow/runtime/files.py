@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 import platformdirs
 
-__all__ = ["atomic_write", "cache_folder", "lock_within", "locked_folder"]
+__all__ = ["atomic_write", "cache_folder", "lock_within", "locked_folder", "replaced_file"]
 
 _POLL_SECONDS = 0.005
 
@@ -50,6 +50,8 @@ def atomic_write(
 ) -> AbstractContextManager[Any]:
     """Open a temporary file in the directory of `path`, which replaces `path` when the block ends without an exception.
 
+    A symbolic link stays, and the file that it leads to is replaced (see `replaced_file`).
+
     Readers see the old file or the new one, never a part, and so does a machine that loses power. After an exception of
     any kind the old file is as it was and the temporary one is gone; an OSError that names no file, such as that of a
     full disk, gets `path`. Where several write at once, the last to end wins. The new file has the permissions of the
@@ -67,12 +69,18 @@ def atomic_write(
     return _replacing(Path(path), text, suffix)
 
 
+def replaced_file(path: Path) -> Path:
+    """The file that `atomic_write` replaces: what a symbolic link leads to, be it missing or not; else `path`."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 @contextmanager
 def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
     mode = _mode(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, which no file may replace", str(path))
+    path = replaced_file(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
 
     def create(name: str, flags: int) -> int:
         """Where the mode is that of an old file, no other user may read the new one before it has that mode."""

@@ -43,7 +43,7 @@ from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import ImageSpec, Keys, Pipeline
 from gpuflow.pipeline.validate import trace
-from gpuflow.runtime.files import atomic_write
+from gpuflow.runtime.files import atomic_write, replaced_file
 from gpuflow.sources.choose import images_below, spread
 
 __all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
@@ -103,7 +103,7 @@ def export_model(
     """Export a checkpoint of `gpuflow train`, with a dynamic batch axis.
 
     Args:
-        out: `.onnx` for ONNX, `.pt2` for torch.export.
+        out: `.onnx` for ONNX, `.pt2` for torch.export. A symbolic link stays, and the file that it leads to is written.
         checkpoint: `<train.out>/last.pt` by default.
         fold_normalize: put the pipeline's last stage into the model, which then takes uint8 pixels [N, C, H, W].
         opset: of ONNX; torch's default otherwise.
@@ -133,11 +133,12 @@ def export_model(
     if fold_normalize:
         program, model, info = _folded(config, whole, trained, info)
     samples = _samples(config, whole, data)
+    suffix, out = out.suffix, replaced_file(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _locating(out), _weights_file(out) as weights, atomic_write(out, suffix=out.suffix) as file:
+    with _locating(out), _weights_file(out) as weights, atomic_write(out, suffix=suffix) as file:
         partial = Path(file.name)
         images = black_images(2, program.result, _CPU)
-        if out.suffix == ".onnx":
+        if suffix == ".onnx":
             _write_onnx(model, images, partial, weights, info, opset)
         else:
             partial.write_bytes(_program_bytes(model, images, info))

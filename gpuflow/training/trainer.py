@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import math
 import os
 import time
@@ -22,7 +23,7 @@ from gpuflow.engines.pytorch import build_model
 from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, StateError, reason_of, suggest
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
-from gpuflow.runtime.files import locked_folder
+from gpuflow.runtime.files import locked_folder, replaced_file
 from gpuflow.runtime.ranks import Group, Ranks, process_group
 from gpuflow.sources import Source, has_one_class
 from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
@@ -345,7 +346,8 @@ class Trainer:
                 stack.enter_context(locked_folder(self.checkpoint.parent))
                 if self.checkpoint.is_dir():
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.checkpoint))
-                for partial in self.checkpoint.parent.glob(f".{self.checkpoint.name}.*.partial"):
+                written = replaced_file(self.checkpoint)
+                for partial in written.parent.glob(f".{glob.escape(written.name)}.*.partial"):
                     partial.unlink(missing_ok=True)
             if self._resumed is not None and self._resumed != _identity(self.checkpoint):
                 raise StateError(

@@ -73,6 +73,30 @@ def test_a_writer_may_open_the_temporary_file_by_its_name(tmp_path: Path) -> Non
     assert names(tmp_path) == ["model.onnx"]
 
 
+@pytest.mark.parametrize("old", [None, b"old"], ids=["leads nowhere", "leads to a file"])
+def test_a_link_stays_and_the_file_that_it_leads_to_is_replaced(old: bytes | None, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    (tmp_path / "files").mkdir()
+    link, file = tmp_path / "links" / "link", tmp_path / "files" / "file"
+    (tmp_path / "links" / "next").symlink_to("../files/file")
+    link.symlink_to("next")
+    if old is not None:
+        file.write_bytes(old)
+    with atomic_write(link) as new:
+        assert Path(new.name).parent == file.parent  # a file is renamed within one file system
+        new.write(b"new")
+        assert not file.exists() if old is None else file.read_bytes() == old
+    assert (link.is_symlink(), file.read_bytes()) == (True, b"new")
+    assert (names(link.parent), names(file.parent)) == (["link", "next"], ["file"])
+
+
+def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"), atomic_write(tmp_path / "link"):
+        pytest.fail("there is nothing to write to")
+    assert names(tmp_path) == ["link"]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

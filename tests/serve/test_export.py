@@ -263,6 +263,19 @@ def test_weights_that_no_onnx_file_can_hold(
     assert {*tmp_path.iterdir()} == {out, other, second, whole}
 
 
+def test_a_link_stays_and_its_file_is_written(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form is that of the link's name, and weights in a second file lie where the first one does."""
+    monkeypatch.setattr(export, "_MOST_IN_ONNX", 1)
+    (tmp_path / "files").mkdir()
+    link, file = tmp_path / "m.onnx", tmp_path / "files" / "of_may"
+    link.symlink_to("files/of_may")
+    weights = export_model(models.read(), link).weights
+    assert link.is_symlink()
+    assert {*tmp_path.iterdir()} == {link, file.parent}
+    assert {*file.parent.iterdir()} == {file, weights}
+    onnx.load(str(file))
+
+
 def test_a_full_disk_is_a_fault_of_the_system() -> None:
     with pytest.raises(SystemFault) as caught, _locating(Path("made/m.pt2")):
         raise OSError(errno.ENOSPC, "No space left on device", "made/.m.pt2.01234567.pt2")

@@ -536,6 +536,18 @@ def test_what_a_killed_run_left_half_written_is_removed(config_file: Path, tmp_p
     assert names(tmp_path / "run") == [".lock", "last.pt"]
 
 
+def test_a_checkpoint_behind_a_link(config_file: Path, tmp_path: Path) -> None:
+    """The link stays. What a killed run left half-written lies where it leads to."""
+    link, file = tmp_path / "run" / "last.pt", tmp_path / "large [disk]" / "a.pt"
+    for path in (link, file):
+        path.parent.mkdir()
+    link.symlink_to(file)
+    (file.parent / ".a.pt.01234567.partial").write_bytes(b"half")
+    Trainer(read(config_file), device="cpu").run(TrainerEvents(), max_steps=1)
+    assert link.is_symlink()
+    assert (names(link.parent), names(file.parent)) == ([".lock", "last.pt"], ["a.pt"])
+
+
 def test_a_full_disk_is_located_and_leaves_the_old_checkpoint(config_file: Path) -> None:
     trainer = Trainer(read(config_file), device="cpu")
     trainer.run(TrainerEvents(), max_steps=1)
