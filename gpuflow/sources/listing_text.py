@@ -16,7 +16,7 @@ from typing import Any
 from gpuflow.errors import SourceError
 from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.storage import is_remote, open_storage
+from gpuflow.sources.storage import is_over_http, is_remote, open_storage
 
 __all__ = [
     "check_path",
@@ -34,6 +34,8 @@ __all__ = [
 
 _LARGEST_CELL = 1 << 24
 """Characters of a cell of CSV: the masks of an image's instances take millions. More are a quote that never ends."""
+_ESCAPES = str.maketrans({mark: f"%{ord(mark):02X}" for mark in "%#?"})
+"""What would end the path of a URL, or begin an escape. The other characters are escaped when a URL is requested."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -47,25 +49,36 @@ def load(place: str) -> bytes:
 def resolved(table: PathTableBuilder, root: str, locate: Callable[[int], str]) -> PathTable:
     """Build the table with relative paths prefixed by `root`. All paths must be on one file system.
 
+    Relative paths are names of files, and are percent-encoded where `root` is a URL over HTTP; others stay as written.
+
     locate: returns the place of sample i, for messages.
     """
     prefix = os.path.join(root, "")
+    written = table
+    if is_over_http(root):
+        table = PathTableBuilder()
+        for chunk in written.chunks():
+            table.add([path if _is_absolute(path) else path.translate(_ESCAPES) for path in chunk])
     if not table.has_absolute:
         return table.build(prefix)
     whole = PathTableBuilder()
     schemes: list[str] = []
     for chunk in table.chunks():
-        paths = [path if path[0] == "/" or is_remote(path) else prefix + path for path in chunk]
+        paths = [path if _is_absolute(path) else prefix + path for path in chunk]
         schemes += map(_scheme, paths)
         whole.add(paths)
     other = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
     if other is not None:
-        path = next(islice(chain.from_iterable(table.chunks()), other, None))
+        path = next(islice(chain.from_iterable(written.chunks()), other, None))
         raise SourceError(
             f"{locate(other)}: path must be on the first row's file system ({schemes[0] or 'local'}), "
             f"got {path!r}; copy the files to one place, or make a listing for each"
         )
     return whole.build()
+
+
+def _is_absolute(path: str) -> bool:
+    return path[0] == "/" or is_remote(path)
 
 
 def _scheme(path: str) -> str:

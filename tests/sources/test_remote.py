@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import fsspec
@@ -183,6 +185,36 @@ def test_a_folder_on_a_server_has_the_labels_of_the_same_folder_here(
     assert there.labels.tolist() == here.labels.tolist()
     assert read_all(there) == read_all(here)
     assert there.path(len(there) - 1) == f"{server.url}/photos/%E7%8C%AB/1.jpg"
+
+
+@pytest.mark.parametrize("form", ["local", "remote", "with an absolute row", "with fields", "coco"])
+def test_relative_paths_of_a_listing_are_names_of_files_on_a_server(
+    form: str, server: FileServer, read_all: ReadAll, tmp_path: Path
+) -> None:
+    """The marks that would end a URL's path, or begin an escape, are percent-encoded; a URL stays as written."""
+    names = ["a/#1?.jpg", "a/100%.jpg", "a/b%20c.jpg", "a b+\u00e9&.jpg"]
+    for name in names:
+        server.files["/photos/" + quote(name, safe="/&+")] = name.encode()
+    rows = "".join(f"{name},0\n" for name in names)
+    kinds: dict[str, Any]
+    if form == "remote":
+        server.files["/photos/list.csv"] = rows.encode()
+        kinds = {"listing": f"{server.url}/photos/list.csv"}
+    elif form == "coco":
+        images = [{"id": i, "file_name": name, "width": 1, "height": 1} for i, name in enumerate(names)]
+        file = tmp_path / "instances.json"
+        file.write_text(json.dumps({"images": images, "annotations": [], "categories": []}))
+        kinds = {"coco": str(file), "images": f"{server.url}/photos"}
+    else:
+        whole = form == "with an absolute row"
+        rows += f"{server.url}/photos/a/b%2520c.jpg,0\n" * whole
+        names += ["a/b%20c.jpg"] * whole
+        (tmp_path / "list.csv").write_text("path,label\n" + rows)
+        fields = {"image": {"column": "path"}, "label": None} if form == "with fields" else {}
+        kinds = {"listing": str(tmp_path / "list.csv"), "root": f"{server.url}/photos/", "fields": fields}
+    source = open_source(SourceSpec(**kinds))
+    assert read_all(source) == [name.encode() for name in names]
+    assert source.path(0) == f"{server.url}/photos/a/%231%3F.jpg"
 
 
 def test_names_on_other_file_systems_are_taken_as_they_are(memory: fsspec.AbstractFileSystem) -> None:

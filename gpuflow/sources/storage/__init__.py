@@ -5,7 +5,7 @@ server that returns 503) is retried up to three times, all failed files of a cal
 becomes an error text in the payload and does not affect other files.
 """
 
-from gpuflow.sources.storage.base import ReadAt, Shard, Storage, is_remote, parent_of
+from gpuflow.sources.storage.base import ReadAt, Shard, Storage, is_over_http, is_remote, parent_of
 from gpuflow.sources.storage.cached import CachedStorage
 from gpuflow.sources.storage.disk_cache import CacheSpec
 from gpuflow.sources.storage.local import LocalStorage
@@ -19,6 +19,7 @@ __all__ = [
     "RemoteStorage",
     "Shard",
     "Storage",
+    "is_over_http",
     "is_remote",
     "open_remote",
     "open_storage",

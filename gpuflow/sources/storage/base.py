@@ -9,9 +9,12 @@ from typing import Protocol, TypeVar
 from gpuflow.errors import SourceError
 from gpuflow.sources.payload import Allocate, Payload
 
-__all__ = ["ReadAt", "Shard", "Storage", "is_remote", "parent_of"]
+__all__ = ["HTTP", "ReadAt", "Shard", "Storage", "is_over_http", "is_remote", "parent_of"]
 
 T = TypeVar("T")
+
+HTTP = ("http", "https")
+"""The schemes of its URLs."""
 
 ReadAt = Callable[[int, int], bytes]
 """read_at(offset, size) returns `size` bytes from `offset` on; fewer at the end of the file."""
@@ -74,6 +77,11 @@ class Storage(Protocol):
 def is_remote(path: str) -> bool:
     """Whether a path is a URL, such as s3://bucket/key."""
     return "://" in path
+
+
+def is_over_http(path: str) -> bool:
+    """Whether a path is a URL of HTTP or HTTPS, in which names are percent-encoded."""
+    return path.partition("://")[0] in HTTP
 
 
 def parent_of(path: str) -> str:

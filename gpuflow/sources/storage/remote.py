@@ -16,7 +16,7 @@ import numpy as np
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources.payload import Allocate, Payload, lay_out
-from gpuflow.sources.storage.base import ReadAt, Shard
+from gpuflow.sources.storage.base import HTTP, ReadAt, Shard, is_over_http
 from gpuflow.sources.storage.request_limit import RequestLimit
 from gpuflow.sources.storage.retry import REMOTE_DELAYS, after_retries, retry, retry_each
 
@@ -28,7 +28,6 @@ _BLOCK_BYTES = 4 << 20
 
 _THREADS = 8
 
-_HTTP = ("http", "https")
 _REQUEST_SECONDS, _CONNECT_SECONDS = 300.0, 5.0
 """Limits of a request over HTTP. A server whose queue of connections is full drops those that come; the client asks
 again after 1, 3, 7, 15, ... s, and a new attempt comes sooner than its later ones."""
@@ -75,7 +74,7 @@ class RemoteStorage:
         if "::" in url:
             raise SourceError(f"{url} chains file systems by '::', which gpuflow does not read; copy the files first")
         self._limit = RequestLimit()
-        self._over_http = url.partition("://")[0] in _HTTP
+        self._over_http = is_over_http(url)
         try:
             self._fs: Any = url_to_fs(url, **(_http_options() if self._over_http else {}))[0]
         except Exception as fault:  # of the file system, which may connect here; or its package is not installed
@@ -343,7 +342,7 @@ def _http_options() -> dict[str, Any]:
     from fsspec.config import conf
 
     known: dict[str, Any] = {}
-    for protocol in _HTTP:
+    for protocol in HTTP:
         known |= conf.get(protocol, {}).get("client_kwargs", {})
     timeout = ClientTimeout(total=_REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
     return {"client_kwargs": {"timeout": timeout, **known}}
