@@ -1,14 +1,15 @@
-"""Walks directories. Links are followed, but not back to a directory above them."""
+"""Walks directories, and expands patterns. Links are followed, but not back to a directory above them."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 from collections.abc import Iterator
 
 from gpuflow.errors import SourceError
 
-__all__ = ["Identity", "ancestors", "cannot_be_listed", "goes_back", "identity_of", "is_directory", "walk"]
+__all__ = ["Identity", "ancestors", "cannot_be_listed", "identity_of", "is_directory", "matching", "walk"]
 
 Identity = tuple[int, int]
 """The device and the inode of a directory, the same by any path."""
@@ -61,7 +62,32 @@ def walk(top: str, above: frozenset[Identity], extensions: tuple[str, ...]) -> I
         yield directory, files
 
 
-def goes_back(path: str, top: str) -> bool:
+def matching(pattern: str, top: str) -> list[str]:
+    """The paths that match a pattern of `glob`, sorted, without those that run through a link back to an ancestor.
+
+    Unlike `glob`, it does not follow such links below a `**`: there are exponentially many paths over several of them.
+
+    top: the directory that the pattern's part without wildcards names. Raises SourceError for a directory below a `**`
+    that cannot be listed.
+    """
+    return sorted(path for path in set(_expanded(pattern)) if not _goes_back(path, top))
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    place = parts.index("**")
+    head, rest = "/".join(parts[:place]), parts[place + 1 :] or ["*"]
+    for start in glob.glob(f"{head}/") if place else [""]:
+        top = start.rstrip("/") or start or os.curdir
+        for directory, _ in walk(top, ancestors(top) - {identity_of(top)}, ()):
+            below = directory[len(top) :].lstrip("/")
+            yield from _expanded(os.path.join(glob.escape(start + below), *rest))
+
+
+def _goes_back(path: str, top: str) -> bool:
     """Whether a path below `top` runs through a link to a directory above that link."""
     top = top or os.curdir
     above = set(ancestors(top))

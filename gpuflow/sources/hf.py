@@ -6,7 +6,6 @@ In Parquet files a row group is decoded as a whole, so neighbouring samples are 
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Field, Records
 from gpuflow.sources.base import SourceSpec
-from gpuflow.sources.directories import ancestors, goes_back, identity_of, walk
+from gpuflow.sources.directories import ancestors, identity_of, matching, walk
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
@@ -148,7 +147,7 @@ def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
         paths, fixed = [root], os.path.dirname(root)
         if not os.path.exists(root):
             fixed = os.path.dirname(_WILDCARD.split(root, maxsplit=1)[0])
-            paths = sorted(path for path in glob.glob(root, recursive=True) if not goes_back(path, fixed))
+            paths = matching(root, fixed)
         if not paths:
             raise SourceError(
                 f"source.hf must be a directory, a file or a pattern, got {root!r}, which does not exist"
