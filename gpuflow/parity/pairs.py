@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal, assert_never
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, GpuflowError, did_you_mean
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import ParityImage
 from gpuflow.parity.libraries import is_library
@@ -21,7 +23,7 @@ from gpuflow.parity.model import Answers, LogitTally
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.parity.report import Pair, Picture, Row
 from gpuflow.parity.ways import NAIVE
-from gpuflow.pipeline.stage import Stage
+from gpuflow.pipeline.stage import Keys, Pointwise, Stage
 
 __all__ = ["CPU_AND_GPU", "PairComparison", "Rule", "pairs_of"]
 
@@ -37,13 +39,17 @@ _ROUNDING = 0.01
 """Levels up to which two floats count as equal: their last bits depend on the order of operations."""
 
 
+_SPREAD = ", which colour stages may spread"
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The limit for a pair of ways.
 
     kind: `ours` for two of gpuflow's ways, `reference` for one of them and torchvision, `library` for one of them and
     another library, `asked` for two that the user named, `nothing` for no limit. levels: the limit that the user gave;
-    by default `library` has the sum of the stages' tolerances, and `asked` 0.
+    by default `library` has the sum of the stages' tolerances, and `asked` 0. Limits that no user gave grow with what a
+    stage makes of a difference.
     """
 
     kind: Literal["ours", "reference", "library", "asked", "nothing"]
@@ -53,11 +59,11 @@ class Rule:
         """The limit in levels after these stages; 0 for equal, None for no limit."""
         match self.kind:
             case "ours":
-                return 0.0 if same_device else CPU_AND_GPU
+                return 0.0 if same_device else reduce(_spread, stages, CPU_AND_GPU)
             case "library" | "asked" if self.levels is not None:
                 return self.levels
             case "reference" | "library":
-                return sum(stage.tolerance for stage in stages)
+                return reduce(lambda levels, stage: _spread(levels, stage) + stage.tolerance, stages, 0.0)
             case "asked":
                 return 0.0
             case "nothing":
@@ -71,17 +77,34 @@ class Rule:
             case "ours" if same_device:
                 return "equal: both run on the same device"
             case "ours":
-                return f"at most {CPU_AND_GPU:g} levels: one runs on the CPU, one on a GPU"
+                return f"at most {CPU_AND_GPU:g} levels{_SPREAD}: one runs on the CPU, one on a GPU"
             case "library" | "asked" if self.levels:
                 return f"at most {self.levels:g} levels, as asked for"
             case "library" | "asked" if self.kind == "asked" or self.levels is not None:
                 return "equal, as asked for"
             case "reference" | "library":
-                return "at most the sum of the stages' tolerances"
+                return f"at most the sum of the stages' tolerances{_SPREAD}"
             case "nothing":
                 return ""
             case _:
                 assert_never(self.kind)
+
+
+def _spread(levels: float, stage: Stage) -> float:
+    """How far apart two levels can be after a stage which before it are at most `levels` apart.
+
+    It is `levels`, unless the stage maps each level to one that depends on nothing else: posterize makes 32 of 1.
+    """
+    if not isinstance(stage, Pointwise) or stage.random:
+        return levels
+    ramp = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
+    side = np.array([len(ramp)])
+    operations = stage.operations(stage.draw(Keys(0, 0, np.arange(1)).stage(stage.key_name, 0)), side, side)
+    if operations is None:
+        return levels
+    mapped = run_pointwise(ramp, operations, 0, None, planes=False, out=None).reshape(256, 3).astype(int)
+    apart = (np.abs(mapped[step:] - mapped[:-step]).max() for step in range(1, min(int(levels), 255) + 1))
+    return max(levels, *map(float, apart))
 
 
 def pairs_of(

@@ -50,14 +50,16 @@ class Row:
         return max((levels.max for levels in (self.own, self.hostile) if levels is not None), default=0.0)
 
     @property
-    def breach(self) -> bool:
-        """Whether the two ways differ by more than allowed, or do not accept the same images, or none was compared."""
+    def apart(self) -> bool:
+        """Whether the two ways differ by more than allowed."""
         if self.allowed is None:
             return False
-        if self.images == 0:
-            return True
-        apart = self.differ > 0 if self.allowed == 0 else not self.max <= self.allowed + self.noise
-        return apart or bool(self.alone)
+        return self.differ > 0 if self.allowed == 0 else not self.max <= self.allowed + self.noise
+
+    @property
+    def breach(self) -> bool:
+        """Whether the two ways differ by more than allowed, or do not accept the same images, or none was compared."""
+        return self.allowed is not None and (self.images == 0 or self.apart or bool(self.alone))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,7 +86,7 @@ def breaches(pair: Pair) -> Iterator[str]:
     for row in pair.rows:
         if row.breach:
             more = f" ({_in_results(row)})" if is_library(pair.b) and row.pixels else ""
-            apart = f"{show_levels(row.max)} levels apart{more}, limit {show_allowed(row)}" if row.differ else ""
+            apart = f"{show_levels(row.max)} levels apart{more}, limit {show_allowed(row)}" if row.apart else ""
             alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
             none = "no image could be compared" if row.images == 0 and not row.alone else ""
             yield f"{pair.a} against {pair.b} after {row.stage}: {'; '.join(filter(None, (apart, alone, none)))}"

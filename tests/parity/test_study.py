@@ -494,13 +494,56 @@ def test_what_each_rule_allows() -> None:
         for kind in ("ours", "reference", "asked", "nothing")
         for same in (True, False)
     }
+    spread = ", which colour stages may spread"
     assert words[("ours", True)] == "equal: both run on the same device"
-    assert words[("ours", False)] == "at most 2 levels: one runs on the CPU, one on a GPU"
-    assert words[("reference", True)] == "at most the sum of the stages' tolerances"
+    assert words[("ours", False)] == f"at most 2 levels{spread}: one runs on the CPU, one on a GPU"
+    assert words[("reference", True)] == f"at most the sum of the stages' tolerances{spread}"
     assert words[("asked", False)] == "at most 3.5 levels, as asked for"
     assert words[("nothing", True)] == ""
-    assert Rule("library").words(same_device=True) == "at most the sum of the stages' tolerances"
+    assert Rule("library").words(same_device=True) == f"at most the sum of the stages' tolerances{spread}"
     assert Rule("library", 3.5).words(same_device=True) == "at most 3.5 levels, as asked for"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "limit", "on_two_devices"),
+    [
+        ("posterize", {"bits": 3}, 32, 32),
+        ("posterize", {"bits": 8}, 2, 2),
+        ("posterize", {"bits": 3, "probability": 0.5}, 2, 2),  # what is drawn is not known here
+        ("solarize", {"threshold": 60}, 137, 137),
+        ("brightness", {"amount": [2.5, 2.5]}, 5, 5),
+        ("brightness", {"amount": [0.5, 0.5]}, 2, 2),
+        ("invert", {}, 2, 2),
+        ("normalize", {}, 2, 2),
+    ],
+)
+def test_a_limit_grows_where_a_stage_moves_levels_apart(
+    name: str, parameters: dict[str, Any], limit: float, on_two_devices: float
+) -> None:
+    """Two neighbouring levels may lie on both sides of a step of posterize, or of solarize's threshold."""
+    parameters = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+    stages = [STAGES["decode"](), STAGES["resize"](shorter=3), STAGES[name](**parameters)]  # type: ignore[call-arg]
+    assert Rule("reference").allowed(stages, same_device=True) == limit
+    assert Rule("library").allowed(stages, same_device=True) == limit
+    assert Rule("ours").allowed(stages, same_device=False) == on_two_devices
+    assert Rule("asked", 3.5).allowed(stages, same_device=True) == 3.5
+    assert Rule("ours").allowed(stages, same_device=True) == 0
+
+
+def test_a_breach_of_refused_images_alone_names_no_levels() -> None:
+    row = Row(
+        stage="resize", number=2, allowed=2, noise=0, images=3, differ=1, own=Levels(max=1, mean=1, p999=1),
+        hostile=None, refused=(), alone=(("x", "serve refuses it"),), reference_refuses=(),
+    )  # fmt: skip
+    pair = Pair(a="val", b="torchvision", asked="equal", rows=(row,))
+    assert list(breaches(pair)) == [
+        "val against torchvision after resize: 1 images that only one of them accepts or gives in this form"
+    ]
+    more = dataclasses.replace(row, allowed=0)
+    assert list(breaches(dataclasses.replace(pair, rows=(more,)))) == [
+        "val against torchvision after resize: 1 levels apart, limit equal; "
+        "1 images that only one of them accepts or gives in this form"
+    ]
 
 
 def test_rounding_to_16_bits_is_no_breach() -> None:
