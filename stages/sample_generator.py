@@ -20,6 +20,7 @@ class SampleGenerator(TorchFunctionMode):
     """Passes each random function called inside the block a generator seeded here. Affects only this thread.
 
     Numbers for a GPU are drawn on the CPU and copied, so that both devices get the same numbers. See also `on_cpu`.
+    They are drawn in float32, also where a program has set another default dtype.
 
     It sees the functions that Python calls. A mode that sees the operators below them (TorchDispatchMode) is not safe
     with several threads: where two call an operator for the first time at once, torch 2.11 keeps the address of an
@@ -43,6 +44,8 @@ class SampleGenerator(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.__name__
+        if name in _MAKERS and torch.get_default_dtype() != torch.float32:
+            _name_float32(func, args, kwargs)
         if name not in _DRAWS and name not in _LIKE:
             return func(*args, **kwargs)
         self.used = True
@@ -65,6 +68,22 @@ class SampleGenerator(TorchFunctionMode):
         return result.to(kwargs.get("device") or like.device)
 
 
+def _name_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Name float32 in a call that would make a tensor of the program's default dtype, which is another one.
+
+    That default is one of the process, so that no thread can set it for a while.
+    """
+    given = any(isinstance(value, torch.Tensor) for value in (*args, kwargs.get("out")))  # whose dtype counts
+    if given or kwargs.get("dtype") is not None:
+        return
+    if func.__name__ not in _OF_VALUES or func(*args, **kwargs).is_floating_point():
+        kwargs["dtype"] = torch.float32
+
+
+_OF_VALUES = frozenset(("arange", "full", "tensor"))
+"""Functions of torch whose results are of the default dtype if their arguments are floats."""
+_MAKERS = _OF_VALUES | {"empty", "eye", "linspace", "logspace", "normal", "ones", "rand", "randn", "zeros"}
+"""These, and the ones whose results are of the default dtype. `torch.normal` is one where it takes no tensor."""
 _DRAWS = frozenset(
     (
         *("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"),

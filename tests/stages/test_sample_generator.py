@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -39,3 +39,41 @@ def test_the_seed_decides_and_the_distribution_is_kept(name: str) -> None:
     assert abs(values.std().item() / deviation - 1) < 0.1
     if deviation == 12**-0.5:
         assert mean - 0.5 <= values.min().item() and values.max().item() < mean + 0.5
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def other_default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """A program's default dtype."""
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+MADE: dict[str, Callable[[], torch.Tensor]] = {
+    "rand": lambda: torch.rand(9),
+    "randn": lambda: torch.randn(3, 3),
+    "uniform_": lambda: torch.empty(9).uniform_(2, 3),
+    "normal": lambda: torch.normal(0.0, 1.0, (9,)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((9,), 0.5)),
+    "dirichlet": lambda: torch._sample_dirichlet(torch.tensor([1.5, 2.0])),
+    "linspace": lambda: torch.linspace(0, 1, 9),
+    "tensor": lambda: torch.tensor([0.1, 0.2]),
+    "arange": lambda: torch.arange(0.1, 1),
+    "whole numbers": lambda: torch.full((9,), 7) + torch.tensor([1]) + torch.arange(9),
+    "named": lambda: torch.rand(9, dtype=torch.float64),
+    "like": lambda: torch.normal(torch.zeros(9, dtype=torch.float64), 1.0),
+}
+PLAIN = {}
+for name, make in MADE.items():
+    with SampleGenerator(5):
+        PLAIN[name] = make()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_programs_default_dtype_changes_no_draw(name: str, other_default: torch.dtype) -> None:
+    with SampleGenerator(5):
+        made = MADE[name]()
+    assert made.dtype == PLAIN[name].dtype
+    assert torch.equal(made, PLAIN[name])
+    assert torch.get_default_dtype() == other_default
+    assert torch.rand(1).dtype == other_default
