@@ -70,6 +70,8 @@ _MAX_SEGMENTS, _MAX_CHUNKS, _MAX_OTHER_CHUNKS = 10_000, 200_000, 1_000
 """The largest number of marker segments of a JPEG before its first scan, of chunks of a PNG or WebP, and of those of a
 PNG without pixels. A file with more is bad: reading it would only take time, and libpng writes a line to stderr for
 each chunk that it does not like."""
+_MAX_TEXTS = 16
+"""The largest number of a PNG's chunks of compressed text: libpng inflates each, to 8 MB at most, which takes 60 ms."""
 
 
 def probe(
@@ -324,7 +326,7 @@ def _huffman_tables(body: memoryview) -> set[int] | None:
 
 def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
     width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
-    turn, at, name, alpha, others, ended = 1, 8, b"", kind >= _PNG_ALPHA, 0, False
+    turn, at, name, alpha, others, ended, texts = 1, 8, b"", kind >= _PNG_ALPHA, 0, False, 0
     for _ in range(_MAX_CHUNKS):
         previous = name
         length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
@@ -338,6 +340,9 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
         others += ended or name != b"IDAT"
         if others > _MAX_OTHER_CHUNKS:
             refuse(f"more than {_MAX_OTHER_CHUNKS:,} chunks without pixels")
+        texts += name in (b"zTXt", b"iTXt") and _is_compressed(name, view[at + 8 : at + 8 + length])
+        if texts > _MAX_TEXTS:
+            refuse(f"more than {_MAX_TEXTS} chunks of compressed text")
         alpha = alpha or name == b"tRNS"
         if name == b"eXIf" and orientation:
             turn = _tiff_orientation(view[at + 8 : at + 8 + length])
@@ -346,6 +351,14 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
         refuse(f"more than {_MAX_CHUNKS:,} chunks")
     form, channels = "png16" if bits == 16 else "png", {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3)
     return Header(form, width, height, channels, orientation=turn, alpha=alpha)
+
+
+def _is_compressed(name: bytes, text: memoryview) -> bool:
+    """Whether a PNG's chunk of text is compressed: in an iTXt, the byte behind its keyword says so."""
+    if name == b"zTXt":
+        return True
+    _, _, rest = bytes(text[:82]).partition(b"\0")
+    return rest[:1] != b"\0"
 
 
 def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:

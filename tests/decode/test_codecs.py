@@ -40,6 +40,7 @@ from tests.images import (
     pillow,
     png,
     png_bytes,
+    png_chunk,
     segment,
     tiny_jpeg,
     with_orientation,
@@ -426,6 +427,21 @@ def test_chunks_of_pixels_behind_others_are_without_pixels() -> None:
     assert probe(np.frombuffer(PNG[:end] + 1001 * pixels + PNG[end:], np.uint8)).format == "png"
     with pytest.raises(BadSampleError, match="more than 1,000 chunks without pixels"):
         probe(np.frombuffer(PNG[:end] + text + 1001 * pixels + PNG[end:], np.uint8))
+
+
+@pytest.mark.parametrize("name", [b"zTXt", b"iTXt"])
+def test_a_png_with_many_chunks_of_compressed_text_is_refused(name: bytes) -> None:
+    """libpng inflates all of them: 100 chunks of 8 KB took 6 s. Text that is not compressed does not count."""
+
+    def with_texts(count: int, flag: bytes = b"\1") -> NDArray[np.uint8]:
+        head = b"key\0" + (b"\0" if name == b"zTXt" else flag + b"\0\0\0")
+        return np.frombuffer(PNG[:33] + png_chunk(name, head + zlib.compress(bytes(1000))) * count + PNG[33:], np.uint8)
+
+    probe(with_texts(16))
+    with pytest.raises(BadSampleError, match="more than 16 chunks of compressed text"):
+        probe(with_texts(17))
+    if name == b"iTXt":
+        probe(with_texts(100, b"\0"))
 
 
 def test_a_webp_of_very_many_chunks_is_bad_where_its_orientation_is_looked_for() -> None:
