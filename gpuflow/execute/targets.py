@@ -23,6 +23,7 @@ from gpuflow.pipeline.targets import (
     map_boxes,
     map_keypoints,
     moves_of,
+    sizes_at_fault,
 )
 
 __all__ = ["TargetMapper", "Targets"]
@@ -78,7 +79,7 @@ class TargetMapper:
     def map(self, records: Records, keys: s.Keys, sizes: s.Ints) -> Targets:
         """The targets of N samples. sizes [N, 2]: height and width of their upright images."""
         errors = list(records.errors)
-        for sample, reason in self._faults(records.columns, sizes):
+        for sample, reason in self._faults(records, sizes):
             errors[sample] = errors[sample] or reason
         while True:  # again without those whose masks cannot be decoded
             good = np.array([i for i, error in enumerate(errors) if error is None], np.int64)
@@ -92,7 +93,7 @@ class TargetMapper:
     def check(self, records: Records, sizes: s.Ints) -> list[str | None]:
         """For each of N samples None, or why its record is bad. sizes [N, 2]: as in `map`, which finds the same."""
         errors = list(records.errors)
-        for sample, reason in self._faults(records.columns, sizes):
+        for sample, reason in self._faults(records, sizes):
             errors[sample] = errors[sample] or reason
         boxes = None if self.boxes is None else records.columns[self.boxes.name]
         for field in self.fields:
@@ -108,8 +109,10 @@ class TargetMapper:
 
     # --- faults that are known before anything is mapped ----------------------------------------------------------
 
-    def _faults(self, columns: Mapping[str, Column], sizes: s.Ints) -> Iterator[tuple[int, str]]:
-        first = self.boxes
+    def _faults(self, records: Records, sizes: s.Ints) -> Iterator[tuple[int, str]]:
+        columns, first = records.columns, self.boxes
+        if records.sizes is not None and any(field.type in GEOMETRIC for field in self.fields):
+            yield from sizes_at_fault(records.sizes, sizes, upright=self.upright)
         for field in self.fields:
             column = columns[field.name]
             match field.type:

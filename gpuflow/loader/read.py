@@ -42,7 +42,7 @@ def with_values(plan: LoaderPlan, keys: Keys, indices: Sequence[int]) -> tuple[K
         return keys, None
     records = records_of(plan.source, indices)
     values, errors = values_of(plan.record_values, records)
-    return replace(keys, values=values), Records(records.columns, errors)
+    return replace(keys, values=values), replace(records, errors=errors)
 
 
 class ChunkReader:

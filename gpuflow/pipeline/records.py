@@ -134,12 +134,18 @@ def taken(column: Column, samples: NDArray[np.int64]) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Columns of N samples by name. errors: for each sample None, or why its record is bad."""
+    """Columns of N samples by name. errors: for each sample None, or why its record is bad.
+
+    sizes: [N, 2], height and width of the upright images as the source's file gives them, zeros where it gives none;
+    None if it never does.
+    """
 
     columns: Mapping[str, Column]
     errors: Sequence[str | None]
+    sizes: NDArray[np.int64] | None = None
 
     def take(self, samples: NDArray[np.int64]) -> Records:
         """The records of these samples, in this order."""
         columns = {name: taken(column, samples) for name, column in self.columns.items()}
-        return Records(columns, [self.errors[i] for i in samples.tolist()])
+        sizes = None if self.sizes is None else self.sizes[samples]
+        return Records(columns, [self.errors[i] for i in samples.tolist()], sizes)

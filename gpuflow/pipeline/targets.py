@@ -34,6 +34,7 @@ __all__ = [
     "map_keypoints",
     "moves_of",
     "moves_of_stages",
+    "sizes_at_fault",
     "unsaid_move",
     "views_carry_problem",
 ]
@@ -169,6 +170,18 @@ def views_carry_problem(fields: Sequence[Field]) -> Problem | None:
 
 
 # --- records at fault -------------------------------------------------------------------------------------------------
+
+
+def sizes_at_fault(given: s.Ints, sizes: s.Ints, *, upright: bool) -> Iterator[tuple[int, str]]:
+    """Samples whose image has another size [N, 2] than the source's file gives, and why: their boxes lie elsewhere.
+
+    given: these sizes, zeros where there is none. upright: whether `decode` applies orientations.
+    """
+    for i in np.flatnonzero(given.any(axis=1) & (given != sizes).any(axis=1)).tolist():
+        (height, width), found = given[i].tolist(), sizes[i].tolist()
+        turned = f"set decode: {{orientation: {'ignore' if upright else 'apply'}}}"
+        action = turned if found == [width, height] else "correct its width and height"
+        yield i, f"image must have {height}x{width} pixels as its entry says, got {found[0]}x{found[1]}; {action}"
 
 
 def boxes_at_fault(name: str, boxes: Ragged, sizes: s.Ints) -> Iterator[tuple[int, str]]:

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import SourceSpec
@@ -31,6 +32,8 @@ __all__ = ["open_coco"]
 
 _IMAGES = 4096
 """Number of images in one block."""
+_SIDE = 2**31
+"""No image has a side of so many pixels."""
 _OF_ANNOTATIONS = ("bbox", "segmentation", "keypoints")
 
 
@@ -79,7 +82,7 @@ def open_coco(spec: SourceSpec) -> FileSource:
                 block[column] = _of_images(images[first : first + _IMAGES], column, place)
         builder.add(block, len(numbers))
     labels = np.fromiter((label_of[annotations[k]["category_id"]] for ks in held for k in ks), np.int64)
-    records = builder.build(box_labels=(classes, labels))
+    records = replace(builder.build(box_labels=(classes, labels)), sizes=_sizes(images))
     table = PathTableBuilder()
     table.add([image["file_name"] for image in images])
     root = spec.images if is_remote(spec.images) else os.path.expanduser(spec.images)
@@ -155,6 +158,13 @@ def _checked_images(document: Mapping[str, Any], place: str) -> list[dict[str, A
             raise SourceError(f"{here} must have a file_name, got {show(name)}; correct it")
         check_path(name, here)
     return images
+
+
+def _sizes(images: Sequence[Mapping[str, Any]]) -> NDArray[np.int64]:
+    """Height and width of each image, zeros where its entry does not give both."""
+    sizes = [(image.get("height"), image.get("width")) for image in images]
+    known = [all(type(side) is int and 0 < side < _SIDE for side in size) for size in sizes]
+    return np.array([size if one else (0, 0) for size, one in zip(sizes, known, strict=True)], np.int64)
 
 
 def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], label_of: Mapping[int, int]) -> int:

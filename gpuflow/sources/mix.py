@@ -111,7 +111,9 @@ class MixSource:
             for name in found[0].columns
         }
         errors = [error for records in found for error in records.errors]
-        return Records(columns, [errors[i] for i in order.tolist()])
+        unknown = [np.zeros((len(records.errors), 2), np.int64) for records in found]
+        sizes = [one if records.sizes is None else records.sizes for records, one in zip(found, unknown, strict=True)]
+        return Records(columns, [errors[i] for i in order.tolist()], np.concatenate(sizes)[order])
 
     def _records_of(self, number: int, own: NDArray[np.int64]) -> Records:
         """The records of samples of one source, whose boxes have the labels of the mix."""
@@ -125,7 +127,7 @@ class MixSource:
                 labels = columns[field.labels]
                 assert isinstance(labels, Ragged)
                 columns[field.labels] = Ragged(lookup[labels.values], labels.offsets)
-        return Records(columns, records.errors)
+        return replace(records, columns=columns)
 
     def without_records(self) -> MixSource:
         return self.with_parts([without_records(part) for part in self.parts])

@@ -48,19 +48,21 @@ class RecordTable:
 
     fields: besides image and label. stores: their columns, those of boxes' labels included.
     errors: why records are bad, by the number of the sample; their rows are empty.
-    storages: what masks are read from.
+    storages: what masks are read from. sizes: of the images, see `Records`.
     """
 
     fields: tuple[Field, ...]
     stores: Mapping[str, Store]
     errors: Mapping[int, str]
     storages: tuple[Storage, ...] = ()
+    sizes: NDArray[np.int64] | None = None
 
     def records(self, indices: Sequence[int]) -> Records:
         """The fields of these samples. Raises what `Storage` says."""
         samples = np.asarray(indices, dtype=np.int64)
         errors = [self.errors.get(i) for i in samples.tolist()]
-        return Records({name: store.take(samples, errors) for name, store in self.stores.items()}, errors)
+        columns = {name: store.take(samples, errors) for name, store in self.stores.items()}
+        return Records(columns, errors, None if self.sizes is None else self.sizes[samples])
 
     def digest(self) -> str:
         """A hash of all fields and values, as 16 hex digits; empty without fields. Masks' files are not read."""

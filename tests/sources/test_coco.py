@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+from PIL import Image
 
+import gpuflow
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.records import Field, Polygons, Ragged, Rle
 from gpuflow.sources import Source, SourceSpec, fields_of, fingerprint_of, has_labels, open_source, records_of, subset
@@ -385,3 +389,62 @@ def test_keys_that_do_not_go_with_it(keys: dict[str, Any], message: str) -> None
     with pytest.raises(ConfigError) as caught:
         SourceSpec(coco="x.json", **keys)
     assert str(caught.value) == message
+
+
+# The sizes of images.
+
+
+def test_sizes_of_images_are_known_where_entries_give_both() -> None:
+    content = document()
+    content["images"][0] |= {"height": None}
+    content["images"][1] |= {"height": 0}
+    sizes = records_of(opened(content), [2, 0, 1]).sizes
+    assert sizes is not None
+    assert sizes.tolist() == [[0, 0], [4, 5], [0, 0]]
+
+
+def test_a_mix_has_the_sizes_of_its_sources() -> None:
+    opened(document())
+    Path("a.jsonl").write_text('{"path": "a.jpg", "boxes": [], "labels": []}\n')
+    boxes = {"boxes": {"labels": "labels", "classes": ["dog", "cat"]}}
+    entries: list[dict[str, Any]] = [
+        {"source": {"listing": "a.jsonl", "fields": boxes}},
+        {"source": {"coco": "instances.json", "images": "images", "fields": {"boxes": {}}}},
+    ]
+    sizes = records_of(open_source(SourceSpec(mix=tuple(entries))), [3, 0, 1]).sizes
+    assert sizes is not None
+    assert sizes.tolist() == [[4, 5], [0, 0], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("orientation", "stored", "reason"),
+    [
+        ("ignore", (5, 4), "must have 4x5 pixels as its entry says, got 5x4; set decode: {orientation: apply}"),
+        ("apply", (5, 4), "must have 4x5 pixels as its entry says, got 5x4; set decode: {orientation: ignore}"),
+        ("ignore", (8, 10), "must have 4x5 pixels as its entry says, got 8x10; correct its width and height"),
+        ("ignore", (4, 5), None),
+    ],
+)
+def test_an_image_of_another_size_than_its_entry_says_is_bad(
+    orientation: str, stored: tuple[int, int], reason: str | None
+) -> None:
+    """Its boxes would lie elsewhere, also where all of them are inside of it."""
+    content = document()
+    for annotation in content["annotations"]:
+        annotation.pop("segmentation", None)
+    config = {
+        "source": {"coco": "instances.json", "images": "images"},
+        "pipelines": {
+            "val": {"stages": [{"decode": {"orientation": orientation}}, {"resize": {"height": 8, "width": 8}}]}
+        },
+    }
+    opened(content)
+    Path("coco.yaml").write_text(yaml.safe_dump(config))
+    for name in "abc":
+        Image.fromarray(np.zeros((*stored, 3), np.uint8)).save(f"images/{name}.jpg")
+    with gpuflow.load("coco.yaml", "val", overrides=["run.on_error=raise"]) as loader:
+        if reason is None:
+            assert [len(images) for images, _ in loader] == [3]
+            return
+        with pytest.raises(gpuflow.BadSampleError, match=f"record: image {re.escape(reason)}"):
+            next(iter(loader))
