@@ -81,6 +81,8 @@ _KINDS_OF = {
     "unite_classes": ("mix",),
 }
 """Keys that only some kinds of sources have."""
+_WITH_SPLITS = ("hf", "folder")
+"""Kinds of sources whose own splits have names."""
 _WINDOW = 8192
 _FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")
 Fraction = Annotated[float, _FRACTION]
@@ -137,7 +139,8 @@ class SourceSpec:
             occur. Of a mix: their names; by default all its sources have the same.
         unite_classes: of `mix`: unite the classes of its sources by name.
         split: the fraction of each named part, in order; a pipeline reads the part that has its name.
-        splits: of `hf`, or of a mix of such: the names of the dataset's own splits that are the named parts.
+        splits: of `hf`, of `folder`, or of a mix of such: the names of the dataset's own splits that are the named
+            parts. Those of a folder are directories in it, each with directories of the classes.
         seed: the seed of the split, of every order and of all random numbers.
         window: of shards, and of Parquet files: how many neighbouring samples are shuffled among each other; by default
             8192, and of Parquet files as many as take 256 MB, at most 8192.
@@ -266,8 +269,8 @@ class SourceSpec:
                 if getattr(entry.spec, key):
                     rule = "must stand next to mix, and is for all its sources"
                     yield Problem.of((*at, key), rule, action="move it there", code="config.conflict")
-            if self.splits and entry.spec.hf is None:
-                rule, action = "must be those of source.hf alone", "give the fractions of parts with split"
+            if self.splits and entry.spec.kind not in _WITH_SPLITS:
+                rule, action = "must be those of source.hf or source.folder", "give the fractions of parts with split"
                 yield Problem.of(
                     "splits", f"{rule}, got source.{entry.spec.kind}", action=action, code="config.conflict"
                 )
@@ -289,8 +292,8 @@ class SourceSpec:
             yield Problem.of(
                 "splits", "must not stand next to split", action="remove one of them", code="config.conflict"
             )
-        if self.splits and given and given[0] not in ("hf", "mix"):
-            rule = f"must go with source.hf, whose splits have names, got source.{given[0]}"
+        if self.splits and given and given[0] not in (*_WITH_SPLITS, "mix"):
+            rule = f"must go with source.hf or source.folder, whose splits have names, got source.{given[0]}"
             yield Problem.of("splits", rule, action="give the fractions of parts with split", code="config.conflict")
 
     @property

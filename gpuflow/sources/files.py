@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -27,6 +27,7 @@ class FileSource:
         note: how its index was read, for `gpuflow explain`; empty if there was nothing to decide.
         has_labels: whether its samples have labels.
         table: the declared fields besides image and label.
+        splits: the first index of each of its own splits, and the one after its last.
     """
 
     shard_sizes = None
@@ -42,10 +43,11 @@ class FileSource:
         note: str = "",
         has_labels: bool = True,
         table: RecordTable = NO_FIELDS,
+        splits: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.storage, self._paths, self._root = storage, paths, root
         self.labels, self.classes, self.note = labels, classes, note
-        self.has_labels, self._table = has_labels, table
+        self.has_labels, self._table, self.splits = has_labels, table, dict(splits or {})
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -89,6 +91,7 @@ class FileSource:
             note=self.note,
             has_labels=self.has_labels,
             table=table,
+            splits=self.splits,
         )
 
     def close(self) -> None:

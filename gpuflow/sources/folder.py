@@ -1,12 +1,14 @@
 """The folder source: one directory per class, with the order and the labels of torchvision's ImageFolder.
 
-Unlike there, names that begin with a dot are left out: `.ipynb_checkpoints` is no class, and `._1.jpg` no image.
+Unlike there, names that begin with a dot are left out: `.ipynb_checkpoints` is no class, and `._1.jpg` no image. With
+`splits` each of these is a directory that holds the classes' directories; the first one says which classes there are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from gpuflow.errors import SourceError
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.directories import ancestors, cannot_be_listed, identity_of, is_directory, walk
 from gpuflow.sources.files import FileSource
-from gpuflow.sources.hints import missing_path
+from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
 
@@ -45,33 +47,45 @@ def open_folder(spec: SourceSpec) -> FileSource:
     """Index `spec.folder`, ordered by class, then by directory, then by file name."""
     assert spec.folder is not None
     storage: Storage
+    tree_of: Callable[[str, tuple[str, ...]], Iterator[tuple[str, list[str]]]]
     extensions = image_extensions(spec)
     if is_remote(spec.folder):
         root = spec.folder.rstrip("/")
         storage = remote = open_remote(root, spec.cache_spec)
-        tree = _remote_tree(remote, root, extensions)
+        tree_of = partial(_remote_tree, remote)
     else:
         root = os.path.expanduser(spec.folder)
         storage = LocalStorage()
-        tree = _local_tree(root, extensions)
-    table, classes, counts = PathTableBuilder(), [], []
-    for name, images in tree:
-        table.add(images)
-        classes.append(name)
-        counts.append(len(images))
-    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if empty:
-        others = f"; nor do {', '.join(empty[1:_NAMED])}" if len(empty) > 1 else ""
-        others += f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
-        raise SourceError(
-            f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(extensions)}), got none{others}; "
-            f"add images or remove the directory"
-        )
+        tree_of = _local_tree
+    table, codes, counts = PathTableBuilder(), list[int](), list[int]()
+    classes, splits = dict[str, int](), dict[str, tuple[int, int]]()
+    for split in spec.splits or ("",):
+        first, below = sum(counts), f"{split}/" if split else ""
+        empty = list[str]()
+        for name, images in tree_of(os.path.join(root, split) if split else root, extensions):
+            if splits and name not in classes:
+                raise SourceError(
+                    f"{root}/{split}/{name}: must be a class of the first split, {spec.splits[0]}"
+                    f"{near_word(name, classes)}; rename the directory, or name the split that has all classes first"
+                )
+            table.add([below + image for image in images])
+            codes.append(classes.setdefault(name, len(classes)))
+            counts.append(len(images))
+            if not images:
+                empty.append(below + name)
+        if empty:
+            others = f"; nor do {', '.join(empty[1:_NAMED])}" if len(empty) > 1 else ""
+            others += f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
+            raise SourceError(
+                f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(extensions)}), got none{others}; "
+                f"add images or remove the directory"
+            )
+        splits[split] = first, sum(counts)
     paths = table.build(os.path.join(root, ""))
     if spec.declared and not any(field.type == "label" for _, field in spec.declared):
-        return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False)
-    labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-    return FileSource(storage, paths, labels, tuple(classes))
+        return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False, splits=splits)
+    labels = np.repeat(np.array(codes, np.int64), counts)
+    return FileSource(storage, paths, labels, tuple(classes), splits=splits)
 
 
 def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:

@@ -18,7 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.rng import key64
-from gpuflow.sources import SourceSpec, open_source, subset
+from gpuflow.sources import SourceSpec, fingerprint_of, open_source, subset
 from gpuflow.sources.folder import EXTENSIONS
 from tests.sources.conftest import ReadAll
 
@@ -308,3 +308,68 @@ with ThreadPoolExecutor(8) as threads:
     assert all(error is None for errors in threads.map(read, range(200)) for error in errors)
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+# Splits that are directories.
+
+
+def planted(root: Path) -> Path:
+    """Folders of training and validation, as of ImageNet; no photograph of b is for validation."""
+    return plant(
+        root, "train/a/1.jpg", "train/b/1.jpg", "train/b/2.jpg", "train/ç d/1.jpg", "val/ç d/1.jpg", "val/a/z.jpg"
+    )
+
+
+def test_splits_are_folders_with_the_classes_of_the_first(tmp_path: Path, read_all: ReadAll) -> None:
+    root = planted(tmp_path / "photos")
+    spec = SourceSpec(folder=str(root), splits=("train", "val"))
+    whole = open_source(spec)
+    train, val = (subset(whole, spec, name) for name in spec.splits)
+    expected = ImageFolder(str(root / "train"))
+    assert train.classes == val.classes == tuple(expected.classes) == ("a", "b", "ç d")
+    assert [(train.path(i), int(train.labels[i])) for i in range(len(train))] == expected.samples
+    found = [(val.path(i), int(val.labels[i])) for i in range(len(val))]
+    assert found == [(f"{root}/val/a/z.jpg", 0), (f"{root}/val/ç d/1.jpg", 2)]
+    assert read_all(val) == [b"val/a/z.jpg", "val/ç d/1.jpg".encode()]
+    assert whole.labels.tolist() == [0, 1, 1, 2, 0, 2]
+    other = planted(tmp_path / "moved")
+    assert fingerprint_of(open_source(SourceSpec(folder=str(other), splits=spec.splits))) == fingerprint_of(whole)
+
+
+def test_a_split_has_no_classes_that_the_first_has_not(tmp_path: Path) -> None:
+    plant(planted(tmp_path), "val/c d/1.jpg")
+    fails(
+        f"{tmp_path}/val/c d: must be a class of the first split, train; did you mean 'ç d'?; rename the directory, "
+        "or name the split that has all classes first",
+        folder=str(tmp_path),
+        splits=("train", "val"),
+    )
+
+
+def test_a_split_without_images_or_directory(tmp_path: Path) -> None:
+    (planted(tmp_path) / "val" / "b").mkdir()
+    with pytest.raises(SourceError, match=r"/val/b: a class directory must hold an image .* got none; add images or"):
+        open_source(SourceSpec(folder=str(tmp_path), splits=("train", "val")))
+    fails(
+        f"source.folder must be a directory, got '{tmp_path}/vals', which does not exist; did you mean "
+        f"'{tmp_path}/val'?",
+        folder=str(tmp_path),
+        splits=("train", "vals"),
+    )
+
+
+def test_splits_behind_a_url(tmp_path: Path) -> None:
+    root = planted(tmp_path)
+    spec = SourceSpec(folder=f"file://{root}", splits=("train", "val"))
+    val = subset(open_source(spec), spec, "val")
+    assert [(val.path(i), int(val.labels[i])) for i in range(len(val))] == [
+        (f"file://{root}/val/a/z.jpg", 0),
+        (f"file://{root}/val/ç d/1.jpg", 2),
+    ]
+
+
+def test_a_mix_of_folders_with_splits(tmp_path: Path) -> None:
+    entries = tuple({"source": {"folder": str(planted(tmp_path / name))}} for name in "xy")
+    spec = SourceSpec(mix=entries, splits=("train", "val"))
+    whole = open_source(spec)
+    assert [len(subset(whole, spec, name)) for name in spec.splits] == [8, 4]

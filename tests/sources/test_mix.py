@@ -243,14 +243,14 @@ def test_classes_for_labels_that_are_numbers(tmp_path: Path) -> None:
             "source.weights must not stand next to mix",
         ),
         (
-            {"mix": ({"source": {"folder": "a"}},), "splits": ("x",)},
-            "source.splits must be those of source.hf alone, got",
+            {"mix": ({"source": {"listing": "a"}},), "splits": ("x",)},
+            "source.splits must be those of source.hf or source.folder, got source.listing",
         ),
         ({"folder": "a", "by": "batch"}, "source.by must go with source.mix, got source.folder; remove by"),
         ({"folder": "a", "unite_classes": True}, "source.unite_classes must go with source.mix, got source.folder"),
         (
-            {"folder": "a", "splits": ("x",)},
-            "source.splits must go with source.hf, whose splits have names, got source.f",
+            {"listing": "a", "splits": ("x",)},
+            "source.splits must go with source.hf or source.folder, whose splits have names, got source.l",
         ),
     ],
 )
