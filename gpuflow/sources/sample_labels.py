@@ -17,9 +17,17 @@ __all__ = ["SampleLabels", "loses_digits", "names_in", "sample_labels"]
 
 
 def loses_digits(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which of these are whole numbers that float32 does not hold, such as time stamps."""
+    """Which of these are whole numbers that float32 does not hold, such as time stamps.
+
+    Python's numbers, in an array of objects, are compared as they are: float64 may round one to a number of float32.
+    """
+    rounded = numbers.astype(np.float64)
     with np.errstate(over="ignore"):
-        return np.asarray((np.floor(numbers) == numbers) & (numbers.astype(np.float32) != numbers))
+        held = rounded.astype(np.float32)
+    lost = np.asarray((np.floor(rounded) == rounded) & (held != rounded))
+    large = np.abs(rounded) >= 2.0**53
+    lost[large] = held[large].astype(object) != numbers[large].astype(object)
+    return lost
 
 
 def names_in(text: str, separator: str) -> list[str]:
@@ -129,7 +137,7 @@ class _Numbers:
     def add(self, values: Sequence[Any]) -> None:
         for i, value in enumerate(values):
             self._check(self._count + i, value)
-        numbers = np.array(list(values), np.float64)
+        numbers = np.array(list(values), object)
         for i in np.flatnonzero(loses_digits(numbers))[:1]:
             row = int(i) // self._length
             here = self._locate.value(self._count + row, self._column)

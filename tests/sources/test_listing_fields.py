@@ -488,6 +488,14 @@ def test_numbers_that_are_no_float32(number: str) -> None:
     assert message.startswith("list.jsonl:1: label must be a finite number, got ")
 
 
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63 - 1, -(2**63) + 1, 2**64 - 1])
+@pytest.mark.parametrize("kind", ["number", "vector"])
+def test_labels_that_float64_rounds_to_a_number_of_float32(kind: str, number: int) -> None:
+    written = [0.1, number] if kind == "vector" else number
+    message = refused(f'{{"path": "a.jpg", "label": {written}}}', fields={"label": {"kind": kind}})
+    assert message.startswith(f"list.jsonl:1: label must have no more digits than float32 holds, got {written}; ")
+
+
 @pytest.mark.parametrize("kind", ["number", "vector"])
 def test_labels_with_more_digits_than_float32(kind: str) -> None:
     def line(number: int) -> str:
