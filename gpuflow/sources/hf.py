@@ -469,7 +469,8 @@ class _Reader:
             if not _is_plain(self._schema.field(column).type):
                 kind = self._schema.field(column).type
                 raise SourceError(
-                    f"{self._where}: the column {column!r} must be numbers, text or lists of them, got {kind}"
+                    f"{self._where}: the column {column!r} must be numbers, text or lists of them, got {kind}; "
+                    "convert it, or leave it out of source.fields"
                 )
         first = 0
         for table in self._tables:

@@ -150,7 +150,7 @@ class RecordBuilder:
                 case "text":
                     for i, value in enumerate(values):
                         if not isinstance(value, str):
-                            raise self._fault(i, column, "must be text", value)
+                            raise self._value_fault(i, column, "must be text", value)
                     self._objects[name] += values
                 case "any":
                     self._objects[name] += values
@@ -219,6 +219,11 @@ class RecordBuilder:
         i += self._count
         here = self._locate.value(i, column) if row is None else self._locate.row(i, column, row)
         return SourceError(f"{here} {rule}, got {show(value)}; correct it")
+
+    def _value_fault(self, i: int, column: str, rule: str, value: Any) -> SourceError:
+        """The error for a number or a text."""
+        action = ", or declare it with type: any, which keeps missing values" if value is None else ""
+        return SourceError(f"{self._fault(i, column, rule, value)}{action}")
 
     def _note_bad(self, samples: NDArray[np.int64], column: str, counts: NDArray[np.int64], rule: str) -> None:
         """Make the records bad that have these rows of the block, numbered across its samples."""
@@ -379,7 +384,7 @@ class RecordBuilder:
         if numbers is None:
             for i, value in enumerate(values):
                 if _numeric([value], ()) is None:
-                    raise self._fault(i, column, "must be a number", value)
+                    raise self._value_fault(i, column, "must be a number", value)
             raise AssertionError("a check of numbers failed, but no number is faulty")
         for i in np.flatnonzero(np.abs(numbers) >= _MANTISSA).tolist():
             if type(values[i]) is int and values[i] != int(numbers[i]):

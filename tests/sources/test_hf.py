@@ -197,6 +197,16 @@ def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll
 
 
 @with_pyarrow
+def test_a_column_of_a_type_that_json_has_not(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    path = str(write_parquet(tmp_path / "x.parquet", {"image": [jpeg(0, 0)], "taken": pa.array([0], pa.date32())}))
+    rule = r"'taken' must be numbers, text or lists of them, got date32\[day\]; convert it, or leave it out of source\."
+    with pytest.raises(SourceError, match=rule):
+        open_source(SourceSpec(hf=path, fields={"image": None, "taken": {"type": "any"}}))
+
+
+@with_pyarrow
 @pytest.mark.parametrize("keys", [{}, {"fields": {"image": None, "label": {"kind": "number"}}}])
 def test_a_column_that_a_file_has_twice(keys: dict[str, Any], tmp_path: Path) -> None:
     import pyarrow as pa

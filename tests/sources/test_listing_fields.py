@@ -413,6 +413,16 @@ def test_values_that_make_a_record_bad(fields: Any, values_of_row: Any, reason: 
         ({"boxes": {}}, {"boxes": [[True, 1, 9, 9]]}, "boxes[0] must be 4 numbers, got [True, 1, 9, 9]; correct it"),
         ({"text": {}}, {"text": 3}, "text must be text, got 3; correct it"),
         (
+            {"text": {}},
+            {"text": None},
+            "text must be text, got null; correct it, or declare it with type: any, which keeps missing values",
+        ),
+        (
+            {"weight": {"type": "number"}},
+            {"weight": None},
+            "weight must be a number, got null; correct it, or declare it with type: any, which keeps missing values",
+        ),
+        (
             {"label": {}},
             {"label": "\ud800"},
             "label must be text without lone surrogates, got '\\ud800'; correct it",
