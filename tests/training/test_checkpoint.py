@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def test_what_could_not_be_served_is_refused_when_it_is_saved(config: Path, tmp_
                 tmp_path / "nowhere" / "x.pt", models.squeezenet1_1(num_classes=3), arch=ARCH, loader=loader
             )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        (nn.Sequential(models.squeezenet1_1(num_classes=3)), "it also has 0.classifier.1.bias"),
+        (nn.Sequential(), "it has no classifier.1.bias"),
+    ],
+)
+def test_the_weights_of_another_model(model: nn.Module, fault: str, config: Path, tmp_path: Path) -> None:
+    action = "name its own arch, or save its weights and loader.state_dict() with torch.save, and serve it as .pt2"
+    message = re.escape(f"model must have the weights of {ARCH} for 3 classes, but {fault}; {action}")
+    with gpuflow.load(config, "train") as loader, pytest.raises(ValueError, match=message):
+        gpuflow.save_checkpoint(tmp_path / "x.pt", model, arch=ARCH, loader=loader)
 
 
 def test_what_torch_would_not_read_is_refused_and_the_file_before_stays(config: Path, tmp_path: Path) -> None:
