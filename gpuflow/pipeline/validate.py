@@ -60,7 +60,7 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
         raise fault(
             len(pipeline.stages) - 1,
             f"leaves images of varying size ({specs[-1]}), which no batch can hold",
-            "add center_crop, random_crop, random_resized_crop or resize with height and width",
+            "add center_crop, random_crop, random_resized_crop, letterbox or resize with height and width",
             code="stage.size",
         )
     return specs

@@ -156,7 +156,7 @@ from tests.config.files import fault, read, stages_of
         (
             "decode",
             "pipelines.a.stages[0].decode leaves images of varying size (uint8 ?x?x3 hwc), which no batch can hold; "
-            "add center_crop, random_crop, random_resized_crop or resize with height and width",
+            "add center_crop, random_crop, random_resized_crop, letterbox or resize with height and width",
         ),
         (
             "decode, resize: {shorter: 8}, random_crop: {size: 9}",

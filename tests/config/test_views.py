@@ -97,15 +97,15 @@ def test_the_fingerprint_covers_what_changes_the_pixels_and_not_the_order(file: 
             "[{random_resized_crop: {size: 13}}]",
             "[{flip: {horizontal: 0.5}}]",
             "x.yaml:11: pipelines.train.views.local.stages[0].flip leaves images of varying size (uint8 ?x?x3 hwc), "
-            "which no batch can hold; add center_crop, random_crop, random_resized_crop or resize with height and "
-            "width",
+            "which no batch can hold; add center_crop, random_crop, random_resized_crop, letterbox or resize with "
+            "height and width",
         ),
         (
             "[{random_resized_crop: {size: 13}}]",
             "[]",
             "x.yaml:11: pipelines.train.views.local.stages leaves images of varying size (uint8 ?x?x3 hwc), "
-            "which no batch can hold; add center_crop, random_crop, random_resized_crop or resize with height and "
-            "width",
+            "which no batch can hold; add center_crop, random_crop, random_resized_crop, letterbox or resize with "
+            "height and width",
         ),
         (
             "          - random_resized_crop: {size: 24}\n",

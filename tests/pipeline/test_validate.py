@@ -50,12 +50,12 @@ def test_specs_between_the_stages() -> None:
         (
             (Decode(),),
             "p[0].decode leaves images of varying size (uint8 ?x?x3 hwc), which no batch can hold; "
-            "add center_crop, random_crop, random_resized_crop or resize with height and width",
+            "add center_crop, random_crop, random_resized_crop, letterbox or resize with height and width",
         ),
         (
             (Decode(), Resize(shorter=8), Normalize()),
             "p[2].normalize leaves images of varying size (float32 ?x?x3 nchw), which no batch can hold; "
-            "add center_crop, random_crop, random_resized_crop or resize with height and width",
+            "add center_crop, random_crop, random_resized_crop, letterbox or resize with height and width",
         ),
         (
             (Decode(), Normalize(), CenterCrop(size=8)),
