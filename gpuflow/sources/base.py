@@ -238,7 +238,7 @@ class SourceSpec:
             if self.weights.file is None and given in (["folder"], ["mix"]):
                 rule = f"must be a file for source.{given[0]}, which has no columns"
                 yield Problem.of("weights", rule, code="config.conflict")
-        if self.extensions and given[0] not in ("folder", "tar"):
+        if self.extensions and given and given[0] not in ("folder", "tar"):
             rule = f"must go with folder or tar, got source.{given[0]}"
             yield Problem.of("extensions", rule, action="remove extensions", code="config.conflict")
         if wrong := [name for name in self.extensions if not (name.isalnum() and name.islower())]:

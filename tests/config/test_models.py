@@ -145,6 +145,10 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         # against each other
         ("source: {}", "source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them"),
         (
+            "source: {extensions: [heic]}",
+            "source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them",
+        ),
+        (
             "source: {folder: a, tar: b}",
             "source needs exactly one of folder, listing, tar, coco, hf and mix, got folder and tar",
         ),
