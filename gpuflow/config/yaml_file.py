@@ -121,6 +121,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             raise yaml.MarkedYAMLError(
                 problem=f"{cause}; put it in quotes if it is text", problem_mark=node.start_mark
             ) from cause
+        except (LookupError, TypeError, AttributeError) as cause:  # PyYAML expects that a tag fits
+            tag = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"the tag !!{tag} does not fit its value; remove the tag", problem_mark=node.start_mark
+            ) from cause
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

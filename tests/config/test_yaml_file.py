@@ -100,6 +100,14 @@ def test_files_that_are_no_yaml_or_no_mapping(text: str, expected: str) -> None:
     assert fault(text) == expected
 
 
+@pytest.mark.parametrize("value", ["!!int ''", "!!int [1]", "!!float ''", "!!bool maybe", "!!timestamp soon"])
+def test_a_tag_that_does_not_fit_its_value_is_located(value: str) -> None:
+    tag = value.split()[0]
+    rule = f"is not valid YAML: the tag {tag} does not fit its value; remove the tag"
+    assert fault(f"a: 1\nb: {value}\n") == f"x.yaml:2: {rule}"
+    assert f"the value {rule}" in fault(SMALL, f"source.seed={value}")
+
+
 def test_a_tag_runs_nothing(here: Path) -> None:
     fault(f"a: !!python/object/apply:os.mkdir ['{here}/made']\n")
     assert not (here / "made").exists()
