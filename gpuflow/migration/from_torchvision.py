@@ -472,6 +472,7 @@ def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
 
 def _warped(reader: _Reader, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
     """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
+    reader.pillow_warps = reader.pillow_warps or not reader.tensor
     if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(reader, t)) is None:
         return None
     center, expand = getattr(t, "center", None), getattr(t, "expand", False)
@@ -481,7 +482,6 @@ def _warped(reader: _Reader, t: Any, stage: str, keys: dict[str, Any]) -> _Equal
         keys = {**keys, "expand": True}
     if center is not None:
         keys = {**keys, "center": [number(x) for x in center]}
-    reader.pillow_warps = reader.pillow_warps or not reader.tensor
     return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **fill})
 
 

@@ -267,6 +267,7 @@ def test_the_notes_say_where_results_are_not_to_the_level() -> None:
     for transforms, notes in (
         ((v2.PILToTensor(), rotate), set()),
         ((rotate,), {pillow}),
+        ((v2.RandomRotation((10, 10), fill=0.5),), {pillow}),  # which runs by its name
         ((*theirs.SCALED, rotate), {floats}),
         ((*theirs.SCALED, v2.CenterCrop(9)), set()),
     ):
