@@ -36,6 +36,9 @@ _PILLOW_WARPS = (
     "They get PIL images, which Pillow warps: within 1 level of tensors, but for pixels at the image's border, which "
     "it does not blend with the fill."
 )
+_PILLOW_HUE = (
+    "They get PIL images, whose hue Pillow shifts with 8 bits: a level from tensors on average, and up to 16 levels."
+)
 _PILLOW_TYPES = (
     "{} has no stage: it gets PIL images, which torchvision leaves as they are. Put ToImage before it to convert them."
 )
@@ -81,7 +84,7 @@ class _Reader:
         self._source, self._table = source, table
         self.entries: list[Entry] = []
         self.gaps: list[Problem] = []
-        self.tensor = self.scaled = self.pillow = self.pillow_warps = False
+        self.tensor = self.scaled = self.pillow = self.pillow_warps = self.pillow_hue = False
         self.mean: tuple[float, ...] | None = None
         self._dtype, self._path = "float32", ""
         self._least_side = 1  # of the image that comes next, as far as it is known
@@ -95,7 +98,7 @@ class _Reader:
             self._scale()
         stages = [make_stage(entry.as_yaml, self._table) for entry in self.entries]
         random = any(stage.random for stage in stages)
-        pillow = ((_PILLOW, self.pillow), (_PILLOW_WARPS, self.pillow_warps))
+        pillow = ((_PILLOW, self.pillow), (_PILLOW_WARPS, self.pillow_warps), (_PILLOW_HUE, self.pillow_hue))
         unconverted = (_PILLOW_TYPES.format(self._unconverted), self._unconverted is not None)
         masks = (_MASKS.format(self.masks_filled), bool(self.masks_filled))
         notes = (*pillow, unconverted, masks, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
@@ -157,6 +160,7 @@ class _Reader:
             sometimes = Entry(entry.stage, {**entry.parameters, "probability": number(transform.p)})
             if self._faults(sometimes) is None:
                 self.pillow, self.pillow_warps = self.pillow or inner.pillow, self.pillow_warps or inner.pillow_warps
+                self.pillow_hue = self.pillow_hue or inner.pillow_hue
                 self._emit(sometimes)
                 return
         names = ", ".join(type(part).__name__ for part in parts)
@@ -539,6 +543,7 @@ def _color_jitter(reader: _Reader, t: Any) -> _Equal:
             amount = round(high - neutral, 7)
             symmetric = abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9
             keys[name] = number(amount) if symmetric else [number(low), number(high)]
+    reader.pillow_hue = reader.pillow_hue or (t.hue is not None and not reader.tensor)
     return Entry("color_jitter", keys)
 
 

@@ -259,9 +259,10 @@ def test_gray_images_that_get_three_channels_again() -> None:
 
 
 def test_the_notes_say_where_results_are_not_to_the_level() -> None:
-    floats, pillow = (
+    floats, pillow, hue = (
         "keeps fractions of a level between transforms that get floats",
         "which Pillow warps: within 1 level",
+        "whose hue Pillow shifts with 8 bits",
     )
     rotate = v2.RandomRotation((10, 10))
     for transforms, notes in (
@@ -269,10 +270,13 @@ def test_the_notes_say_where_results_are_not_to_the_level() -> None:
         ((rotate,), {pillow}),
         ((v2.RandomRotation((10, 10), fill=0.5),), {pillow}),  # which runs by its name
         ((*theirs.SCALED, rotate), {floats}),
+        ((v2.PILToTensor(), v2.ColorJitter(hue=0.1)), set()),
+        ((v2.ColorJitter(saturation=0.1),), set()),
+        ((v2.RandomApply([v2.ColorJitter(hue=0.1)], p=0.5), rotate), {hue, pillow}),
         ((*theirs.SCALED, v2.CenterCrop(9)), set()),
     ):
         text = " ".join(read(*transforms).matches)
-        assert {note for note in (floats, pillow) if note in text} == notes
+        assert {note for note in (floats, pillow, hue) if note in text} == notes
 
 
 def test_a_training_pipeline_of_v1() -> None:
