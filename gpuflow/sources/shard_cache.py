@@ -7,6 +7,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from numpy.typing import NDArray
 from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.storage import Shard, is_remote
 
-__all__ = ["cache_path", "load_arrays", "save_arrays"]
+__all__ = ["DAMAGED_ARRAY", "cache_path", "load_arrays", "save_arrays"]
+
+DAMAGED_ARRAY = (ValueError, TypeError, EOFError, SyntaxError, TokenError)
+"""What numpy raises for a damaged .npy file: it parses its header as Python."""
 
 
 def cache_path(name: str, shards: Sequence[Shard], *asked: Any) -> str | None:
@@ -41,7 +45,7 @@ def load_arrays(path: str | None) -> dict[str, NDArray[Any]] | None:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
+    except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED_ARRAY):
         return None
 
 

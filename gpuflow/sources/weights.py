@@ -18,6 +18,7 @@ from gpuflow.sources.fingerprint import entries_of
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.record_source import records_of
+from gpuflow.sources.shard_cache import DAMAGED_ARRAY
 
 __all__ = ["check_weights_file", "read_weights"]
 
@@ -140,7 +141,7 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
         raise SourceError(
             f"source.weights.file must be a file, got {place!r}, which does not exist{missing_path(place)}"
         ) from fault
-    except (OSError, ValueError, EOFError) as fault:
+    except (OSError, *DAMAGED_ARRAY) as fault:
         if isinstance(fault, SourceError):
             raise
         raise SourceError(f"source.weights: {place} cannot be read: {fault}; check the file") from fault

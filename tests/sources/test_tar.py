@@ -17,6 +17,7 @@ import pytest
 from gpuflow.errors import SourceError
 from gpuflow.loader.sampler import ShardedOrder
 from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources.shard_cache import load_arrays, save_arrays
 from gpuflow.sources.tar import expand_braces
 from tests.sources.conftest import FileServer, ReadAll, tar_bytes
 
@@ -306,6 +307,17 @@ def test_a_damaged_cache_is_made_again(
     cache.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
     assert read_all(open_source(SourceSpec(tar="{00..03}.tar"))) == expected
     assert cache.read_bytes() == whole
+
+
+def test_a_cache_with_a_damaged_header_is_no_cache(tmp_path: Path) -> None:
+    """Of a large array numpy parses the header before the archive's checksum is compared."""
+    file = tmp_path / "cache.npz"
+    save_arrays(str(file), {"sizes": np.arange(5000)})
+    for old, new in ((b", }", b",  "), (b"<i8", b"<,8")):
+        damaged = tmp_path / "damaged.npz"
+        damaged.write_bytes(file.read_bytes().replace(old, new, 1))
+        assert load_arrays(str(damaged)) is None
+    assert load_arrays(str(file)) is not None
 
 
 def test_a_cache_of_other_arrays_is_made_again(make_tar: MakeTar, cache_home: Path) -> None:

@@ -158,6 +158,12 @@ def archive() -> bytes:
     return file.getvalue()
 
 
+def damaged(old: bytes, new: bytes) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.ones(6))
+    return file.getvalue().replace(old, new)
+
+
 FILES = [
     ("w.txt", "1\n2\n", {}, "must have one weight for each of the 6 samples, got 2; correct the file"),
     ("w.txt", "1\n2\nx\n", {}, ":3: must be a number, got 'x'; correct it"),
@@ -178,6 +184,9 @@ FILES = [
     ("w.txt", b"1\n\xe9\n", {}, ":2: text must be UTF-8, got byte 0xe9; convert the file"),
     ("w.npy", "text", {}, "cannot be read"),
     ("w.npy", archive(), {}, "cannot be read: it is an archive of arrays (.npz); check the file"),
+    ("w.npy", damaged(b"}", b" "), {}, "cannot be read: ('EOF in multi-line statement', (2, 0)); check the file"),
+    ("w.npy", damaged(b"<f8", b"<,8"), {}, "cannot be read: invalid syntax"),
+    ("w.npy", damaged(b" 'shape", b"B'shape"), {}, "cannot be read: "),
 ]
 
 
