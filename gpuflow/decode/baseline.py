@@ -1,8 +1,8 @@
-"""Rewrites progressive JPEGs as baseline ones with the same coefficients, by C code: GPUs' engines decode only those.
+"""Rewrites progressive JPEGs as baseline ones with the same coefficients, by C code: a GPU's engines need these.
 
-That takes about two fifths of the time of decoding them on the CPU. A file that is not complete and sound, that is very
-large, or whose baseline form the engines would not decode, is not rewritten; neither is any without a C compiler. What
-is rewritten depends on the file alone, so that its pixels are always the same ones.
+That takes about two fifths of the time of decoding them on the CPU. A file is not rewritten if it is incomplete or
+damaged, if it is very large, or if the engines would not decode its baseline form. Without a C compiler no file is.
+Whether a file is rewritten depends on the file alone, so that its pixels are always the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Rewritten", "rewrite_progressive", "room_for"]
 _SOURCE = Path(__file__).with_suffix(".c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _MOST_INSTRUCTIONS = 2
-"""Which of the processor's instructions to use where it has them: 0 those of all processors, 1 also those that count
-bits (BMI), 2 also those that put bits at the places of a mask (BMI2)."""
+"""The instructions to use where the processor has them: 0 those of all processors, 1 also those that count bits (BMI),
+2 also those that move bits to the places of a mask (BMI2)."""
 _ROOM, _MORE_ROOM = 1.5, 4096
 """A rewritten file has at most this many times the bytes of the progressive one, and this many bytes more. Usual ones
 grow by 5 to 15%, those of quality 15 by 40%."""
@@ -54,7 +54,8 @@ def rewrite_progressive(
 ) -> Rewritten | None:
     """Rewrite these rows [n] of a payload; None without a C compiler. Runs without Python's interpreter.
 
-    allocate: returns memory of at least that many bytes. threads: that rewrite at the same time, this one included.
+    allocate: returns memory of at least the given number of bytes. threads: the number of threads that rewrite at the
+        same time, this one included.
     """
     code = compiled(_SOURCE)
     if code is None:

@@ -1,4 +1,4 @@
-"""What the header of an image file says, the memory that decoding takes by it, and how an image is turned upright.
+"""The header of an image file: its values, the memory that decoding needs, and how an EXIF orientation is applied.
 
 Constants that several decoders share are here, too.
 """
@@ -34,9 +34,9 @@ FLIPPED_Y, FLIPPED_X = (3, 4, 7, 8), (2, 3, 6, 7)
 _INVERSE = {6: 8, 8: 6}
 """EXIF orientations that are not their own inverse."""
 _DECODING_BYTES = 8
-"""The most memory for each pixel while an image is decoded that is no JPEG: 4 channels of 16 bits."""
+"""The largest number of bytes for each pixel while a file other than a JPEG is decoded: 4 channels of 16 bits."""
 _JPEG_BYTES, _COEFFICIENT_BYTES = 3, 2
-"""The same of a JPEG: 3 channels, and all coefficients of each component if it has several scans."""
+"""The same for a JPEG: 3 channels, and for each component all coefficients, which files of several scans need."""
 OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
 """OpenCV's flag for each `color` of the stage `decode`."""
 ANIMATION = "an animation; gpuflow decodes still images"
@@ -89,8 +89,7 @@ def refuse(reason: str, code: Code = "sample.bad") -> NoReturn:
 def require_memory(header: Header) -> None:
     """Raise MemoryError if there is not enough memory to decode an image.
 
-    To be called before a file is refused that a decoder gave up: most decoders say no more than that, also where it was
-    memory that they lacked.
+    Call it before refusing a file that a decoder failed on: most decoders report a lack of memory as any other failure.
     """
     pixels, size = header.width * header.height, _DECODING_BYTES
     if header.format == "jpeg":

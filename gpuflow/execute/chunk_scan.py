@@ -1,9 +1,8 @@
-"""What is found out about a chunk before a GPU decodes it, from the encoded bytes: headers, random parameters, and the
-tables that nvJPEG and the first passes read. Progressive files are rewritten for its engines.
+"""Prepares a chunk for decoding on a GPU: reads headers, draws random parameters, makes tables for nvJPEG and kernels.
 
-The process that reads a chunk does this, where one does: it takes most of the interpreter's time that a chunk needs,
-which a training loop in this process needs for its own steps (measured in experiments/real_data/NOTES.md). So nothing
-here needs torch or a GPU.
+It also rewrites progressive files for the JPEG engines. If worker processes read, they do this work: it is most of the
+Python code that a chunk needs, and a training loop in this process needs the interpreter for its own steps (measured in
+experiments/real_data/NOTES.md). So nothing here needs torch or a GPU.
 """
 
 from __future__ import annotations
@@ -47,10 +46,11 @@ class ChunkScan(NamedTuple):
     rows [n]: the files that nvJPEG can decode and the stages can use.
     progressive [n]: which of these it can decode only once they are rewritten, see `decode.baseline`.
     draws: for each output and each of its passes the random parameters for these rows. tables: of these rows.
-    found: which of these rows are complete files, if that was asked and could be found out.
-    rewritten: whether the progressive ones are rewritten, into the payload's buffer after its files, where the tables
-        say; those that cannot be are not among the rows then. False if the buffer has no room, or without a compiler.
-    room: bytes that the buffer needs for them after its files; 0 without a compiler.
+    found: which of these rows are complete files; None if that was not asked, or C code cannot be compiled.
+    rewritten: whether the progressive files are rewritten. The results are in the payload's buffer after its files, and
+        the tables have their places; files that cannot be rewritten are then left out of the rows. False if the buffer
+        has no room, or without a compiler.
+    room: bytes that the buffer needs for the rewritten files; 0 without a compiler.
     """
 
     offsets: Sequence[int]
@@ -66,7 +66,7 @@ class ChunkScan(NamedTuple):
     room: int = 0
 
     def is_of(self, payload: Payload) -> bool:
-        """Whether these samples are those that were scanned: a source may change what a process read for it."""
+        """Whether this payload is the one that was scanned: a source may change what a process read for it."""
         pairs = (self.offsets, payload.offsets), (self.sizes, payload.sizes), (self.errors, payload.errors)
         return all(list(scanned) == list(given) for scanned, given in pairs)
 
@@ -93,7 +93,8 @@ class ChunkScanner:
     """Scans chunks for one program.
 
     outputs: of the program. passes: for each output the passes that make it.
-    threads: that check files. rewrite_threads: that rewrite progressive ones. with_regions: see `ChunkTables.of`.
+    threads: the number of threads that check files. rewrite_threads: the number of those that rewrite progressive ones.
+    with_regions: see `ChunkTables.of`.
     """
 
     decoder: Decoder
@@ -121,7 +122,7 @@ class ChunkScanner:
         rows = np.flatnonzero((headers.engine | headers.progressive) & short)
         sizes = headers.upright_sizes
         draws = self.draw(keys, rows, sizes)
-        if (misfit := _misfits(draws, len(rows))).any():  # the CPU path reports what is wrong with each of them
+        if (misfit := _misfits(draws, len(rows))).any():  # the CPU runs these, and reports what is wrong with each
             rows = rows[~misfit]
             draws = self.draw(keys, rows, sizes)
         spare = _clear_after(payload, rows)
@@ -191,7 +192,7 @@ def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Write zeros after these files. Returns their number for each file, [n].
 
-    A file without room after it gets none, which occurs if `sources.lay_out` did not lay the payload out.
+    Without room after a file none are written; that occurs if `sources.lay_out` did not lay the payload out.
     """
     if not len(rows):
         return rows

@@ -1,4 +1,4 @@
-"""What nvJPEG and the first passes read of each image of a chunk, in tables without any address.
+"""Tables with what nvJPEG and the first passes need of each image of a chunk, without any address.
 
 The process that reads a chunk makes them (`execute/chunk_scan.py`), so nothing here needs torch. The process that
 trains adds the addresses.

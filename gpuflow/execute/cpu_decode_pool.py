@@ -1,4 +1,4 @@
-"""Decodes on the CPU, ahead of need, the images that a GPU's decoder does not take.
+"""Decodes in advance, on the CPU, the images that a GPU's decoder does not support.
 
 Worker processes do that, which share the memory of the encoded bytes and of the results with this process. How many
 there are follows from the share of such images that is seen. Until they have started, the calling thread decodes.

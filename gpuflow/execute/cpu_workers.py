@@ -1,4 +1,4 @@
-"""Worker processes that decode on the CPU: what a loader's and a service's have in common."""
+"""The code of worker processes that decode on the CPU, which a loader's and a service's workers share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpuflow.runtime.worker_pool import READY, ParentConnection
 __all__ = ["decode_shared", "open_runner", "prepare", "slots_in"]
 
 _first_call = threading.Lock()
-"""torch's first call in a forked process makes its thread pool anew, and fails where two threads do that at once."""
+"""torch's first call in a forked process creates its thread pool again, which fails if two threads do it at once."""
 
 
 def prepare(setup: bytes) -> Any:
@@ -62,7 +62,7 @@ def decode_shared(
     keys: Keys,
     batch: int | None = None,
 ) -> list[BadSampleError | None] | None:
-    """Decode samples between two memories that the parent shares next: the encoded bytes, and a batch's slots.
+    """Decode samples from one memory that the parent shares next, the encoded bytes, to another one, a batch's slots.
 
     Args:
         start: the slot of the first sample. offsets, sizes [N]: of the samples in the encoded bytes.
@@ -70,7 +70,8 @@ def decode_shared(
         batch: see `slots_in`.
 
     Returns:
-        What became of the samples; None if decoding raised: the thread that then does the work raises that again.
+        For each sample its error or None. None in place of the list if decoding raised: a thread of the parent then
+        does the work, and raises that again.
 
     Raises DecoderError.
     """

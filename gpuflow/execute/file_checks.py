@@ -1,4 +1,4 @@
-"""Which files of a chunk are complete. Each file of a source is checked once in a run, by one rank of a host.
+"""Checks which files of a chunk are complete. Each file of a source is checked once in a run, by one rank of a host.
 
 Where there are cores for it, the process that reads a file checks it (`execute/chunk_scan.py`), else the GPU does: its
 kernels take time from those of a training.

@@ -1,4 +1,4 @@
-"""Copies finished images to their places in a batch by C code, see gpu_call.py."""
+"""Copies finished images to their rows of a batch by C code, see gpu_call.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _PLANS_BYTES = 1 << 15
 
 
 class ImageRows(NamedTuple):
-    """Images in device memory: where row 0 is, the bytes from one row to the next, of an image, and which rows."""
+    """Images in device memory.
+
+    address: of row 0. step: bytes from one row to the next. size: bytes of an image. rows: the rows to copy.
+    """
 
     address: int
     step: int

@@ -1,4 +1,4 @@
-"""Remembers what is known of samples' files, so that each is checked once: not in every epoch, nor by every rank."""
+"""Remembers which files have a property, such as being complete, so that each file is checked only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixes the images and labels of a finished batch, as a `Mixture` says: on the CPU, on a GPU, and labels on the CPU."""
+"""Mixes the images and labels of a finished batch as a `Mixture` says: labels on the CPU, images there or on a GPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def arrays_of(mixture: Mixture) -> tuple[NDArray[np.generic], ...]:
 def mix_images_at_once(images: torch.Tensor, sent: Sequence[torch.Tensor], *, blends: bool) -> None:
     """The same on any device, by a number of operators that does not depend on the batch; equal to `mix_images`.
 
-    Takes the memory of a second batch meanwhile. Images must be finite where they are blended.
+    It needs the memory of a second batch while it runs. Images must be finite where they are blended.
 
     Args:
         images: [N, C, H, W], contiguous or channels_last.

@@ -23,7 +23,7 @@ def layout(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
 
 
 def write(block: NDArray[np.uint8], starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> None:
-    """Copy the arrays to where they begin."""
+    """Copy the arrays into the block, each to its start."""
     for start, array in zip(starts, arrays, strict=True):
         block[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
 
@@ -44,7 +44,7 @@ def in_one_block(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], NDArray[np.
 def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
     """A view of the block, uint8 [size] on any device, for each array: with its dtype and its shape.
 
-    Each call of torch gives Python's interpreter to another thread for a moment, so there are as few as possible.
+    It makes few calls of torch, because each one releases Python's interpreter and waits for it again.
     """
     typed: dict[np.dtype[Any], torch.Tensor] = {}
     tensors = []

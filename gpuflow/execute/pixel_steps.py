@@ -1,4 +1,4 @@
-"""How a GPU's kernels find the pixels of an image in memory, also of one that EXIF data turn.
+"""Computes where a GPU's kernels find the pixels of an image in memory, also of one that EXIF data turn.
 
 The eight EXIF orientations differ only in where the upper left pixel of the upright image is stored, and in how far the
 next row's and the next column's pixels are from there.

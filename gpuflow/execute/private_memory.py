@@ -1,4 +1,4 @@
-"""Device memory apart from torch's cache, which goes back to the GPU when it is freed."""
+"""Device memory outside of torch's cache: freeing it returns it to the GPU at once."""
 
 from __future__ import annotations
 

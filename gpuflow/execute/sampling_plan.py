@@ -1,4 +1,4 @@
-"""The table from which the kernel of samplings reads what to do for each image. Needs no torch."""
+"""The table that tells the sampling kernel how to crop, resize and flip each image. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maps the records of some samples to the targets of their results: all columns, with every rule applied."""
+"""Maps records of samples to the targets of a batch: boxes, masks and keypoints, and which of them are kept."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ __all__ = ["smooth", "smooth_plan_of"]
 
 _BLOCK = 512
 _HEAD = 8
-"""Numbers of a sample before its weights: row of the result, whether it is changed, centre, factor; the first weight of
-the rows that counts and the one after the last, then those of the columns."""
+"""The count of a sample's numbers before its weights: row of the result, whether the sample is changed, centre, factor;
+the range of the rows' weights that are summed (first, and after the last), then that of the columns' weights."""
 _FEW = 3
-"""So few weights are all summed."""
+"""Up to this many weights are all summed, because a search for the small ones would cost more than it saves."""
 _LEAST = 2.0**-27
 """A weight that is smaller than this part of the largest one changes no sum of levels: float32 has 24 bits."""
 
@@ -138,8 +138,8 @@ def smooth(images: torch.Tensor, plan: torch.Tensor, filters: Filters, table: to
 
 
 def _counting(weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first weight of each sample [N, K] that counts, and the one after the last, [N, 1] each; at least one
-    counts."""
+    """For weights [N, K]: the number of each sample's first weight that is large enough to change a sum, and the number
+    after its last such weight, [N, 1] each. There is at least one."""
     first, after = np.zeros((len(weights), 1), np.int64), np.full((len(weights), 1), weights.shape[1])
     if weights.shape[1] <= _FEW:
         return first, after
