@@ -1,7 +1,7 @@
-"""Dotted overrides of a file's data: `run.threads=8`, `pipelines.train.stages.resize.shorter=160`.
+"""Applies overrides to a file's data: `run.threads=8`, `pipelines.train.stages.resize.shorter=160`.
 
-What YAML's anchors share stays shared: an override changes it wherever it stands, so that val and serve stay equal.
-`preprocess` only holds what they share. An override there that no pipeline would see is an error.
+An override changes a value everywhere that YAML's anchors share it, so that val and serve stay equal. `preprocess` only
+holds shared lists: an override there that changes no pipeline is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which fields of a sample's record the stages of a pipeline take, and which stop them; whether the source has them."""
+"""Checks the fields of records against the stages: those that stages take values from, and those they cannot map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides the cores that this process may use among threads and processes: the policy, in one place."""
+"""The policy by which the cores of this process are divided among threads and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types in words, and pydantic's complaints as problems in this project's words."""
+"""Describes types in words, and turns pydantic's errors into problems in this project's words."""
 
 from __future__ import annotations
 

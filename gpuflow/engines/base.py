@@ -50,8 +50,8 @@ METADATA_KEY = "gpuflow"
 
 _THREAD_SECONDS = 1800.0
 _UNSTABLE, _UNSTABLE_AT_LEAST = 0.1, 1e-3
-"""By how much two answers to one image may differ: relative to the largest logit, and at least. Rounding stays far
-below it; statistics of a batch and dropout are above it."""
+"""The tolerances between two results for one image: relative to the largest logit, and absolute. Rounding stays far
+below them; batch statistics and dropout exceed them."""
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class ModelInfo:
     def of(cls, fields: Any) -> ModelInfo:
         """From the values of a mapping; unknown keys are ignored. Raises ValueError if they are of other types.
 
-        In names of classes that are not UTF-8, as those of folders may be, U+FFFD stands for what is no text.
+        Names of classes may be names of folders that are not UTF-8; U+FFFD replaces what is not text in them.
         """
         if not isinstance(fields, Mapping):
             raise ValueError(f"its metadata must be a mapping, got {show(fields)}")
@@ -162,9 +162,9 @@ def run_in_thread(work: Callable[[], T]) -> T:
     """Call `work` on a new thread, and return its result.
 
     An engine limits the thread that runs it to its share of the cores, which must not change the caller's thread. And
-    torch keeps a team of OpenMP threads for each thread that ever computed in parallel; these spin, and so react fast,
-    only while there are no more of them than cores. A ResNet-18 on two cores takes 16 ms instead of 12 if the main
-    thread has such a team too.
+    torch keeps a group of OpenMP threads for each thread that ever computed in parallel. These threads spin, and so
+    react fast, only while there are no more of them than cores. A ResNet-18 on two cores takes 16 ms instead of 12 if
+    the main thread has such a group, too.
     """
     with DaemonPool(1, "engine") as pool:
         return pool.submit(work).result(_THREAD_SECONDS)
@@ -329,8 +329,8 @@ def check_classes(
 
 
 def check_answers(engine: Engine, path: str, image: ImageSpec, device: torch.device, alone: torch.Tensor) -> None:
-    """Raise ConfigError where an image gets other logits next to another image, or the second time, or where the model
-    gives probabilities, of which `Prediction` would take the softmax again.
+    """Raise ConfigError if an image's logits depend on the other images of its batch, or differ when it runs again, or
+    if the model gives probabilities, of which `Prediction` would compute the softmax again.
 
     alone: the logits of one image of noise, as `check_classes` returns them.
     """

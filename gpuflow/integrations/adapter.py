@@ -1,4 +1,4 @@
-"""What the loaders for trainers have in common: a `Loader` that they change a little."""
+"""The base class of the loaders for trainers of other libraries: it passes calls on to a `Loader`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["build_loader", "open_split", "open_whole"]
 
 _LAUNCHERS = 3
-"""Threads that give chunks to the GPU: two may be in nvJPEG's calls, and one does the rest meanwhile."""
+"""Threads that launch chunks on the GPU: two may be in nvJPEG's calls while the third one prepares the next chunk."""
 
 
 def build_loader(
@@ -70,8 +70,8 @@ def build_loader(
 ) -> Loader:
     """The loader of one pipeline. See `gpuflow.load`.
 
-    whole: the indexed source, if others read it too. rank_given: see `LoaderPlan`. listed: of `whole`, in place of the
-    file's split, order and batches.
+    whole: the opened source, if other loaders read it, too. rank_given: see `LoaderPlan`. listed: epochs of `whole`, in
+    place of the file's split, order and batches.
     """
     program = config.any_program(name)
     pipeline = config.pipelines[name]

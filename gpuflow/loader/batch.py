@@ -1,4 +1,4 @@
-"""What the loop gets (`Batch`), the same while it is being filled (`Assembly`), and the chunks that fill it."""
+"""A batch: as the training loop gets it (`Batch`), while it is being filled (`Assembly`), and its chunks (`Chunk`)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RaggedTensor:
 
 
 class Batch(tuple[torch.Tensor, Any]):
-    """The pair (images, labels), which is what a training loop unpacks, and what else is known of it.
+    """The pair (images, labels), which a training loop unpacks, with attributes that describe its samples.
 
     A source without labels gives the pair (images, targets), whose second item is what `targets()` returns. In place of
     images, a pipeline with views has a dict of them.
@@ -77,7 +77,7 @@ class Batch(tuple[torch.Tensor, Any]):
     _schema: Sequence[Field] = ()
 
     def __new__(cls, pair: Iterable[Any], **known: Any) -> Batch:
-        """As `tuple(pair)`, for tools that rebuild a container around moved tensors; other knowledge is then lost."""
+        """As `tuple(pair)`, for tools that rebuild a container around moved tensors; the attributes are then lost."""
         self = super().__new__(cls, pair)
         vars(self).update(known)
         return self
@@ -88,7 +88,7 @@ class Batch(tuple[torch.Tensor, Any]):
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
-        """What stands in place of `images` if the pipeline has views."""
+        """The images by the names of the views, if the pipeline has views; there is no `images` then."""
         views: Any = self[0]
         assert isinstance(views, dict), "its pipeline has no views"
         return views
@@ -173,7 +173,7 @@ def targets_of(
     wraps: dict[str, Any] = {}
 
     def named(known: str, name: str) -> str:
-        """The name that detectors know; a field's own where that of another field is the same."""
+        """The name that detectors expect; the field's own name if another field has the expected one."""
         return name if known in columns or known in own - {name} else known
 
     for one in schema:
@@ -261,7 +261,7 @@ class Assembly:
         self.end()
 
     def end(self) -> None:
-        """No chunk is waited for any more. Again does nothing."""
+        """Stop waiting for the chunks of this batch. A second call does nothing."""
         with suppress(InvalidStateError):
             self.decoded.set_result(None)
 
@@ -270,8 +270,8 @@ class Assembly:
 class Chunk:
     """Rows [start, stop) of a batch: the item that travels through SPDL.
 
-    replacement: the index of the sample that is tried in a bad one's place, while one is.
-    keys: the random keys of its samples, once they are known. records: what was read for them, if stages take values.
+    replacement: while a bad sample is being replaced, the index of the sample that is tried in its place.
+    keys: the random keys of its samples, once they are known. records: those of its samples, if stages take values.
     """
 
     batch: Assembly

@@ -69,7 +69,7 @@ class CpuOffload:
             batch.offload_memory = None
 
     def _memory(self, batch: Assembly) -> NDArray[np.uint8]:
-        """Where the CPU puts its rows of a batch: [offloaded, bytes of a slot]."""
+        """The memory into which the CPU decodes its rows of a batch: [offloaded, bytes of a slot]."""
         slot_bytes = slot_bytes_of(self._plan.program)
         with batch.lock:
             if batch.offload_memory is None:

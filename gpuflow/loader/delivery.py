@@ -1,4 +1,4 @@
-"""Delivery: what becomes of a batch once all its chunks are decoded, until the consumer can have it."""
+"""Delivery: prepares a batch whose chunks are all decoded for the consumer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One epoch under way: the pipeline that runs it, the thread that ends it, and waiting for its batches."""
+"""A running epoch: the pipeline that runs it, the thread that ends it, and waiting for its batches."""
 
 from __future__ import annotations
 

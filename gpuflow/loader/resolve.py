@@ -1,4 +1,4 @@
-"""What becomes of bad samples: raised, replaced by others, or skipped, as `on_error` says."""
+"""Resolves bad samples: raises their error, replaces them by others or skips them, as `on_error` says."""
 
 from __future__ import annotations
 

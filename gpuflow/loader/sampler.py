@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of (seed, epoch, position), computed by index, with no list in memory.
+"""Which sample is at which position: a pure function of (seed, epoch, position), computed without a list in memory.
 
 A *position* is a sample's place in the epoch's global sequence. The sequence is a permutation of the source's indices
 that does not depend on the number of ranks: rank r of W takes positions [(kW+r)B, (kW+r+1)B) at step k.

@@ -1,4 +1,4 @@
-"""Draws the batches of a DataLoader's sampler, as the DataLoader does, and draws an epoch's once more to resume it."""
+"""Draws the batches of a DataLoader's sampler, as the DataLoader does, and draws an epoch again to resume it."""
 
 from __future__ import annotations
 

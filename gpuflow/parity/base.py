@@ -1,4 +1,4 @@
-"""The protocol of a way, one implementation of a pipeline, and functions that several ways share."""
+"""The protocol of a way (one implementation of a pipeline), and functions that several ways share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools of memory that is used again: encoded bytes of chunks, slots of batches.
+"""Pools of reusable memory: encoded bytes of chunks, slots of batches.
 
 A chunk's bytes are released when its samples are decoded. A batch's slots are free again when the last tensor on them
 is gone: a consumer may keep a batch for any time, and it is never overwritten.

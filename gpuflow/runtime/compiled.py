@@ -1,4 +1,4 @@
-"""Compiles a C file of this package with the machine's compiler, once: the library stays in the cache folder.
+"""Compiles a C file of this package once with the machine's compiler, and keeps the library in the cache folder.
 
 A wheel that carries compiled code would fit one kind of machine. Where this code runs, Triton has needed the compiler
 before, for the code that launches its kernels.

@@ -1,4 +1,4 @@
-"""What installed packages offer to gpuflow, by entry points."""
+"""Reads the entry points of installed packages, once for each `sys.path`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts what each stage of a running loader does: samples, busy time, the operation under way."""
+"""Counts what each stage of a running loader does: samples, busy time, the current operation."""
 
 from __future__ import annotations
 

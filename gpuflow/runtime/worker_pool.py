@@ -1,4 +1,4 @@
-"""Worker processes: a pool starts them, gives each request to the least busy one, and does without those that are lost.
+"""Worker processes: a pool starts them, gives each request to the least busy one, and continues without lost ones.
 
 For work that threads cannot do in parallel because each of them needs the interpreter too often. A fork server is
 started as a new Python process, which does not import the script that is running, and forks the workers, so that all

@@ -1,4 +1,4 @@
-"""Arrow and Parquet files: their schemas, the values of small columns, and where the cells with images lie.
+"""Arrow and Parquet files: their schemas, the values of small columns, and the places of the cells with images.
 
 An Arrow file of `datasets` is not compressed, so each cell is a range of bytes of the file, and is read as one. In a
 Parquet file cells are compressed together in row groups, of which a process keeps the ones it read last, decoded.

@@ -1,4 +1,4 @@
-"""A mix: several sources as one, whose samples stand one source after the other. The sampler says which come when."""
+"""A mix: several sources as one, whose samples stand one source after the other. The sampler decides their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The labels of samples, in the making: one class each, several classes, a number or a vector."""
+"""Builds the labels of samples: one class each, several classes, a number or a vector."""
 
 from __future__ import annotations
 

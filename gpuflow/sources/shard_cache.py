@@ -1,4 +1,4 @@
-"""Arrays that were found out about shards, kept in the user's cache folder until a shard changes."""
+"""Caches the index of tar shards, as arrays in the user's cache folder, until a shard changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The members of a tar, from its headers, and the samples that they are."""
+"""The members of a tar file, from its headers, and the samples that they form."""
 
 from __future__ import annotations
 

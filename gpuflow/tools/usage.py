@@ -1,4 +1,4 @@
-"""How much processor time and memory running processes use, and which processes listen on a port."""
+"""Measures the processor time and memory of running processes, and finds processes that listen on a port."""
 
 from __future__ import annotations
 

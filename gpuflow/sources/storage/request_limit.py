@@ -1,4 +1,4 @@
-"""Limits how many requests a storage has under way at its server, and finds out how many that server can take."""
+"""Limits the concurrent requests of a storage to its server, and adapts the limit to what the server can answer."""
 
 from __future__ import annotations
 
