@@ -11,9 +11,9 @@ from typing import Protocol
 __all__ = ["Admission", "Completion"]
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
-"""Seconds between two questions whether a batch is done. Each takes Python's interpreter from the training's thread."""
+"""Seconds between two queries of whether a batch is done, each of which takes the interpreter from the training."""
 _LONGEST_WAIT, _WAITS = 0.1, 8
-"""How long a wait counts at most, in seconds, and over how many waits or so their mean is taken."""
+"""For the running mean of waits: the longest wait that counts, in seconds, and the number of waits averaged."""
 
 
 class Completion(Protocol):
@@ -27,8 +27,8 @@ class Admission:
     """Ordered semaphore: admits batch n once fewer than `capacity` of the batches before it are in flight.
 
     Batches are admitted in order, whichever thread comes first: a later batch that took the place of an earlier one
-    would wait for it for ever. `release` is one call of a queue, which a Ctrl-C cannot interrupt halfway; only threads
-    that get no signals should call `acquire`.
+    would wait for it forever. `release` is one call of a queue, which a Ctrl-C cannot interrupt halfway; only threads
+    that receive no signals should call `acquire`.
 
     capacity: batches in flight. spare: how far `grow` can raise that.
     """
@@ -55,9 +55,9 @@ class Admission:
         return not self._closed
 
     def _watch(self) -> None:
-        """Wait for one more place for all waiting threads. The lock is held before and after, not meanwhile.
+        """Wait for one more place for all waiting threads. The lock is held before and after, not while waiting.
 
-        It asks at half of the time that a wait usually takes, then at half of the rest, and so on.
+        It queries at half of the time that a wait usually takes, then at half of the rest, and so on.
         """
         self._watched = True
         self._change.release()
@@ -87,6 +87,6 @@ class Admission:
         return self._closed
 
     def close(self) -> None:
-        """Refuse all threads that wait or will come."""
+        """Refuse all threads that wait now or call `acquire` later."""
         self._closed = True
         self.release()

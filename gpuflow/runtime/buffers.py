@@ -23,7 +23,7 @@ __all__ = ["BytePool", "SlotPool"]
 class BytePool:
     """Buffers for encoded bytes in power-of-two sizes; keeps at most `keep` bytes of free ones.
 
-    make: allocates a new one of a given number of bytes.
+    make: allocates a new buffer of a given number of bytes.
     """
 
     def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], NDArray[np.uint8]] = heap) -> None:
@@ -55,9 +55,9 @@ class BytePool:
 
 
 class SlotPool:
-    """Memory for batches of one shape. Mapping fresh pages costs as much as filling them, so they are kept.
+    """Memory for batches of one shape. Mapping fresh pages costs as much as filling them, so memory is reused.
 
-    The next `acquire` finds out which slots are free: a callback at their end could swallow a Ctrl-C.
+    `acquire` looks for slots that nothing refers to any more. A callback when they are dropped could swallow a Ctrl-C.
 
     Args:
         shape: the slots of a full batch, [B, ...]; they grow with the largest batch.
@@ -70,7 +70,7 @@ class SlotPool:
         self, shape: tuple[int, ...], dtype: DTypeLike, keep: int, *, make: Callable[[int], NDArray[np.uint8]] = heap
     ) -> None:
         self._shape, self._dtype, self._keep, self._make = shape, np.dtype(dtype), keep, make
-        self._lent: list[tuple[weakref.ref[NDArray[Any]], NDArray[Any]]] = []
+        self._acquired: list[tuple[weakref.ref[NDArray[Any]], NDArray[Any]]] = []
         self._lock = threading.Lock()
 
     def acquire(self, count: int) -> NDArray[Any]:
@@ -79,11 +79,13 @@ class SlotPool:
             if count > self._shape[0]:
                 self._shape = (count, *self._shape[1:])
             size = self._shape[0]
-            free = [base for slots, base in self._lent if slots() is None and len(base) == size][: self._keep]
-            self._lent = [pair for pair in self._lent if pair[0]() is not None or any(pair[1] is x for x in free[1:])]
+            free = [base for slots, base in self._acquired if slots() is None and len(base) == size][: self._keep]
+            self._acquired = [
+                pair for pair in self._acquired if pair[0]() is not None or any(pair[1] is x for x in free[1:])
+            ]
             base = free[0] if free else self._new()
             slots = base[:count]
-            self._lent.append((weakref.ref(slots), base))
+            self._acquired.append((weakref.ref(slots), base))
         return slots
 
     def _new(self) -> NDArray[Any]:
@@ -92,4 +94,4 @@ class SlotPool:
     def clear(self) -> None:
         """Free the memory; slots in use stay valid."""
         with self._lock:
-            self._lent.clear()
+            self._acquired.clear()

@@ -173,7 +173,7 @@ class _Region:
 class _SharedMemory:
     """The regions of one process, and the blocks in use by the address of their first byte.
 
-    A block is free once nothing refers to its array. That is found out by the garbage collector, on any thread and
+    A block is free once nothing refers to its array. The garbage collector notices that, on any thread and
     perhaps in the middle of `allocate`: so the block is put into a queue, which the holder of the lock empties.
     """
 

@@ -27,7 +27,7 @@ def nvtx(enabled: bool) -> Ranges:
 
 
 class RunningOperation:
-    """One operation of a stage under way on a thread.
+    """One operation of a stage that is running on a thread.
 
     stage: its name. subject: what it works on, as its stage gave it. thread: its thread's identifier. start: seconds.
     outer: the operation that it is part of, such as the decoding that reads a replacement for a bad sample.
@@ -45,7 +45,7 @@ class RunningOperation:
 
     @property
     def seconds(self) -> float:
-        """How long it has been under way."""
+        """How long it has been running."""
         return time.perf_counter() - self.start
 
     def end(self) -> None:
@@ -167,7 +167,7 @@ class Meter:
             self._cpu += cpu_s
 
     def operations(self) -> list[RunningOperation]:
-        """The operations under way, without those that are part of another one."""
+        """The running operations, without those that are part of another one."""
         return [operation for operation in list(self._running.values()) if operation.outer is None]
 
     def capacity(self) -> float:
@@ -201,7 +201,7 @@ class Meter:
 
 
 def oldest_operation(*meters: Meter) -> RunningOperation | None:
-    """Which operation of any stage has been under way for the longest time; None if no stage is at work."""
+    """The operation of any stage that has run for the longest time; None if no stage is running one."""
     running = [operation for meter in meters for operation in meter.operations()]
     return min(running, key=lambda operation: operation.start, default=None)
 

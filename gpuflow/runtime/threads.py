@@ -21,7 +21,7 @@ __all__ = ["DaemonPool", "QuickSwitching", "torch_threads_lock", "use_torch_thre
 _START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
 _torch_locks: dict[int, threading.Lock] = {}
-"""By process. A forked child needs its own: its parent's may be held in it for ever."""
+"""A lock for each process id. A forked child needs a separate one: its copy of the parent's may be locked forever."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class DaemonPool(Executor):
             raise RuntimeError("these threads were ended; they take no more calls")
         future: Future[T] = Future()
         self._work.put((future, partial(fn, *args, **kwargs)))
-        self._cancel_if_ended()  # since then
+        self._cancel_if_ended()  # after the check above
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
@@ -100,7 +100,7 @@ class DaemonPool(Executor):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _cancel_if_ended(self) -> None:
-        """If the pool was ended, cancel the calls in the queue, and leave in it what ends the threads."""
+        """If the pool was ended, cancel the calls in the queue, and leave the item in it that ends the threads."""
         if not self._closing:
             return
         try:
@@ -123,20 +123,20 @@ def _run(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 def _cancel(future: Future[Any]) -> None:
-    """Cancel a call that has not begun; wakes those who wait for it."""
+    """Cancel a call that has not begun; wakes the threads that wait for it."""
     if future.cancel():
         future.set_running_or_notify_cancel()
 
 
 def torch_threads_lock() -> threading.Lock:
-    """The lock to hold while torch's default number of threads is another one, until it is set back."""
+    """The lock to hold while torch's default number of threads is changed, until it is restored."""
     return _torch_locks.setdefault(os.getpid(), threading.Lock())
 
 
 def use_torch_threads(count: int) -> None:
     """Make torch use `count` threads for what it computes on this thread. OpenMP threads spin for a while after work.
 
-    torch.set_num_threads also changes the default of later threads, so another thread sets that back.
+    torch.set_num_threads also changes the default of later threads, so another thread restores that.
     """
     import torch
 
@@ -149,7 +149,7 @@ def use_torch_threads(count: int) -> None:
 
 
 class QuickSwitching:
-    """While one of these exists and was not ended, Python's threads switch after 0.02 ms.
+    """Sets Python's switch interval to 0.02 ms until `end` was called on every object of this class.
 
     A thread that returns from the GPU waits for the interpreter while another one computes, up to the switch interval,
     and the GPU waits with it (measured in experiments/gpu_path/NOTES.md and experiments/real_data/NOTES.md).

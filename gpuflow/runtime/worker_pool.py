@@ -232,7 +232,7 @@ class WorkerConnection:
     def answer(self) -> Any:
         """Wait for the worker's next message.
 
-        `Connection.recv` calls the system three times, and each call gives Python's interpreter away.
+        `Connection.recv` calls the system three times, and each call releases Python's interpreter.
         """
         data = self._received
         while len(data) < _HEADER.size or len(data) < _HEADER.size + _HEADER.unpack_from(data)[0]:
@@ -333,7 +333,7 @@ class WorkerPool:
 
     @property
     def load(self) -> float:
-        """Requests under way for each worker."""
+        """The number of running requests of each worker."""
         with self._idle_lock:
             return self._requests.total() / max(1, len(self._workers))
 

@@ -87,7 +87,7 @@ def test_no_more_free_slots_are_kept_than_allowed() -> None:
     places = {slots.ctypes.data for slots in held}
     held.clear()
     again = [pool.acquire(1)]
-    assert len(pool._lent) == 2, "one in use and one free"
+    assert len(pool._acquired) == 2, "one in use and one free"
     again.append(pool.acquire(1))
     assert {slots.ctypes.data for slots in again} <= places
 
@@ -101,7 +101,7 @@ def test_a_cleared_pool_keeps_nothing_but_takes_nothing_away() -> None:
     pool.clear()
     assert (slots == 7).all()
     del slots
-    assert pool._lent == []
+    assert pool._acquired == []
 
 
 def test_slots_outlive_their_pool() -> None:
