@@ -109,7 +109,7 @@ def _interrupted() -> typer.Exit:
 
 
 def _interrupt_again(report: Callable[[sys.UnraisableHookArgs], object], unraisable: sys.UnraisableHookArgs) -> None:
-    """Repeat a Ctrl-C that came in a `__del__` or a weak reference's callback: Python prints it there and goes on."""
+    """Repeat a Ctrl-C that came in a `__del__` or a weak reference's callback: Python prints it there and continues."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _thread.start_new_thread(_interrupt_soon, (threading.get_ident(),))
     else:

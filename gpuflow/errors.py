@@ -212,7 +212,7 @@ class TooManyBadSamples(LoaderError):
 class LoaderTimeout(LoaderError, TimeoutError):
     """A batch did not come within `run.timeout_s`.
 
-    `paths` are the files that the operation under way for the longest time works on, one of which does not end.
+    `paths` are the files of the operation that has run for the longest time, one of which does not end.
     """
 
     def __init__(self, text: str, paths: Sequence[str] = ()) -> None:

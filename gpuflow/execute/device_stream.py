@@ -27,10 +27,10 @@ __all__ = ["LONG_WAIT", "SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_s
 
 T = TypeVar("T")
 SHORT_WAIT = 0.05
-"""A GPU that waits for batches for a larger part of its time than this could do more with a second decode buffer."""
+"""If a GPU waits for batches for a larger share of its time, a second decode buffer may shorten these waits."""
 LONG_WAIT = 0.5
-"""One that waits for a larger part than this has little other work: two calls of nvJPEG at a time slow nothing, and it
-may have memory for more finished batches. Next to a training that waits less, these change its speed by nothing that
+"""If it waits for a larger share than this, it has little other work: a second nvJPEG call at a time slows nothing, and
+more finished batches may shorten the waits. Next to a training that waits less they changed its speed by nothing that
 could be measured (experiments/real_data/NOTES.md)."""
 
 _current = threading.local()
@@ -176,7 +176,7 @@ class ChunkRunner(Protocol):
     cpu_images: int
 
     def set_gpu_wait(self, share: float) -> None:
-        """Says for which part of its time the consumer's GPU waits for batches, 0 to 1."""
+        """Set the share of its time for which the consumer's GPU waits for batches, 0 to 1."""
 
     @property
     def is_starting(self) -> bool:
@@ -186,7 +186,7 @@ class ChunkRunner(Protocol):
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
 
     def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
-        """Have ranks of one host know which files of a source of that many samples one of them has checked.
+        """Share with the ranks of this host which files of a source of that many samples were checked.
 
         memory_of: gives memory of a size in bytes, zeros at first, that these ranks share; None if there is none.
         """

@@ -33,15 +33,15 @@ _FILE, _LENGTH, _SCAN, _RESTARTS, _DATA, _PLACES = map(
     FIELDS.index, ("file", "length", "scan", "restarts", "data", "places")
 )
 _MOST_CPU_BYTES = 1 << 20
-"""A service's larger files are checked on the GPU, where many threads read one file. In a loader the threads read other
-files of the chunk meanwhile."""
+"""The GPU checks a service's larger files, because many of its threads read one file. In a loader the CPU checks files
+of any size, because its other threads check other files of the chunk at the same time."""
 _TURN_SECONDS = 60.0
 _UNUSED_CHUNKS = 256
 """The number of consecutive chunks without a new file after which the memory is freed."""
 
 
 class _Memory(NamedTuple):
-    """Device memory for a part: files uint8 [bytes], and what the kernels need."""
+    """Device memory for a part: files uint8 [bytes], and the kernels' workspace."""
 
     files: torch.Tensor
     workspace: Workspace
@@ -50,11 +50,11 @@ class _Memory(NamedTuple):
 class FileChecks:
     """The checks of one loader's or service's files. Any thread may call any method.
 
-    Parts take turns in one piece of device memory, which is allocated for the first one. It is freed when no chunk
-    has had a new file for a while, as in a second epoch, and allocated again for the next new file.
+    Parts use one block of device memory, one after the other. It is allocated for the first part. It is freed when
+    no chunk has had a new file for a while, as in a second epoch, and allocated again for the next new file.
 
     device_stream: of the GPU that checks files. The checks run on a separate CUDA stream.
-    threads: that check files on the CPU instead, where its C code can be compiled; 0 for the GPU.
+    threads: the number of threads that check files on the CPU instead, if the C code can be compiled; 0 for the GPU.
     """
 
     def __init__(self, device_stream: DeviceStream, threads: int = 0) -> None:
@@ -98,7 +98,7 @@ class FileChecks:
 
         headers: of all files of the payload; those of the rows are files that the engines decode.
         indices: of the payload's samples in the source. Without them every file is new, as those that a service gets.
-        found: what the process that read them found out.
+        found: the results of the process that read the files.
         """
         if indices is None:
             return self._check(rows, payload, headers, _MOST_CPU_BYTES)
@@ -145,7 +145,7 @@ class FileChecks:
         return complete
 
     def _check_part(self, files: NDArray[np.int64], payload: Payload) -> NDArray[np.bool_]:
-        """Check files that lie close together. They are copied to the GPU with what lies between them."""
+        """Check files that are close together in the payload; they and the bytes between them are copied to the GPU."""
         offsets, sizes = files[:, _FILE], files[:, _LENGTH]
         start, stop = int(offsets.min()), int((offsets + sizes).max())
         with self._memory_for(stop - start) as memory:

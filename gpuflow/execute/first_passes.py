@@ -26,7 +26,7 @@ __all__ = ["CapturedPasses", "FirstPasses"]
 
 _LOG = logging.getLogger(__name__)
 _ATTEMPTS = 3
-"""How often a capture may fail: what another thread does meanwhile can make it fail."""
+"""The number of times that a capture may fail: work of another thread can make it fail."""
 
 
 class CapturedPasses(NamedTuple):

@@ -86,11 +86,11 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The first pass of one output on images [n], as its kernel reads it (`plan_of`), without where the images and the
-    results are.
+    """The first pass of one output on images [n], as its kernel reads it (`plan_of`), without addresses.
 
-    rows [M, K]: of each image, or of each tile where results differ in size. Instead of an address there is how far the
-    upper left pixel is from the image's first byte. tiles: what the tiles belong to, if there are any.
+    rows [M, K]: of each image, or of each tile where results differ in size. In place of an address there is the
+    distance in bytes from the image's first byte to its upper left pixel. tiles: the images of the tiles, if results
+    differ in size.
     """
 
     rows: NDArray[np.int64]
@@ -122,7 +122,7 @@ class _Part:
     """The images of one chunk in a call.
 
     where, rows: see `CallPart`; of the chunk's files that nvJPEG decodes.
-    places: for each output where its first pass puts them; of a call's first chunk no longer once it is over.
+    places: for each output where its first pass puts them. Empty for a call's first chunk once the call is over.
     """
 
     where: NDArray[np.int64] | slice
@@ -152,20 +152,20 @@ class _Call:
         return self._over.is_set()
 
     def finish(self, good: NDArray[np.bool_]) -> None:
-        """It is queued. From now on it does not refer to the batch of its first chunk, which may end long before the
-        later chunks that refer to this call."""
+        """Record that the call is queued, and which images are good. It then drops its reference to the batch of its
+        first chunk, because later chunks may refer to this call long after that batch has ended."""
         self.good = good
         own = self.results[0]
         self.results[0] = _Part(own.where, own.rows, [])
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """It could not be queued."""
+        """Record that the call could not be queued."""
         self._error = error
         self._over.set()
 
     def wait(self) -> None:
-        """Until it is queued. Raises the error that kept it from that, or LoaderTimeout."""
+        """Wait until the call is queued. Raises the error that prevented that, or LoaderTimeout."""
         if not self._over.wait(CALL_SECONDS):
             raise LoaderTimeout(f"a call of nvJPEG was not queued within {CALL_SECONDS:g} s")
         if self._error is not None:
@@ -182,7 +182,7 @@ class Prepared:
     plans: for each output the first pass's sampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
     draws: for each output and each pass of it the random parameters for these rows.
-    others: the samples that the CPU decodes, finished or under way, or None.
+    others: the samples that the CPU decodes, finished or in progress, or None.
     faults: for each sample of the chunk None, or why it is bad.
     early: calls for earlier chunks that decode images of this one, too, each with this chunk's place among its chunks.
     """
@@ -216,9 +216,12 @@ class GpuRunner:
         buffers: the number of such buffers at first, which is the number of chunks launched at once; `set_gpu_wait`
             adds more.
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
-        later_images: how many images of later chunks may be decoded already. Their results need memory until then.
-        check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
-        rewrite_threads: that rewrite progressive files of one chunk, in this process or in the one that reads it.
+        later_images: the largest number of images of later chunks that are decoded early, to fill up calls. Their
+            results need memory until their chunk is launched.
+        check_threads: the number of threads that check new files on the CPU, in each process that reads; 0 if the GPU
+            checks them.
+        rewrite_threads: the number of threads that rewrite progressive files of one chunk, in this process or in the
+            one that reads it.
         decoder_calls: how many threads call nvJPEG at once; `auto`: two while the GPU waits most of its time.
 
     Raises:
@@ -278,11 +281,11 @@ class GpuRunner:
     # --- on any thread ----------------------------------------------------------------------------------------------
 
     def set_gpu_wait(self, share: float) -> None:
-        """Says for which part of its time the consumer's GPU waits for batches, 0 to 1.
+        """Set the share of its time for which the consumer's GPU waits for batches, 0 to 1. Call it for each batch.
 
-        To be called for each batch. If it waits at all, a second decode buffer is used. If it has waited most of the
-        time for a while, or two calls were asked for, more of them are, and see `NvjpegDecoderPool.set_starved`; once
-        it has not for a longer while, the memory for this is given back.
+        If the GPU waits for more than a short time, a second decode buffer is used. If it has waited most of the time
+        for `_LONG_WAITS` batches, or `decoder_calls` is 2, there are more buffers and two calls at a time (see
+        `NvjpegDecoderPool.set_starved`). After `_SETTLED` batches without such waits the memory for these is freed.
         """
         waited_long = share > LONG_WAIT
         self._long_waits = self._long_waits + 1 if waited_long else 0
@@ -308,7 +311,7 @@ class GpuRunner:
         self._cpu.check()
 
     def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
-        """Have ranks of one host know which files of a source of that many samples one of them has checked.
+        """Share with the ranks of this host which files of a source of that many samples were checked.
 
         memory_of: see `ChunkRunner.share_checks`.
         """
@@ -322,7 +325,7 @@ class GpuRunner:
 
     @property
     def prescan(self) -> Prescan:
-        """What `prepare` needs of a payload and can be found out by the process that reads it."""
+        """The part of `prepare` that the process that reads a payload can do."""
         return self._scanner
 
     def prepare(

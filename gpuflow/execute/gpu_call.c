@@ -27,7 +27,7 @@ struct functions {
                           void *const *parameters, void *stream);
 };
 
-/* A kernel that gets the same parameters each time, but for the address of its plan. */
+/* A kernel that gets the same parameters each time, except for the address of its plan. */
 struct launch {
     void *function;
     void **parameters;

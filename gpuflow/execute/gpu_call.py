@@ -1,8 +1,8 @@
 """Queues a call of nvJPEG, the transfer before it and the kernels after it at once, without Python's interpreter.
 
-Each call of torch and Triton gives the interpreter away and takes it back, and a training that launches its kernels
-from Python waits for it then: that cost a ResNet-18 a fifth of its speed (measured in experiments/ranks/NOTES.md). The
-C code of gpu_call.c makes all calls that a batch of images needs, while Python's threads run.
+Each call of torch and Triton releases the interpreter and acquires it again. Each time a training that launches its
+kernels from Python waits for it: that cost a ResNet-18 a fifth of its speed (measured in experiments/ranks/NOTES.md).
+The C code of gpu_call.c makes all calls that a batch of images needs while Python's threads run.
 
 Which kernel Triton launches, and with which parameters, is read from a CUDA graph into which one launch is captured.
 """
@@ -176,7 +176,8 @@ class KernelLaunch:
     """A launch of a kernel that can be repeated with other plans, of any number of rows.
 
     function: a CUfunction. parameters: the addresses of its parameters. plan: which of them is the address of the plan.
-    blocks: of a row of the plan. threads, shared_bytes: of a block. kept: what the parameters lie in or refer to.
+    blocks: the number for each row of the plan. threads, shared_bytes: of a block. kept: objects that hold the memory
+    of the parameters.
     """
 
     function: int

@@ -25,7 +25,7 @@ def load(
     """As `gpuflow.load`, for the process and device of an Accelerator, with the state in its checkpoints.
 
     `accelerator.prepare` returns the loader unchanged. `accelerator.load_state` sets it back to the next batch, so
-    `skip_first_batches` is not needed: the next `for` goes on within the epoch.
+    `skip_first_batches` is not needed: the next `for` continues within the epoch.
 
     Args:
         accelerator: the Accelerator. Objects are checkpointed in the order in which they were made.

@@ -178,7 +178,7 @@ class EpochLoader(LoaderAdapter):
         self._restored = state
 
     def _require_equal_steps(self, epoch: int) -> None:
-        """Refuse to go on within an epoch whose steps had other numbers of samples: the trainer counts steps."""
+        """Refuse to continue within an epoch whose steps had other numbers of samples: the trainer counts steps."""
         state, current = self._restored, self.loader.samples_per_step
         saved = state.get("samples_per_step", current)
         if saved != current and state["position"] and state["epoch"] == epoch:

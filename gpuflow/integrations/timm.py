@@ -273,7 +273,7 @@ def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
 
 
 def _training_stages(given: Mapping[str, Any], size: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """The stages of `timm.data.create_transform(is_training=True)`, but for normalize."""
+    """The stages of `timm.data.create_transform(is_training=True)`, except normalize."""
     crop = {"size": list(size), "interpolation": given["interpolation"]}
     for name in ("scale", "ratio"):
         if given[name]:

@@ -1,9 +1,9 @@
 """Whether the ranks of a process group load the same samples, compared through the group's store.
 
 Ranks that listed different files make different steps, deliver samples twice or never, and then wait for each other
-for ever. Each rank writes what it loads into the store of the group when its loader is made, and reads what the others
+forever. Each rank writes what it loads into the store of the group when its loader is made, and reads what the others
 wrote at the first `for`. That is no collective: a loader that only some ranks make waits for the others for a limited
-time, then warns and goes on. A rank that begins later still compares itself with those that wrote before.
+time, then warns and continues. A rank that begins later still compares itself with those that wrote before.
 
 At each `for` the first rank also writes where it begins, and the others compare themselves with it, without waiting: a
 state that only some ranks loaded would give samples twice or never, too.

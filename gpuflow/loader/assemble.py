@@ -174,7 +174,7 @@ def _naming_file(config: Config) -> Iterator[None]:
 
 
 def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
-    """Which sample comes when. Weights and mixes are drawn where the pipeline shuffles. Errors name the file."""
+    """The order of the samples. Weights and mixes are drawn only if the pipeline shuffles. Errors name the file."""
     spec = config.source
     if not pipeline.shuffle:
         if isinstance(source, MixSource):
@@ -251,9 +251,9 @@ def _bad_samples(config: Config, policy: str, samples: int) -> BadSamples:
 
 
 def _identity(config: Config, name: str, source: Source, batch_size: int) -> str:
-    """A name for all that decides which samples come when and as what: stages, split and shuffle.
+    """A hash of what decides the order of samples and their pixels: stages, split, shuffle.
 
-    Which files there are is the source's fingerprint; where they lie may change.
+    The files are not part of it: the source's fingerprint identifies them, and their folder may change.
     """
     spec = config.source
     split = (spec.split or spec.splits, config.split_of(name))
@@ -267,16 +267,16 @@ def _identity(config: Config, name: str, source: Source, batch_size: int) -> str
 
 
 def _shared_name(config: Config, name: str) -> str:
-    """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere.
+    """A name for this loader among those of a process, the same on all ranks, whose folders may have other parents.
 
-    It has nothing that ranks are to agree on, because loaders of other names are not compared.
+    It does not depend on anything that the ranks must agree on, because loaders of different names are not compared.
     """
     place = " ".join(os.path.basename(each.where.rstrip("/")) for each in config.source.sources)
     return f"{name}/{key64(place):016x}"
 
 
 def _former_identity(config: Config, name: str, source: Source) -> str:
-    """The identity in states that say nothing of the files, from before they did."""
+    """The identity in states of earlier versions, which had no fingerprint of the files."""
     spec = config.source
     kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.shard_window if source.shard_sizes else None)
     shuffle = config.pipelines[name].shuffle

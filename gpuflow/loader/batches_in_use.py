@@ -16,7 +16,7 @@ Images = torch.Tensor | dict[str, torch.Tensor]
 
 _MOST_QUERIES = 4
 """How often to ask, a millisecond or more apart, whether the consumer still refers to the images of a batch that the
-GPU has finished with. If it does even then, it is taken to keep them, and the loader goes on."""
+GPU has finished with. If it still holds them then, it is assumed to keep them, and the loader continues."""
 
 
 class Unused:

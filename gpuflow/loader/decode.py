@@ -61,7 +61,7 @@ class WorkerDecoder:
     def decode(
         self, chunk: Chunk, keys: Keys, meter: Meter, slots: Any, start: int, sizes: Sizes = None
     ) -> Faults | None:
-        """Have a worker read and decode a chunk, into slots from `start` on; None if none can now.
+        """Have a worker read and decode a chunk, into slots from `start` on; None if no worker is available.
 
         meter: gets the processor time of decoding.
         """
@@ -77,7 +77,7 @@ class WorkerDecoder:
         return outcome.faults
 
     def ready(self) -> bool:
-        """Whether a worker can be asked."""
+        """Whether a worker takes requests."""
         return self._workers is not None and self._workers.ready()
 
     def counts(self) -> dict[str, int]:
@@ -155,7 +155,7 @@ class ChunkDecoder:
         prepared: Any = None,
         ahead: Sequence[Any] = (),
     ) -> Faults:
-        """The program on what was read, into slots, where the plan says. Releases the bytes."""
+        """Run the program on the payload, into slots, on the GPU or CPU as the plan says. Releases the bytes."""
         gpu, device_stream = self._plan.gpu, self._plan.device_stream
         if gpu is None or device_stream is None:
             return self.run_on_cpu(payload, keys, slots, sizes)
@@ -167,7 +167,7 @@ class ChunkDecoder:
         return faults
 
     def run_on_cpu(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes = None) -> Faults:
-        """The program on what was read, into slots, on this thread. Releases the bytes."""
+        """Run the program on the payload, into slots, on this thread. Releases the bytes."""
         faults = decode(self._runners, payload, keys, slots, sizes)
         self._reader.release(payload.buffer)
         return faults
@@ -177,6 +177,6 @@ class ChunkDecoder:
         return self._runners.place(thread) if self._plan.gpu is None else None
 
     def close(self) -> None:
-        """Free the slots that no batch holds, and what decoders keep."""
+        """Free the slots that no batch holds, and the decoders' memory."""
         self._slots.clear()
         self._runners.clear()

@@ -23,8 +23,8 @@ __all__ = ["Delivery"]
 class Delivery:
     """Delivers the batches of one loader, on any thread.
 
-    records: maps the records of the batch's chunks, if the source has fields. offload: decodes a part of each batch on
-    the CPU, if the loader has it do so.
+    records: maps the records of the batch's chunks; None if the source has no fields. offload: decodes a part of each
+    batch on the CPU; None if the GPU decodes all of it.
     """
 
     def __init__(self, plan: LoaderPlan, records: RecordMapper | None, offload: CpuOffload | None) -> None:
@@ -33,7 +33,7 @@ class Delivery:
         self._blocks = Blocks(keep=plan.prefetch + 2)
 
     def deliver(self, epoch: int, batch: Assembly) -> None:
-        """Look up the labels of a batch, mix it, and queue what is left of its way to a GPU."""
+        """Look up the labels of a batch, mix it, and queue the copies to the GPU that are left."""
         known = batch.read_labels
         batch.labels = self._plan.source.labels[batch.indices] if known is None else known
         if batch.labels.dtype == np.uint8:  # several classes a sample, of which losses want floats

@@ -36,7 +36,7 @@ class _Stoppable(Protocol):
 class RunningPipeline:
     """The pipeline of one epoch and its threads.
 
-    finished: its batches in order, and None to wake the consumer. begun: SPDL has asked for the first chunk.
+    finished: its batches in order, and None to wake the consumer. begun: set once SPDL has asked for the first chunk.
     admission: of batches into memory. ahead: of batches whose share the CPU may begin. set_gpu_wait: is called with the
     part of its time for which the consumer's GPU waits for batches; None without such a GPU.
     """
@@ -51,7 +51,7 @@ class RunningPipeline:
     switching: QuickSwitching | None
 
     def stop(self, timeout: float) -> bool:
-        """End the pipeline and its threads, and wait for operations under way. Returns whether all ended in time."""
+        """End the pipeline and its threads, and wait for running operations. Returns whether all ended in time."""
         deadline = time.monotonic() + timeout
         self.admission.close()
         self.ahead.close()
@@ -82,7 +82,7 @@ class EpochRun:
         # Neither callback runs a Python frame, where a Ctrl-C could be raised. The thread keeps the reference.
         collected = weakref.ref(self, end.put)
         self.request_stop: Callable[[], None] = functools.partial(end.put, None)
-        """Ends the epoch, without waiting for that."""
+        """Ends the epoch without waiting until it has ended."""
         self.owner = threading.Thread(
             target=_run_epoch, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
         )
@@ -103,7 +103,7 @@ class EpochRun:
         self._running = running
 
     def stop(self) -> None:
-        """End the epoch and wait for that, within limits; operations under way are finished."""
+        """End the epoch and wait for that, within limits; running operations are finished."""
         self.request_stop()
         self.owner.join(2 * STOP_SECONDS)
 
@@ -119,7 +119,7 @@ class EpochRun:
             raise TimeoutError from None
 
     def set_gpu_wait(self, share: float) -> None:
-        """Says for which part of its time the consumer's GPU waits for batches, 0 to 1."""
+        """Set the share of its time for which the consumer's GPU waits for batches, 0 to 1."""
         if self._running.set_gpu_wait is not None:
             self._running.set_gpu_wait(share)
 
@@ -129,10 +129,10 @@ class EpochRun:
 
 
 def _start(owner: threading.Thread, begun: queue.SimpleQueue[RunningPipeline | BaseException]) -> None:
-    """Start a thread; to be called on another one than the main thread.
+    """Start a thread. Call this on another thread than the main thread.
 
-    There a Ctrl-C can interrupt `Thread.start`, which leaves locks held, or the thread among those being started for
-    ever.
+    On the main thread a Ctrl-C can interrupt `Thread.start`. That leaves locks held, or the new thread forever in the
+    state of being started.
     """
     try:
         owner.start()

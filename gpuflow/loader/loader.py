@@ -158,7 +158,7 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next `for` run this epoch, as that of `torch.utils.data.DistributedSampler` does.
 
-        An epoch under way goes on to its end. A position that was restored within the same epoch is kept.
+        An epoch that is running continues to its end. A position that was restored within the same epoch is kept.
 
         Raises:
             ValueError: it is not an integer, of Python, numpy or a tensor, within [0, 2**62).
@@ -172,7 +172,7 @@ class Loader:
             progress.move_to(epoch)
 
     def reset(self) -> None:
-        """End the epoch under way, if there is one; the next `for` begins the next one.
+        """End the running epoch, if there is one; the next `for` begins the next one.
 
         Scripts of other loaders call it after each epoch; nothing needs it.
         """
@@ -219,7 +219,7 @@ class Loader:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken, on any number of ranks and threads.
+        """Continue exactly where `state` was taken, on any number of ranks and threads.
 
         The source may have moved to another folder, and must hold the same files with the same labels.
 

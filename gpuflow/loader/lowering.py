@@ -89,7 +89,7 @@ class Feed:
     def forked(self) -> bool:
         """Whether this is a forked child of the process whose threads work here.
 
-        The child has none of them, and any lock that one of them held at the fork is held in it for ever.
+        The child has none of them, and any lock that one of them held at the fork stays locked in it forever.
         """
         return os.getpid() != self._pid
 
@@ -139,7 +139,7 @@ class Feed:
         return self.under_way()[0]
 
     def under_way(self) -> tuple[str, list[str]]:
-        """The operation under way for the longest time, in words, and the paths of the files that it works on."""
+        """Describes the operation that has run for the longest time, and returns the paths of its files."""
         operation = oldest_operation(*self.meters)
         if operation is None:
             return "no stage is at work", []

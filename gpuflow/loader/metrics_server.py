@@ -2,7 +2,7 @@
 
 All have the labels pipeline and rank; counters run from the making of the loader, over all epochs.
 
-gpuflow_loader_epoch                          the epoch under way, or the last one
+gpuflow_loader_epoch                          the running epoch, or the last one
 gpuflow_loader_batches_total                  batches that the loop got
 gpuflow_loader_wait_seconds_total             how long the loop waited for them
 gpuflow_loader_bad_samples_total              bad samples
@@ -102,7 +102,7 @@ class _Collector:
         def family(kind: type[Any], name: str, text: str, *labels: str) -> Any:
             return kind(f"gpuflow_loader_{name}", text, labels=[*_LABELS, *labels])
 
-        epoch = family(GaugeMetricFamily, "epoch", "The epoch under way, or the last one.")
+        epoch = family(GaugeMetricFamily, "epoch", "The running epoch, or the last one.")
         batches = family(CounterMetricFamily, "batches", "Batches that the loop got.")
         waited = family(CounterMetricFamily, "wait_seconds", "Seconds that the loop waited for batches.")
         bad = family(CounterMetricFamily, "bad_samples", "Bad samples.")

@@ -22,7 +22,7 @@ from gpuflow.sources import Payload, records_of
 __all__ = ["ChunkReader", "keys_of", "with_values"]
 
 _KEPT_BYTES = 1 << 30
-"""A chunk for a GPU has 16 to 32 MB, and a dozen of them are under way. Pinning memory takes longer than reading."""
+"""A chunk for a GPU has 16 to 32 MB, and a dozen of them are in flight. Pinning memory takes longer than reading."""
 
 
 def keys_of(plan: LoaderPlan, epoch: int, chunk: Chunk) -> Keys:

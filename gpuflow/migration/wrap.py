@@ -94,7 +94,7 @@ class WrappedLoader:
         return iter(self._loader)
 
     def reset(self) -> None:
-        """End the epoch under way, if there is one; the next `for` begins the next one. Nothing needs it."""
+        """End the running epoch, if there is one; the next `for` begins the next one. Calling this is never needed."""
         self._loader.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,7 +164,7 @@ class WrappedLoader:
         return {**state, "sampler": self._draws.state(within_epoch=bool(state["position"]))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken: with the same number of ranks, dataset and batches.
+        """Continue exactly where `state` was taken: with the same number of ranks, dataset and batches.
 
         Raises:
             StateError: it is of another seed, dataset or preprocessing, or no state at all.

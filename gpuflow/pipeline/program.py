@@ -524,7 +524,7 @@ class _Run:
         self._resized = self._padded = self._mirrored = False
 
     def takes(self, stage: s.Geometry) -> bool:
-        """Whether the run can go on with this stage."""
+        """Whether this stage can be part of the run."""
         if self._stages and not (stage.folds and self._stages[-1][0].folds):
             return False
         if stage.warps is not None:
@@ -537,7 +537,7 @@ class _Run:
         return not stage.pads or self._fill in (None, stage.padding_fill)
 
     def add(self, stage: s.Geometry, occurrence: int, before: s.ImageSpec) -> None:
-        """Go on with a stage that the run takes. before: the spec of its input."""
+        """Add a stage to the run. before: the spec of its input."""
         self._stages.append((stage, occurrence))
         self._resized |= stage.resizes
         self._mirrored |= stage.mirrors

@@ -26,7 +26,7 @@ def cache_path(name: str, shards: Sequence[Shard], *asked: Any) -> str | None:
     """The file for these very shards, and for what was asked of them; another size or time of a shard is another file.
 
     A file that was copied, moved or given other rights counts as another one, too. None if a server does not say when a
-    shard was changed: what was found out about an older one would pass for it.
+    shard was changed: otherwise the index of an older shard would be taken for its own.
 
     asked: values of JSON, the version of the arrays' form among them.
     """

@@ -82,7 +82,7 @@ def scan(
         threads: how many decode at once.
         record_values: what stages take from the records, which must be of their forms.
         mapper: maps the fields of records, which must fit their images; None if there are none.
-        timeout_seconds: a file that takes longer is a finding, and another thread goes on with the next one.
+        timeout_seconds: a file that takes longer is a finding, and another thread continues with the next one.
         progress: called with the number of samples that were finished since the last call.
     """
     starts = iter(range(0, len(source), _CHUNK))

@@ -73,7 +73,7 @@ class Trainer:
     Where `train` mixes samples, the loss is the cross entropy with the mixed labels. Validation has class labels.
 
     Several processes (ranks) can train one model: each trains on the batches of its rank, and gradients are averaged.
-    Rank 0 writes the checkpoints, from which any number of ranks can go on.
+    Rank 0 writes the checkpoints, from which any number of ranks can resume.
 
     Args:
         config: a checked configuration.

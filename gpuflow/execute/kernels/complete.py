@@ -44,7 +44,7 @@ _LONG_CODES = tl.constexpr(256 << 5)
 """Longer ones are looked up by how far they are behind those, in units of the last of 16 bits: at most 256 symbols."""
 _TABLE = tl.constexpr((1 << 10) + (256 << 5))
 _STEPS = tl.constexpr(4)
-"""Codes that each lane reads before the lanes agree on whether one of them goes on."""
+"""Codes that each lane reads before the lanes agree on whether one of them continues."""
 _MAX_SEGMENTS, _MAX_TABLES, _MAX_FILL = tl.constexpr(256), tl.constexpr(64), tl.constexpr(64)
 _MAX_BITS = tl.constexpr(1 << 22)
 """Limits on what a file that was made to keep a GPU busy can ask for: segments and Huffman tables in its header, fill
@@ -172,7 +172,7 @@ def _read(
     c, k: block of the coded unit and coefficient of the block at the beginning. end: of all bits that it may read.
     dc, ac: the number of the table of each component, one bit each.
 
-    After an invalid code, a lane goes on after the next bit as if a unit began there: it may have begun at a wrong
+    After an invalid code, a lane continues after the next bit as if a unit began there: it may have begun at a wrong
     place. Returns place, c and k where each lane ended, the number of blocks that it ended before the first invalid
     code, and whether there was none.
     """

@@ -43,7 +43,7 @@ _LOOK_AT, _CHECK_SECONDS = 8, 1.0
 _UNREAD_SECONDS = 10.0
 """How long a client may take for the next byte of its answers."""
 _READ_BYTES = 1 << 15
-"""The most bytes that are read, and parsed, at a time: others wait meanwhile."""
+"""The largest number of bytes that are read and parsed at a time, because other connections wait for that."""
 _SMALLEST_CHUNK = 32
 """The least average number of bytes of a body's chunks, with what frames them, where a read has several of them."""
 
