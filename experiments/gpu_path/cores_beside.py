@@ -47,11 +47,11 @@ def decode_on(folder: str, path: str, number: int) -> None:
         counts[number] += CHUNK
 
 
-def beside(folder: str, batches: Batches, processes: int) -> None:
+def measure_alongside(folder: str, batches: Batches, processes: int) -> None:
     with tempfile.NamedTemporaryFile() as file:
         counts = np.memmap(file.name, np.int64, "w+", shape=(max(processes, 1),))
         command = [sys.executable, __file__, folder, "--decode", file.name]
-        crew = [subprocess.Popen([*command, str(number)]) for number in range(processes)]
+        decoders = [subprocess.Popen([*command, str(number)]) for number in range(processes)]
         try:
             end = time.monotonic() + START_SECONDS
             while not counts[:processes].all():
@@ -68,7 +68,7 @@ def beside(folder: str, batches: Batches, processes: int) -> None:
                     flush=True,
                 )
         finally:
-            for process in crew:
+            for process in decoders:
                 process.kill()
                 process.wait()
 
@@ -80,7 +80,7 @@ def main() -> None:
     batches = gpuflow_batches(folder, [])
     print(f"{torch.cuda.get_device_name()}, {Path('/proc/cpuinfo').read_text().count('processor')} cores")
     for processes in map(int, arguments or ["0", "2", "4", "8", "12"]):
-        beside(folder, batches, processes)
+        measure_alongside(folder, batches, processes)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def training(model: str) -> Callable[[], None]:
 
 
 @contextmanager
-def beside(work: Work, note: dict[str, float]) -> Iterator[Callable[[], None]]:
+def other_work(work: Work, note: dict[str, float]) -> Iterator[Callable[[], None]]:
     """A thread that does one chunk of work per call of the yielded function, which first waits for the last chunk."""
     import torch
 
@@ -302,7 +302,7 @@ def main() -> None:
         note: dict[str, float] = {}
         try:
             if name in works:
-                with beside(works[name], note) as turn:
+                with other_work(works[name], note) as turn:
                     trained, _ = rate(lambda: (turn(), step())[1])
             else:
                 trained = _beside_process(files, step)
@@ -316,8 +316,8 @@ def main() -> None:
 
 def _beside_process(files: list[Path], step: Callable[[], None]) -> float:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=other_process, args=(files, "RGB", theirs), daemon=True)
+    ours, child_end = context.Pipe()
+    process = context.Process(target=other_process, args=(files, "RGB", child_end), daemon=True)
     process.start()
     ours.send(1)
     ours.send(1)

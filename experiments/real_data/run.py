@@ -192,12 +192,12 @@ class ArmProcess:
     def __init__(self, job: dict[str, Any], *, name: str = "", environment: Mapping[str, str] | None = None) -> None:
         self.name = name or str(job["arm"])
         self.about: dict[str, Any] = {}
-        self._connection, theirs = Pipe()
-        command = [sys.executable, str(ARM_PROGRAM), str(theirs.fileno())]
+        self._connection, child_end = Pipe()
+        command = [sys.executable, str(ARM_PROGRAM), str(child_end.fileno())]
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+            command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
         )
-        theirs.close()
+        child_end.close()
         self._job = job
 
     def open(self) -> dict[str, Any]:
