@@ -71,16 +71,16 @@ class WeightedOrder:
 class MixedOrder:
     """Several sources in fixed proportions: every epoch has the same number of samples of each.
 
-    Which source comes at a position is a permutation of the epoch. The samples of a source come in its own order, which
-    goes on from epoch to epoch: its order's epoch 0, then its epoch 1, and so on. So none of them comes again before
-    all others have come as often.
+    A permutation of each epoch decides which source has which position. The samples of a source are in that source's
+    own order, which continues from one epoch to the next: its order's epoch 0, then its epoch 1, and so on. So a sample
+    is repeated only after all others of its source were delivered the same number of times.
 
     Args:
         orders: of each source, with indices from 0 on.
         lengths: the number of its indices; those of a source follow those of the sources before it.
         weights: of each source, above 0.
         samples: of an epoch; with `run` above 1 they are filled up to whole runs.
-        run: neighbouring positions that one source has: the size of a batch, where each batch is of one source.
+        run: the number of neighbouring positions that one source gets: the batch size, if each batch is of one source.
     """
 
     def __init__(

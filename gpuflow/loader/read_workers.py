@@ -31,8 +31,8 @@ __all__ = ["ProcessReader", "ProcessStorage", "prepare", "scanned", "work"]
 
 _LOG = logging.getLogger(__name__)
 _ROOM_KEPT = 16
-"""A worker asks for as much room after the files as the last chunk's progressive files needed in their rewritten form,
-or the chunks before it did, this part less for each chunk since; but for no more than the files themselves need."""
+"""A worker requests room after the files for rewritten progressive files: the largest that a recent chunk needed,
+less a sixteenth for each chunk since then, and at most the size of the files themselves."""
 T = TypeVar("T")
 Wanted = tuple[Keys, NDArray[np.bool_] | None]
 _wanted: ContextVar[Wanted | None] = ContextVar("wanted", default=None)
@@ -40,9 +40,9 @@ _wanted: ContextVar[Wanted | None] = ContextVar("wanted", default=None)
 
 @contextmanager
 def scanned(keys: Keys, unchecked: NDArray[np.bool_] | None = None) -> Iterator[None]:
-    """What this thread reads inside the block, of samples with these keys, is also scanned by the worker that reads it.
+    """Inside the block, a worker that reads files for this thread also scans them, for samples with these keys.
 
-    The result is the payload's `prescan`, unless this thread had to read by itself.
+    The result is the payload's `prescan`, unless this thread had to read the files itself.
 
     unchecked: which of the samples' files are to be checked, too; None for none.
     """

@@ -1,5 +1,4 @@
-"""What the stages of `serve` do to images of given sizes: where points go, for boxes that a model finds, and how large
-images become."""
+"""Computes what the stages of `serve` do to images: matrices that map a model's boxes back, and results' sizes."""
 
 from __future__ import annotations
 
@@ -45,8 +44,11 @@ def matrices_of(pipeline: Pipeline, files: Sequence[bytes]) -> Matrices:
 
 
 def most_pixels(pipeline: Pipeline, height: int, width: int) -> int:
-    """The most pixels that an image of this upright size has before, between or after the stages. Its own where that
-    would be more than `decode.max_pixels`: such an image is refused before it is resized."""
+    """The largest number of pixels that an image of this upright size has before, between or after the stages.
+
+    It is the image's own number if a stage would make more than `decode.max_pixels`: such an image is refused before it
+    is resized.
+    """
     decoder = pipeline.stages[0]
     assert isinstance(decoder, Decoder)
     moves = _moves(pipeline, np.array([[height, width]], np.int64))

@@ -1,4 +1,4 @@
-"""Requests, those that belong together, and a queue for those that wait for a busy node, instead of torchpipe's."""
+"""Requests, groups of requests that form one batch, and a queue (instead of torchpipe's) for a busy node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Request", "RequestGroup", "RequestQueue", "callers", "joined"]
 class RequestGroup:
     """Requests that the model gets as one batch, such as those of a list or of a form.
 
-    Where another node than the model's decodes, it reports each request once, and the last report returns those that
-    were decoded. size: number of requests.
+    If a separate node decodes, it reports each request once, and the last report returns the decoded requests.
+    size: number of requests.
     """
 
     def __init__(self, size: int) -> None:
@@ -28,9 +28,9 @@ class RequestGroup:
         self._lock = threading.Lock()
 
     def report(self, request: Request, *, decoded: bool) -> list[Request]:
-        """A request is decoded, or needs no model because its image is bad or it was cancelled.
+        """Report that a request is decoded, or needs no model because its image is bad or it was cancelled.
 
-        Returns the decoded requests, in their order, with the report that is the last one; none before.
+        The last report returns all decoded requests in their order; earlier ones return an empty list.
         """
         with self._lock:
             self._missing -= 1
@@ -46,7 +46,7 @@ class Request:
     """One image that a graph processes; the item that torchpipe carries has it as `request`.
 
     data: the encoded image. It is dropped once it is decoded, or at once if the request is cancelled before a node
-    has taken it: a request whose caller has gone holds no memory, however long the graph is busy.
+    has taken it, so that a request whose caller has disconnected holds no memory while the graph is busy.
     future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
     done: called once, before the future has its result, when the graph has finished with the request or dropped it.
     group, row: the group that it belongs to, and its place there; without one it is a batch alone.
