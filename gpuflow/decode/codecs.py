@@ -22,6 +22,7 @@ from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, Header, refuse, requi
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.decode.optional_decoders import decode_optional
 from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
+from gpuflow.decode.png_data import has_too_much_data
 from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
@@ -533,6 +534,8 @@ class CpuDecoder:
         flags = OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
         if header.format == "bmp":
             data = _with_known_masks(data)
+        if header.format in ("png", "png16") and has_too_much_data(data):
+            refuse("its compressed data are far more than its pixels")
         decoded = imdecode(data, cv2.IMREAD_UNCHANGED if composited or deep else flags)
         if decoded is None:
             require_memory(header)
