@@ -7,6 +7,7 @@ Unlike there, names that begin with a dot are left out: `.ipynb_checkpoints` is 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -34,6 +35,9 @@ _OTHER_KINDS = {
     ".parquet": "hf",
     ".arrow": "hf",
 }
+
+_PARTS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "testing"))
+"""Usual names of directories that hold the parts of a source, each with directories of the classes."""
 _NAMED = 6
 """The most empty class directories that an error names."""
 
@@ -81,6 +85,13 @@ def open_folder(spec: SourceSpec) -> FileSource:
                 f"add images or remove the directory"
             )
         splits[split] = first, sum(counts)
+    if not spec.splits and len(classes) > 1 and _PARTS.issuperset(map(str.lower, classes)):
+        names = ", ".join(classes)
+        warnings.warn(
+            f"source.folder {root} has the classes {names}, which are usually parts of a source; if they are, write "
+            f"splits: [{names}]",
+            stacklevel=2,
+        )
     paths = table.build(os.path.join(root, ""))
     if spec.declared and not any(field.type == "label" for _, field in spec.declared):
         return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False, splits=splits)

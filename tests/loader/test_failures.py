@@ -393,6 +393,17 @@ def test_a_bad_file_that_cannot_be_written_is_located(config: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "other.csv"])
+def test_a_bad_file_that_is_the_listing_is_an_error(name: str, files: list[Path], config: Path, tmp_path: Path) -> None:
+    listing, text = tmp_path / "rows.csv", f"path,label\n{files[0]},0\n"
+    listing.write_text(text)
+    (tmp_path / "other.csv").symlink_to(listing)
+    source = {"listing": str(listing)}
+    with pytest.raises(ConfigError, match=r"run\.bad_file must not be the file of source\.listing, got '.*csv'; name"):
+        gpuflow.load(config, overrides=[f"source={json.dumps(source)}", f"run.bad_file={tmp_path / name}"])
+    assert listing.read_text() == text
+
+
 def test_a_bad_file_is_appended_to(files: list[Path], config: Path, tmp_path: Path) -> None:
     listed = tmp_path / "bad.jsonl"
     listed.write_text("a line of before\n")

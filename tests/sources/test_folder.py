@@ -336,6 +336,14 @@ def test_splits_are_folders_with_the_classes_of_the_first(tmp_path: Path, read_a
     assert fingerprint_of(open_source(SourceSpec(folder=str(other), splits=spec.splits))) == fingerprint_of(whole)
 
 
+def test_parts_that_are_read_as_classes_are_a_warning(tmp_path: Path) -> None:
+    root = planted(tmp_path / "photos")
+    with pytest.warns(UserWarning, match=r"has the classes train, val, which .* write splits: \[train, val\]"):
+        assert open_source(SourceSpec(folder=str(root))).classes == ("train", "val")
+    plant(root, "bus/1.jpg")
+    assert open_source(SourceSpec(folder=str(root))).classes == ("bus", "train", "val")
+
+
 def test_a_split_has_no_classes_that_the_first_has_not(tmp_path: Path) -> None:
     plant(planted(tmp_path), "val/c d/1.jpg")
     fails(
