@@ -219,7 +219,14 @@ def test_brackets_in_errors_are_text_not_markup(gpuflow: Run, config: Path) -> N
 def test_explain_says_what_runs(gpuflow: Run, config: Path) -> None:
     done = gpuflow("explain", config)
     assert (done.code, done.err) == (0, "")
-    for word in ("one sampling", "pixel by pixel", "12 samples, 3 classes", "decode thread(s)", "decoder", "shuffled"):
+    for word in (
+        "one resampling",
+        "pixel by pixel",
+        "12 samples, 3 classes",
+        "decode thread(s)",
+        "decoder",
+        "shuffled",
+    ):
         assert word in done.out
 
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "host.csv")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for kernel in ("sample", "warp_all", "adjust", "smooth"):  # which the first calls launch one by one
+    for kernel in ("resample_all", "warp_all", "adjust", "smooth"):  # which the first calls launch one by one
         setattr(gpu_passes, kernel, lambda *_, **__: None)
     rows = []
     for recipe in options.recipes:

@@ -67,7 +67,7 @@ ARMS = {
     "gpuflow": Arm(fed=True),
     "gpuflow with two calls": Arm(fed=True, calls="2"),
     "gpuflow without decoding": Arm(fed=True, without=("decoding",)),
-    "gpuflow without decoding and sampling": Arm(fed=True, without=("decoding", "sampling")),
+    "gpuflow without decoding and sampling": Arm(fed=True, without=("decoding", "resampling")),
     "decoding only": Arm(other_thread="decoding"),
     "calls in C": Arm(other_thread="calls in C"),
     "calls in C without DDP": Arm(other_thread="calls in C", ddp=False),
@@ -82,7 +82,7 @@ def _decode_nothing(decoder: Any, files: Any, *rest: Any, **options: Any) -> NDA
     return np.ones(len(files.data), bool)
 
 
-def _sample_nothing(*arguments: Any, **options: Any) -> None:
+def _resample_nothing(*arguments: Any, **options: Any) -> None:
     """The slots keep what their memory held before."""
 
 
@@ -90,7 +90,7 @@ PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "decoding": {
         "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": _decode_nothing,
     },
-    "sampling": {"gpuflow.execute.gpu_passes.sample": _sample_nothing},
+    "resampling": {"gpuflow.execute.gpu_passes.resample_all": _resample_nothing},
 }
 """Parts of the loader's work on the GPU: the functions that do it, and what replaces them to leave it out."""
 

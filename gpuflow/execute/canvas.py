@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpuflow.execute.device_stream import DeviceStream
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import Sampling, Warping
+from gpuflow.pipeline.program import Resampling, Warping
 
 __all__ = ["TILE", "Canvas", "Tiles", "tiles_of"]
 
@@ -30,7 +30,7 @@ class Tiles:
     column at which it begins on a canvas.
     """
 
-    draw: Sampling | Warping
+    draw: Resampling | Warping
     image: NDArray[np.int64]
     tops: NDArray[np.int64]
     lefts: NDArray[np.int64]
@@ -44,8 +44,8 @@ class Canvas:
     tops: NDArray[np.int64]
 
     @classmethod
-    def allocate(cls, device_stream: DeviceStream, draw: Sampling | Warping, channels: int) -> Canvas:
-        """Room for the results of a sampling or a warp of n images."""
+    def allocate(cls, device_stream: DeviceStream, draw: Resampling | Warping, channels: int) -> Canvas:
+        """Room for the results of a resampling or a warp of n images."""
         tops, rows, width = _layout(draw)
         with device_stream.queued():
             shape = rows, width, channels
@@ -72,7 +72,7 @@ class Canvas:
         return tiles.tops * self.pitch + tiles.lefts * self.memory.shape[2]
 
 
-def _layout(draw: Sampling | Warping) -> tuple[NDArray[np.int64], int, int]:
+def _layout(draw: Resampling | Warping) -> tuple[NDArray[np.int64], int, int]:
     """The first row of each result on a canvas, the canvas's rows, and its width."""
     height, width = (_up(side) for side in draw.size)
     return np.cumsum(height) - height, int(height.sum()), int(width.max(initial=TILE))
@@ -84,8 +84,8 @@ def _up(sides: s.Ints) -> NDArray[np.int64]:
     return whole
 
 
-def tiles_of(draw: Sampling | Warping) -> Tiles:
-    """Cut the results of a sampling or a warp of n images into tiles. Beyond its result a tile is undefined."""
+def tiles_of(draw: Resampling | Warping) -> Tiles:
+    """Cut the results of a resampling or a warp of n images into tiles. Beyond its result a tile is undefined."""
     height, width = draw.size
     first, _, _ = _layout(draw)
     down, across = _up(height) // TILE, _up(width) // TILE
@@ -97,8 +97,8 @@ def tiles_of(draw: Sampling | Warping) -> Tiles:
 
 
 def _part(
-    draw: Sampling | Warping, image: NDArray[np.int64], top: NDArray[np.int64], left: NDArray[np.int64]
-) -> Sampling | Warping:
+    draw: Resampling | Warping, image: NDArray[np.int64], top: NDArray[np.int64], left: NDArray[np.int64]
+) -> Resampling | Warping:
     """The geometry of tiles that begin at (top, left) of the results of these images."""
     sides = np.full(len(image), TILE)
     if isinstance(draw, Warping):

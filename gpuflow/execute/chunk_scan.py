@@ -20,7 +20,7 @@ from gpuflow.decode.complete import complete_on_cpu
 from gpuflow.execute.chunk_tables import ChunkTables
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.execute.pixel_steps import rows_are_short
-from gpuflow.pipeline.program import Sampling, Warping
+from gpuflow.pipeline.program import Resampling, Warping
 from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.pipeline.views import Output
 from gpuflow.sources import SPARE_BYTES, Payload
@@ -184,7 +184,7 @@ def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:
     misfit = np.zeros(count, bool)
     for own in draws:
         for draw in own:
-            for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
+            for found in draw.misfits if isinstance(draw, Resampling | Warping) else ():
                 misfit |= found.where
     return misfit
 

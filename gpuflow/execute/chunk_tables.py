@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from gpuflow.decode.baseline import Rewritten
 from gpuflow.decode.chunk_headers import Headers
 from gpuflow.execute.pixel_steps import Regions
-from gpuflow.execute.sampling_plan import sampling_plan_of
+from gpuflow.execute.resampling_plan import resampling_plan_of
 from gpuflow.execute.tables import table_of
-from gpuflow.pipeline.program import Sampling, Warping
+from gpuflow.pipeline.program import Resampling, Warping
 from gpuflow.sources import SPARE_BYTES
 
 __all__ = ["ChunkTables"]
@@ -30,8 +30,8 @@ class ChunkTables(NamedTuple):
 
     entries [n, 7]: as `JpegBatch.of` takes them, but where a file begins in the payload instead of its address.
     samplings, pixels, spaces [n]: as `Undecoded` takes them. steps [n, 3]: the `pixel_steps` of what is decoded.
-    plans: for each output the plan of its first pass (`sampling_plan_of`), where the first column is the first one of
-        `steps` and the last one 0; None if the pass is no sampling, or if its results differ in size.
+    plans: for each output the plan of its first pass (`resampling_plan_of`), where the first column is the first one of
+        `steps` and the last one 0; None if the pass is no resampling, or if its results differ in size.
     """
 
     entries: NDArray[np.int64]
@@ -47,7 +47,7 @@ class ChunkTables(NamedTuple):
         headers: Headers,
         rows: NDArray[np.int64],
         files: Sequence[NDArray[np.int64]],
-        draws: Sequence[Sampling | Warping],
+        draws: Sequence[Resampling | Warping],
         fixed: Sequence[bool],
         *,
         channels: int,
@@ -77,7 +77,7 @@ class ChunkTables(NamedTuple):
             spaces=-(-pitches * height // _ALIGN) * _ALIGN,
             steps=steps,
             plans=[
-                sampling_plan_of(draw, steps, 0) if has_one_size and isinstance(draw, Sampling) else None
+                resampling_plan_of(draw, steps, 0) if has_one_size and isinstance(draw, Resampling) else None
                 for draw, has_one_size in zip(draws, fixed, strict=True)
             ],
         )

@@ -31,8 +31,8 @@ from gpuflow.pipeline.program import (
     OpaqueStep,
     PointwiseStep,
     Program,
-    Sampling,
-    SamplingStep,
+    Resampling,
+    ResamplingStep,
     Warping,
     WarpStep,
     too_large,
@@ -58,14 +58,14 @@ _NO_MEMORY = "can't allocate memory"
 """In the text of torch's RuntimeError for a CPU without memory."""
 
 
-class _SamplingRows:
-    """One sampling as lists of Python integers, with one row per sample."""
+class _ResamplingRows:
+    """One resampling as lists of Python integers, with one row per sample."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.geometry = sampling
-        self.boxes, self.grids = sampling.box.tolist(), sampling.grid.tolist()
-        self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
-        self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
+    def __init__(self, resampling: Resampling) -> None:
+        self.geometry = resampling
+        self.boxes, self.grids = resampling.box.tolist(), resampling.grid.tolist()
+        self.shown, self.windows = resampling.shown.tolist(), resampling.window.tolist()
+        self.mirrors, self.flips = resampling.mirrors.tolist(), resampling.flips.tolist()
 
 
 class _WarpingRows:
@@ -81,16 +81,18 @@ class _WarpingRows:
         """Which samples' maps change no pixel, if the image has the size of the result."""
 
 
-def _check(drawn: _SamplingRows | _WarpingRows, i: int) -> None:
-    """Raise BadSampleError if this sampling cannot be run on sample i."""
+def _check(drawn: _ResamplingRows | _WarpingRows, i: int) -> None:
+    """Raise BadSampleError if this resampling cannot be run on sample i."""
     for misfit in drawn.geometry.misfits:
         if (fault := misfit.fault(i)) is not None:
             raise fault
 
 
-def _draw(step: SamplingStep | WarpStep, keys: s.Keys, height: s.Ints, width: s.Ints) -> _SamplingRows | _WarpingRows:
-    if isinstance(step, SamplingStep):
-        return _SamplingRows(step.draw(keys, height, width))
+def _draw(
+    step: ResamplingStep | WarpStep, keys: s.Keys, height: s.Ints, width: s.Ints
+) -> _ResamplingRows | _WarpingRows:
+    if isinstance(step, ResamplingStep):
+        return _ResamplingRows(step.draw(keys, height, width))
     return _WarpingRows(step.draw(keys, height, width))
 
 
@@ -178,11 +180,11 @@ class CpuRunner:
             image = np.array(image, order="C")
         self._run_steps(image, (0, 0), i, drawn, keys, slot)
 
-    def _first(self, drawn: Sequence[Any]) -> _SamplingRows | _WarpingRows | None:
-        """The first step's draws if it is a sampling or a warp, which leave the decoded image as it is."""
+    def _first(self, drawn: Sequence[Any]) -> _ResamplingRows | _WarpingRows | None:
+        """The first step's draws if it is a resampling or a warp, which leave the decoded image as it is."""
         steps = self._program.steps
-        rows: _SamplingRows | _WarpingRows | None = None
-        if steps and isinstance(steps[0], SamplingStep | WarpStep):
+        rows: _ResamplingRows | _WarpingRows | None = None
+        if steps and isinstance(steps[0], ResamplingStep | WarpStep):
             rows = drawn[0]
         return rows
 
@@ -197,11 +199,11 @@ class CpuRunner:
                 case OpaqueStep():
                     drawn.append(step.draw(keys))
                     known = False
-                case SamplingStep() | WarpStep() | PointwiseStep() if not known:
+                case ResamplingStep() | WarpStep() | PointwiseStep() if not known:
                     drawn.append(None)
                 case PointwiseStep():
                     drawn.append(step.draw(keys, height, width))
-                case SamplingStep() | WarpStep():
+                case ResamplingStep() | WarpStep():
                     rows = _draw(step, keys, height, width)
                     height, width = rows.geometry.size
                     drawn.append(rows)
@@ -241,13 +243,13 @@ class CpuRunner:
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
             match step:
-                case SamplingStep() | WarpStep():
+                case ResamplingStep() | WarpStep():
                     row = i
                     if draw is None:
                         draw, row = _draw(step, keys[i], *_size(image)), 0
                     if draw is not first:
                         _check(draw, row)
-                    run = self._sample if isinstance(draw, _SamplingRows) else self._warp
+                    run = self._resample if isinstance(draw, _ResamplingRows) else self._warp
                     image = run(image, draw, row, top, left, out, n)
                     top = left = 0
                 case PointwiseStep():
@@ -266,24 +268,24 @@ class CpuRunner:
         if image is not slot:
             np.copyto(slot, image.reshape(slot.shape))
 
-    def _sample(
+    def _resample(
         self,
         image: NDArray[np.uint8],
-        draw: _SamplingRows,
+        draw: _ResamplingRows,
         i: int,
         top: int,
         left: int,
         out: NDArray[Any] | None,
         n: int,
     ) -> NDArray[np.uint8]:
-        """Run one sampling. `image` is the region of the upright image that begins at (top, left)."""
+        """Run one resampling. `image` is the region of the upright image that begins at (top, left)."""
         (y, x, height, width), window = draw.boxes[i], draw.windows[i]
         box = image[y - top : y - top + height, x - left : x - left + width]
         if any(draw.mirrors[i]):
             box = _mirror(box, draw.mirrors[i], self._buffer("mirrored", box.shape, n))
         flipped = any(draw.flips[i])
         shape = (window[2], window[3], image.shape[2])
-        result = out if out is not None else self._buffer("sampled", shape, n)
+        result = out if out is not None else self._buffer("resampled", shape, n)
         kept = self._buffer("flipped", shape, n) if flipped else result
         self._fill(kept, box, draw, i, n)
         if flipped:
@@ -314,7 +316,7 @@ class CpuRunner:
             warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
         return result
 
-    def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], draw: _SamplingRows, i: int, n: int) -> None:
+    def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], draw: _ResamplingRows, i: int, n: int) -> None:
         """Write the window of the resampled box, and no more of it. Its pixels outside the box get the fill."""
         (y, x, height, width), (top, left, rows, columns) = draw.windows[i], draw.shown[i]
         y0, x0 = max(y, top), max(x, left)

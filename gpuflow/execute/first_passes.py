@@ -20,7 +20,7 @@ from gpuflow.execute.canvas import Canvas
 from gpuflow.execute.device_stream import DeviceStream, send_array
 from gpuflow.execute.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, capture_launch
 from gpuflow.execute.gpu_passes import DevicePasses, Target
-from gpuflow.pipeline.program import Sampling, Warping
+from gpuflow.pipeline.program import Resampling, Warping
 
 __all__ = ["CapturedPasses", "FirstPasses"]
 
@@ -70,7 +70,7 @@ class FirstPasses:
         """Queue all first passes by Triton. plans: of each output, see `gpu_passes.plan_of`."""
         sent = self._device_stream.send_all(plans)
         for passes, draw, plan, target in zip(self._passes, draws, sent, targets, strict=True):
-            passes.sample(0, draw, plan, target)
+            passes.queue_move(0, draw, plan, target)
         if self._calls is not None and self._captured is None and self._lock.acquire(blocking=False):
             try:
                 if self._attempts:
@@ -102,7 +102,7 @@ class FirstPasses:
             sent = send_array(self._device_stream, row)
             shape = (1, *target.shape[1:])
             own.append(torch.empty_strided(shape, target.stride(), dtype=target.dtype, device=target.device))
-            launch = partial(passes.sample, 0, draw, target=own[-1])
+            launch = partial(passes.queue_move, 0, draw, target=own[-1])
             launch(sent)  # compiles it for memory that is aligned as this
             launches.append(capture_launch(self._calls.driver, self._device_stream, launch, sent))
         return CapturedPasses(self._calls, launches, own, _all_settings(draws, own))
@@ -116,5 +116,5 @@ def _all_settings(draws: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
     ]
 
 
-def _settings(draw: Sampling | Warping) -> Any:
+def _settings(draw: Resampling | Warping) -> Any:
     return draw.lookup if isinstance(draw, Warping) else (draw.interpolation, draw.antialias, draw.fill)

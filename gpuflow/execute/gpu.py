@@ -50,7 +50,7 @@ from gpuflow.execute.later_results import LaterResults, LaterRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import Program, Sampling, Warping
+from gpuflow.pipeline.program import Program, Resampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
 from gpuflow.sources import Payload
 
@@ -97,7 +97,7 @@ class _Plan:
     tiles: Tiles | None
 
     @classmethod
-    def of(cls, draw: Sampling | Warping, steps: NDArray[np.int64], *, fixed: bool) -> _Plan:
+    def of(cls, draw: Resampling | Warping, steps: NDArray[np.int64], *, fixed: bool) -> _Plan:
         """For images [n] with these `pixel_steps`. fixed: whether their results have one size."""
         tiles = None if fixed else tiles_of(draw)
         if tiles is not None:
@@ -179,7 +179,7 @@ class Prepared:
     rows [n]: which of its samples nvJPEG decodes: complete files.
     entries [n, 7]: of the files of these rows, as `JpegBatch.of` takes them. memory: that holds these files.
     undecoded: which of these rows no call has taken yet; needs the runner's lock.
-    plans: for each output the first pass's sampling or warp of these rows.
+    plans: for each output the first pass's resampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
     draws: for each output and each pass of it the random parameters for these rows.
     others: the samples that the CPU decodes, finished or in progress, or None.

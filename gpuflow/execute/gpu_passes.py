@@ -20,11 +20,11 @@ from gpuflow.execute.device_stream import DeviceStream, allocate_slots, send_arr
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.local import smooth, smooth_plan_of
-from gpuflow.execute.kernels.sample import sample
+from gpuflow.execute.kernels.resample import resample_all
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.execute.pixel_steps import ROW_BYTES, pixel_steps
-from gpuflow.execute.sampling_plan import sampling_plan_of
+from gpuflow.execute.resampling_plan import resampling_plan_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
@@ -32,8 +32,8 @@ from gpuflow.pipeline.program import (
     LocalStep,
     OpaqueStep,
     PointwiseStep,
-    Sampling,
-    SamplingStep,
+    Resampling,
+    ResamplingStep,
     Warping,
     WarpStep,
 )
@@ -163,7 +163,7 @@ class DevicePasses:
         targets = self.targets(slots, draws, len(rows))
         plan = self.plan_of_move(draws[0], places, targets[0], rows)
         (first,), *later = self._send([[plan], *self.plans(draws, targets, rows)])
-        self.sample(0, draws[0], first, targets[0])
+        self.queue_move(0, draws[0], first, targets[0])
         return self._queue(draws, targets, later)
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
@@ -200,7 +200,7 @@ class DevicePasses:
         for i in range(1, len(self._passes)):
             images, draw, places = targets[i - 1], draws[i], np.tile(self.places(i, rows), batches)
             match self._passes[i].step:
-                case SamplingStep() | WarpStep():
+                case ResamplingStep() | WarpStep():
                     if isinstance(images, Canvas):
                         addresses, steps = images.addresses, (images.pitch, images.memory.shape[2])
                     else:
@@ -243,8 +243,8 @@ class DevicePasses:
         """Queue pass i, after the first one, from images [n, C, H, W] or a canvas to the target. Returns what
         `run_later` does."""
         step, table = self._passes[i].step, self._tables[i]
-        if isinstance(step, SamplingStep | WarpStep):
-            self.sample(i, draw, plan[0], target)
+        if isinstance(step, ResamplingStep | WarpStep):
+            self.queue_move(i, draw, plan[0], target)
             return {}
         assert not isinstance(images, Canvas) and not isinstance(target, Canvas), "see passes_of"
         match step:
@@ -290,12 +290,12 @@ class DevicePasses:
 
     def plan_of_move(
         self,
-        draw: Sampling | Warping,
+        draw: Resampling | Warping,
         places: NDArray[np.int64],
         target: Target,
         rows: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """A sampling or a warp of n images, to these rows [n] of the target or to a canvas, as its kernel reads it.
+        """A resampling or a warp of n images, to these rows [n] of the target or to a canvas, as its kernel reads it.
 
         places [n, 3]: see `DeviceImages`.
         """
@@ -304,14 +304,14 @@ class DevicePasses:
             return plan_of(tiles.draw, places[tiles.image], target.offsets(tiles))
         return plan_of(draw, places, offsets_of(target, target, rows))
 
-    def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: Target) -> None:
-        """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
+    def queue_move(self, i: int, drawn: Resampling | Warping, plan: torch.Tensor, target: Target) -> None:
+        """Queue pass i, a resampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
         table, target = self._tables[i], target.tile if isinstance(target, Canvas) else target
         if isinstance(drawn, Warping):
             warp_all(plan, table, target, lookup=drawn.lookup)
             return
         kind, antialias, fill = drawn.interpolation, drawn.antialias, drawn.fill
-        sample(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)
+        resample_all(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)
 
 
 def _version(images: torch.Tensor) -> int | None:
@@ -339,7 +339,7 @@ def faults_of(draws: Sequence[Any], count: int) -> list[BadSampleError | None]:
     """For each of `count` images None, or why a stage cannot take it. draws: the result of `draw_passes`."""
     faults: list[BadSampleError | None] = [None] * count
     for draw in draws:
-        for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
+        for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
             faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
     return faults
 
@@ -355,12 +355,12 @@ def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int6
     return between + rows * images.stride(0)
 
 
-def plan_of(sampling: Sampling | Warping, places: NDArray[np.int64], offsets: NDArray[Any] | int) -> NDArray[np.int64]:
-    """Encode a sampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
+def plan_of(draw: Resampling | Warping, places: NDArray[np.int64], offsets: NDArray[Any] | int) -> NDArray[np.int64]:
+    """Encode a resampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
 
     places [n, 3]: see `DeviceImages`; in either kernel's plan these are the first columns. offsets [n]: the last one,
         or one number for all.
     """
-    if isinstance(sampling, Warping):
-        return warp_plan_of(sampling, places, offsets)
-    return sampling_plan_of(sampling, places, offsets)
+    if isinstance(draw, Warping):
+        return warp_plan_of(draw, places, offsets)
+    return resampling_plan_of(draw, places, offsets)

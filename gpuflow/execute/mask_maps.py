@@ -1,6 +1,6 @@
-"""Masks follow a program's steps by nearest sampling: which pixel of a mask each pixel of the result shows.
+"""Masks follow a program's steps without interpolation: which pixel of a mask each pixel of the result shows.
 
-A sampling step moves a mask move by move, as torchvision v2 does. A warp step samples it once, at the points that the
+A resampling step moves a mask move by move, as torchvision v2 does. A warp step samples it once, at the points that the
 image is sampled at. What a step fills in, such as a constant border, has one level in a mask, by default 0.
 """
 
@@ -22,7 +22,7 @@ from gpuflow.pipeline.program import (
     OpaqueStep,
     PointwiseStep,
     Program,
-    SamplingStep,
+    ResamplingStep,
     Warping,
     WarpStep,
 )
@@ -162,7 +162,7 @@ def mask_maps(program: Program, keys: s.Keys, sizes: s.Ints) -> list[MaskMap]:
     height, width = sizes[:, 0], sizes[:, 1]
     for step in program.steps:
         match step:
-            case SamplingStep():
+            case ResamplingStep():
                 placed = moves_of_stages(zip(step.stages, step.occurrences, strict=True), keys, height, width)
                 _move(maps, placed)
                 height, width = placed[-1].after if placed else (height, width)
@@ -180,7 +180,7 @@ def mask_maps(program: Program, keys: s.Keys, sizes: s.Ints) -> list[MaskMap]:
 
 def _move(maps: Sequence[MaskMap], placed: Sequence[PlacedMove]) -> None:
     for one in placed:
-        assert one.move is not None and not isinstance(one.move, s.Warp), "warps are no sampling step"
+        assert one.move is not None and not isinstance(one.move, s.Warp), "warps are no resampling step"
         for i, each in enumerate(maps):
             each.move(one.move, i)
 

@@ -19,7 +19,7 @@ from gpuflow.pipeline.program import (
     OpaqueStep,
     PointwiseStep,
     Program,
-    SamplingStep,
+    ResamplingStep,
     Step,
     WarpStep,
 )
@@ -34,7 +34,7 @@ class Pass:
 
     step: a pointwise one may be nothing but the table. table: [C, 256] in the storage dtype, or None if levels do not
     change. result: the spec of the images after the pass. Where they still differ in size, this pass and the next one
-    are samplings or warps.
+    are resamplings or warps.
     """
 
     step: Step
@@ -49,10 +49,10 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     passes: list[Pass] = []
     for step, following, end in zip(program.steps, (*program.steps[1:], None), program.ends, strict=True):
         result = program.specs[end]
-        if not passes and not isinstance(step, SamplingStep | WarpStep):
+        if not passes and not isinstance(step, ResamplingStep | WarpStep):
             first = program.pipeline.stages[1]
             return f"{first!r} comes before the images have one size; put a crop or a resize to a fixed size first"
-        moves = isinstance(step, SamplingStep | WarpStep) and isinstance(following, SamplingStep | WarpStep)
+        moves = isinstance(step, ResamplingStep | WarpStep) and isinstance(following, ResamplingStep | WarpStep)
         if not result.fixed and not moves:
             return f"after {program.pipeline.stages[end - 1]!r} the images still differ in size"
         match step:
@@ -63,7 +63,7 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
                     passes[-1] = Pass(last.step, table, result)
                 else:
                     passes.append(Pass(step, table, result))
-            case SamplingStep() | WarpStep() | LocalStep() | ApplyStep() | OpaqueStep():
+            case ResamplingStep() | WarpStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
                 assert_never(step)
@@ -83,7 +83,7 @@ def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
 
 
 def draw_passes(passes: Sequence[Pass], keys: s.Keys, sizes: s.Ints) -> list[Any]:
-    """Each pass's random parameters for N samples: a sampling or warp, operations, filters, coefficients, or seeds.
+    """Each pass's random parameters for N samples: a resampling or warp, operations, filters, coefficients, or seeds.
 
     sizes [N, 2]: height and width of the decoded images.
     """
@@ -91,7 +91,7 @@ def draw_passes(passes: Sequence[Pass], keys: s.Keys, sizes: s.Ints) -> list[Any
     height, width = sizes.T
     for one in passes:
         match one.step:
-            case SamplingStep() | WarpStep() | PointwiseStep():
+            case ResamplingStep() | WarpStep() | PointwiseStep():
                 draws.append(one.step.draw(keys, height, width))
             case LocalStep() | ApplyStep() | OpaqueStep():
                 draws.append(one.step.draw(keys))

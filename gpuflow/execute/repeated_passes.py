@@ -25,7 +25,7 @@ from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu_passes import DeviceImages, DevicePasses, faults_of
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import LocalStep, PointwiseStep, SamplingStep, WarpStep
+from gpuflow.pipeline.program import LocalStep, PointwiseStep, ResamplingStep, WarpStep
 
 __all__ = ["Capture", "RepeatedPasses"]
 
@@ -74,7 +74,7 @@ class RepeatedPasses:
 
 def _can_be_repeated(passes: Sequence[Pass]) -> bool:
     """Whether all results of a pass have one size, and no pass does more than to launch kernels."""
-    kernels = SamplingStep | WarpStep | PointwiseStep | LocalStep
+    kernels = ResamplingStep | WarpStep | PointwiseStep | LocalStep
     return all(one.result.fixed and isinstance(one.step, kernels) for one in passes)
 
 

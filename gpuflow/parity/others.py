@@ -29,7 +29,7 @@ from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
-from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, SamplingStep, WarpStep, fold
+from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, ResamplingStep, WarpStep, fold
 from gpuflow.pipeline.validate import trace
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
@@ -197,7 +197,7 @@ class OpenCv:
             return None
         image = image.reshape(*image.shape[:2], -1)
         for step in program.steps:
-            if isinstance(step, SamplingStep | WarpStep):
+            if isinstance(step, ResamplingStep | WarpStep):
                 size = np.array(image.shape[:2])[:, None]
                 faults = (misfit.fault(0) for misfit in step.draw(keys, *size).misfits)
                 if (fault := next(filter(None, faults), None)) is not None:

@@ -17,7 +17,7 @@ from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu import header_of
 from gpuflow.parity.images import Encoded
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, SamplingStep, WarpStep, fold
+from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, ResamplingStep, WarpStep, fold
 from gpuflow.pipeline.validate import trace
 
 __all__ = ["LARGEST_CANVAS", "Canvas", "Prefix", "prefixes_of"]
@@ -94,14 +94,14 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
             continue
         steps = fold(s.Pipeline(name, stages[:count]), program.specs[: count + 1]).steps
         if spec.dtype != "uint8" or not all(
-            isinstance(step, SamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep) for step in steps
+            isinstance(step, ResamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep) for step in steps
         ):
             continue
         sizes = []
         for i, size in enumerate(decoded):
             keys = s.Keys(seed, 0, np.array([i]))
             for step in steps:
-                if size is not None and isinstance(step, SamplingStep | WarpStep):
+                if size is not None and isinstance(step, ResamplingStep | WarpStep):
                     rows, columns = step.draw(keys, *np.array(size)[:, None]).size
                     size = int(rows[0]), int(columns[0])
             sizes.append(size)

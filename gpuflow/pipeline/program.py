@@ -1,14 +1,14 @@
-"""Folds a pipeline into a program of few steps: a sampling or warp for each run of geometry stages, a pass for each run
-of pointwise ones.
+"""Folds a pipeline into a program of few steps: a resampling or warp for each run of geometry stages, a pass for each
+run of pointwise ones.
 
-Crops, flips and one resize become one sampling. A crop before the resize clamps the filter at the crop's edge; a crop
+Crops, flips and one resize become one resampling. A crop before the resize clamps the filter at the crop's edge; a crop
 after it does not, and only selects from the resized grid. A second resize, or a resize after a crop that may pad,
-starts a new sampling.
+starts a new resampling.
 
 Warps become one warp, with the crops and flips that surround them: one matrix, the region of the image that crops
 before the first warp left, and the size after the last one. What is seen outside that region is the border of this one
-warp, also where a crop between two warps would have cut it off. A resize before the warps is a separate sampling, one
-after them starts a new sampling; warps that look pixels up in another way, and warps after a padded warp, start a new
+warp, also where a crop between two warps would have cut it off. A resize before the warps is a separate resampling, one
+after them starts a new resampling; warps that look pixels up in another way, and warps after a padded warp, start a new
 warp.
 
 Pointwise stages in a row become one pass, which clamps and rounds between them; a stage that changes the dtype ends it.
@@ -38,8 +38,8 @@ __all__ = [
     "OpaqueStep",
     "PointwiseStep",
     "Program",
-    "Sampling",
-    "SamplingStep",
+    "Resampling",
+    "ResamplingStep",
     "Step",
     "WarpStep",
     "Warping",
@@ -83,8 +83,8 @@ def too_large(stage: str, height: int, width: int, max_pixels: int) -> BadSample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """The geometry of one sampling for N samples, in pixels.
+class Resampling:
+    """The geometry of one resampling for N samples, in pixels.
 
     box [N, 4]: y, x, height, width of the region of the image that is resampled; no pixel outside it is read.
     mirrors [N, 2]: whether to mirror the box top-bottom, left-right before resampling. Only `nearest` uses it, because
@@ -93,7 +93,7 @@ class Sampling:
     shown [N, 4]: y, x, height, width of the part of the grid that earlier crops kept; the rest of it is filled.
     window [N, 4]: y, x, height, width of the part of the grid that is the result; outside the grid it is filled.
     flips [N, 2]: whether to mirror the window top-bottom, left-right.
-    misfits: the samples that this sampling cannot be run on, and why.
+    misfits: the samples that this resampling cannot be run on, and why.
     fill: the levels that pixels outside the image have, one for all channels or one for each; black by default.
     """
 
@@ -141,8 +141,8 @@ class Warping:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingStep:
-    """Geometry stages that run as one sampling.
+class ResamplingStep:
+    """Geometry stages that run as one resampling.
 
     occurrences: for each stage, how many of the same name precede it. max_pixels: of a resized image.
     """
@@ -151,9 +151,9 @@ class SamplingStep:
     occurrences: tuple[int, ...]
     max_pixels: int
 
-    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Sampling:
-        """The sampling for samples whose images have these sizes [N]."""
-        builder = _SamplingBuilder(height, width)
+    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Resampling:
+        """The resampling for samples whose images have these sizes [N]."""
+        builder = _ResamplingBuilder(height, width)
         for stage, move in _draw_moves(self, keys, builder):
             match move:
                 case s.Crop():
@@ -168,12 +168,12 @@ class SamplingStep:
                     raise TypeError(f"{stage!r} returns a warp, which its `warps` does not declare")
                 case _:
                     assert_never(move)
-        return builder.sampling()
+        return builder.resampling()
 
 
 @dataclass(frozen=True, slots=True)
 class WarpStep:
-    """Geometry stages that run as one warp: see `SamplingStep`. lookup: the one of all of its warps."""
+    """Geometry stages that run as one warp: see `ResamplingStep`. lookup: the one of all of its warps."""
 
     stages: tuple[s.Geometry, ...]
     occurrences: tuple[int, ...]
@@ -282,11 +282,11 @@ class MixingStep:
         return self.stage.draw(stage_keys, self.height, self.width, valid)
 
 
-Step = SamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
+Step = ResamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
 
 
 def _draw_moves(
-    step: SamplingStep | WarpStep, keys: s.Keys, builder: _SamplingBuilder | _WarpBuilder
+    step: ResamplingStep | WarpStep, keys: s.Keys, builder: _ResamplingBuilder | _WarpBuilder
 ) -> Iterator[tuple[s.Geometry, s.Move]]:
     """Each stage's moves in order. A stage draws once the builder has taken all moves before its own."""
     for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
@@ -294,8 +294,8 @@ def _draw_moves(
             yield stage, move
 
 
-class _SamplingBuilder:
-    """Combines the moves of N samples into one sampling. Every [N, 4] is y, x, height, width."""
+class _ResamplingBuilder:
+    """Combines the moves of N samples into one resampling. Every [N, 4] is y, x, height, width."""
 
     def __init__(self, height: s.Ints, width: s.Ints) -> None:
         self._box = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
@@ -327,7 +327,7 @@ class _SamplingBuilder:
         self._flips = self._flips ^ np.array([move.vertical, move.horizontal]).T
 
     def resize(self, move: s.Resize, stage: str, max_pixels: int) -> None:
-        assert self._grid is None, "a second resize starts a new sampling"
+        assert self._grid is None, "a second resize starts a new resampling"
         self._misfits += _too_large(stage, move.height, move.width, max_pixels)
         self._filter = (move.interpolation, move.antialias)
         if move.interpolation == "nearest":
@@ -345,12 +345,12 @@ class _SamplingBuilder:
         self._grid = np.array([height, width]).T
         self._shown = self._window = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
 
-    def sampling(self) -> Sampling:
+    def resampling(self) -> Resampling:
         if self._grid is None:
             self._fix_grid(*self.size)
         assert self._grid is not None
         interpolation, antialias = self._filter
-        return Sampling(
+        return Resampling(
             box=self._box,
             mirrors=self._mirrors,
             grid=self._grid,
@@ -389,7 +389,7 @@ class _WarpBuilder:
     def pad(self, move: s.Pad, stage: str, max_pixels: int) -> None:
         height, width = self.size
         if move.border == "constant":
-            assert not any(move.fill), "a Pad of another fill starts a new sampling"
+            assert not any(move.fill), "a Pad of another fill starts a new resampling"
             crop = _as_crop(move, height, width)
             self._misfits += _too_large(stage, crop.height, crop.width, max_pixels)
             self.move(crop)
@@ -551,7 +551,7 @@ class _Run:
             return []
         stages, occurrences = zip(*self._stages, strict=True)
         if self._filter is None:
-            return [SamplingStep(stages, occurrences, self._max_pixels)]
+            return [ResamplingStep(stages, occurrences, self._max_pixels)]
         return [WarpStep(stages, occurrences, self._max_pixels, self._filter)]
 
 

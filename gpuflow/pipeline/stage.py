@@ -4,7 +4,7 @@ A stage declares, before anything runs, its output spec for an input `ImageSpec`
 never asks which stage it is:
 
     Decoder     the first stage: decodes bytes to a uint8 image, or to the region of it that the next stages need
-    Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few samplings
+    Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few resamplings
     Pointwise   returns coefficients for each sample, and `Operations` that map pixels to pixels
     Local       returns coefficients for each sample, and `Filters` of each pixel's neighbourhood
     Policy      other stages that run in its place, each on some of the samples

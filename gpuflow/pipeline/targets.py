@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import Key, Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward
-from gpuflow.pipeline.program import Program, SamplingStep, WarpStep
+from gpuflow.pipeline.program import Program, ResamplingStep, WarpStep
 from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
 
 __all__ = [
@@ -100,9 +100,9 @@ def moves_of(program: Program, keys: s.Keys, sizes: s.Ints) -> list[PlacedMove]:
     placed: list[PlacedMove] = []
     height, width = sizes.T
     for step in program.steps:
-        if isinstance(step, SamplingStep | WarpStep):
+        if isinstance(step, ResamplingStep | WarpStep):
             moves = moves_of_stages(zip(step.stages, step.occurrences, strict=True), keys, height, width)
-            placed += moves if isinstance(step, SamplingStep) else _with_one_warp(moves)
+            placed += moves if isinstance(step, ResamplingStep) else _with_one_warp(moves)
             height, width = moves[-1].after if moves else (height, width)
     return placed
 

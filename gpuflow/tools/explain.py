@@ -23,7 +23,7 @@ from gpuflow.pipeline.program import (
     OpaqueStep,
     PointwiseStep,
     Program,
-    SamplingStep,
+    ResamplingStep,
     Step,
     WarpStep,
 )
@@ -77,8 +77,8 @@ def _runs_as(program: Program) -> list[str]:
 
 def _step_words(step: Step, stages: int) -> str:
     match step:
-        case SamplingStep():
-            return "one sampling" if stages > 1 else "sampling"
+        case ResamplingStep():
+            return "one resampling" if stages > 1 else "resampling"
         case WarpStep():
             return "one warp" if stages > 1 else "warp"
         case PointwiseStep():

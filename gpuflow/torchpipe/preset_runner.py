@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
-from gpuflow.pipeline.program import Program, Sampling, SamplingStep, fold
+from gpuflow.pipeline.program import Program, Resampling, ResamplingStep, fold
 from gpuflow.pipeline.stage import Geometry, Keys, Mixing, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.sources import Payload
@@ -28,7 +28,7 @@ class _Prepared:
     """images: of each sample, [C, H, W] as a served model gets it, or why it is bad. draws: its crops and flips."""
 
     images: Sequence[torch.Tensor | BadSampleError]
-    draws: Sequence[Sampling]
+    draws: Sequence[Resampling]
 
 
 class PresetRunner:
@@ -57,7 +57,7 @@ class PresetRunner:
         pipeline = Pipeline(program.pipeline.name, served)
         graph = fold(pipeline, trace(pipeline))
         self._graph = RunningGraph(chain(graph, None, origin=origin, threads=threads, device=device_stream.device.type))
-        self._moves = [step for step in program.steps if isinstance(step, SamplingStep)]
+        self._moves = [step for step in program.steps if isinstance(step, ResamplingStep)]
         self._lock = threading.Lock()
         self.engine_images, self.cpu_images = 0, 0
         """torchpipe does not say which images it decoded on the CPU instead; all are counted as the GPU's."""
@@ -135,9 +135,9 @@ class PresetRunner:
         """Does nothing: the graph ends with this."""
 
 
-def _crop_and_flip(image: torch.Tensor, sampling: Sampling, i: int) -> torch.Tensor:
+def _crop_and_flip(image: torch.Tensor, resampling: Resampling, i: int) -> torch.Tensor:
     """Sample i's crop and flips applied to an image [C, H, W], without resampling."""
-    y, x, height, width = sampling.box[i].tolist()
-    dims = [dim for dim, flip in zip((1, 2), sampling.flips[i].tolist(), strict=True) if flip]
+    y, x, height, width = resampling.box[i].tolist()
+    dims = [dim for dim, flip in zip((1, 2), resampling.flips[i].tolist(), strict=True) if flip]
     cropped = image[:, y : y + height, x : x + width]
     return cropped.flip(dims) if dims else cropped

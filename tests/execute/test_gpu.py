@@ -46,7 +46,12 @@ PIPELINES: dict[str, list[dict[str, Any]]] = {
     "turned": [{"decode": {"orientation": "apply"}}, *GEOMETRY],
     "bicubic": [{"decode": {}}, BICUBIC, {"normalize": {"mean": MEAN, "std": STD}}],
     "gray": [{"decode": {"color": "gray"}}, BICUBIC],
-    "two samplings": [{"decode": {}}, BICUBIC, {"resize": {"height": 31, "width": 18}}, {"random_crop": {"size": 17}}],
+    "two resamplings": [
+        {"decode": {}},
+        BICUBIC,
+        {"resize": {"height": 31, "width": 18}},
+        {"random_crop": {"size": 17}},
+    ],
     "other sizes": [
         {"decode": {"orientation": "apply"}},
         {"affine": {"degrees": 20, "scale": [0.7, 1.4], "fill": 114}},
@@ -158,7 +163,7 @@ def test_parts_of_images_give_the_same_batches_as_whole_images(
         assert torch.equal(a.images, b.images)
 
 
-@pytest.mark.parametrize("name", ["train", "channels_last", "uint8", "turned", "gray", "two samplings"])
+@pytest.mark.parametrize("name", ["train", "channels_last", "uint8", "turned", "gray", "two resamplings"])
 def test_c_code_gives_the_same_batches_as_python(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two epochs; only the first of all calls is Python's in any case."""
     batches: list[list[gpuflow.Batch]] = []

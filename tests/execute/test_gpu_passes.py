@@ -62,9 +62,9 @@ def test_passes_that_change_few_images_write_to_the_images_that_they_read() -> N
     passes, stream = passes_of(program(stages)), HostStream()
     assert not isinstance(passes, str), passes
     of_device: Any = DevicePasses(passes, stream)  # type: ignore[arg-type]
-    assert [type(one.step).__name__[:5] for one in passes] == ["Sampl", "Point", "Local", "WarpS", "Local"]
+    assert [type(one.step).__name__[:5] for one in passes] == ["Resam", "Point", "Local", "WarpS", "Local"]
     assert of_device.in_place == [False, True, True, False, False]
     slots = torch.empty(2, 3, 9, 8)
     draws = draw_passes(passes, Keys(0, 0, np.arange(2)), np.array([[20, 30]] * 2))
-    sampled, jittered, blurred, warped, last = of_device.targets(slots, draws, 2)
-    assert sampled is jittered is blurred and warped is not sampled and last is slots
+    resampled, jittered, blurred, warped, last = of_device.targets(slots, draws, 2)
+    assert resampled is jittered is blurred and warped is not resampled and last is slots

@@ -1,7 +1,7 @@
 """Which image ends in which slot: the GPU runner with threads, calls that images of several chunks share, and failures.
 
-A decoder that writes each file's number takes the place of nvJPEG, and a copy of that number the place of the sampling
-kernel. All else is real, on the CPU.
+A decoder that writes each file's number takes the place of nvJPEG, and a copy of that number the place of the
+resampling kernel. All else is real, on the CPU.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def decode(data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArra
     return 0
 
 
-def sample(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
+def resample_all(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
     """Copies the first bytes of the box that the plan reads, where the decoded part begins."""
     for row in plan.tolist():
         address, down, across, y, x = row[:5]
@@ -118,7 +118,7 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Python code queues the runner's work, or C code does."""
     monkeypatch.setattr(nvjpeg_decoders, "BatchedDecoder", NumberDecoder)
     monkeypatch.setattr(nvjpeg_decoders, "_MANY_REFUSED", 10**9)
-    monkeypatch.setattr(gpu_passes, "sample", sample)
+    monkeypatch.setattr(gpu_passes, "resample_all", resample_all)
     monkeypatch.setattr(file_checks, "complete_files", complete_by_libjpeg)
 
     driver = FakeDriver(decode)

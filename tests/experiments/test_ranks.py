@@ -200,14 +200,15 @@ FILES = [images.jpeg(images.photo(30 + i, 44, seed=i)) for i in range(3)]
 def test_every_part_that_an_arm_leaves_out_is_left_out_of_the_runner_alone(
     one_rank: Any, runner: GpuRunner, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samplings: list[Any] = []
-    monkeypatch.setattr("gpuflow.execute.gpu_passes.sample", lambda *arguments, **options: samplings.append(arguments))
+    resamplings: list[Any] = []
+    kernel = "gpuflow.execute.gpu_passes.resample_all"
+    monkeypatch.setattr(kernel, lambda *arguments, **options: resamplings.append(arguments))
     calls, decode = one_rank.Calls(), one_rank.NvjpegDecoder.decode
     done: dict[str, tuple[int, int, int]] = {}
     with calls.recorded():
         for name in ("gpuflow", "gpuflow without decoding", "gpuflow without decoding and sampling", "gpuflow"):
             library.calls.clear()
-            samplings.clear()
+            resamplings.clear()
             calls.spans.clear()
             with (
                 one_rank.left_out(one_rank.ARMS[name].without),
@@ -215,7 +216,7 @@ def test_every_part_that_an_arm_leaves_out_is_left_out_of_the_runner_alone(
             ):
                 decode_one_more()
                 decode_one_more()
-            done[name] = library.calls["decode"], len(samplings), len(calls.spans)
+            done[name] = library.calls["decode"], len(resamplings), len(calls.spans)
     assert done == {
         "gpuflow": (2, 2, 2),
         "gpuflow without decoding": (0, 2, 0),
@@ -227,7 +228,7 @@ def test_every_part_that_an_arm_leaves_out_is_left_out_of_the_runner_alone(
 def test_an_error_of_the_thread_that_decodes_is_raised(one_rank: Any, runner: GpuRunner) -> None:
     with (
         pytest.raises(AssertionError, match="decode"),
-        one_rank.left_out(["decoding", "sampling"]),
+        one_rank.left_out(["decoding", "resampling"]),
         one_rank.decoding(one_rank.one_chunk(runner, [*FILES, b"no image"], CPU), CPU) as decode_one_more,
     ):
         decode_one_more()

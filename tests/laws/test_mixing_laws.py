@@ -325,4 +325,4 @@ def test_mixing_stages_are_the_last_ones(stage: s.Mixing) -> None:
 def test_images_keep_their_spec(stage: s.Mixing) -> None:
     stages = program_of(Decode(), CenterCrop(size=8), Normalize(layout="nhwc"), stage)
     assert stages.result == stages.specs[-2]
-    assert [type(step).__name__ for step in stages.steps] == ["SamplingStep", "PointwiseStep"]
+    assert [type(step).__name__ for step in stages.steps] == ["ResamplingStep", "PointwiseStep"]

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, SamplingStep
+from gpuflow.pipeline.program import OpaqueStep, ResamplingStep
 from gpuflow.stages import (
     STAGES,
     Affine,
@@ -179,7 +179,7 @@ def test_stages_of_different_names_are_independent() -> None:
 
 @every_random_stage
 def test_namesakes_in_a_program_draw_from_keys_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Side by side in one sampling, and apart in several steps."""
+    """Side by side in one resampling, and apart in several steps."""
     asked: list[tuple[str, int]] = []
     stage_keys = s.Keys.stage
 
@@ -200,12 +200,12 @@ def test_namesakes_in_a_program_draw_from_keys_of_their_own(name: str, monkeypat
     assert len({key for _, key in asked}) == len(mine) + 1 + 3, "each stage of the program has a key of its own"
 
 
-def test_namesakes_in_one_sampling_give_different_boxes() -> None:
+def test_namesakes_in_one_resampling_give_different_boxes() -> None:
     """Half of a crop's freedom each: with one key for both, y of the second would follow from y of the first."""
     program = program_of(Decode(), RandomCrop(size=2100), RandomCrop(size=100))
     (step,) = program.steps
-    assert isinstance(step, SamplingStep)
-    first = SamplingStep(step.stages[:1], step.occurrences[:1], step.max_pixels)
+    assert isinstance(step, ResamplingStep)
+    first = ResamplingStep(step.stages[:1], step.occurrences[:1], step.max_pixels)
     keys, size = keys_of(COUNT), np.full(COUNT, 4100)
     whole, half = step.draw(keys, size, size).box, first.draw(keys, size, size).box
     uncorrelated(half[:, :2] / 2001, (whole - half)[:, :2] / 2001)

@@ -452,11 +452,11 @@ def test_folding_of(stages: tuple[s.Stage, ...]) -> None:
         check_folding(stages, seed)
 
 
-def test_one_sampling_for_crop_resize_crop_and_flip() -> None:
+def test_one_resampling_for_crop_resize_crop_and_flip() -> None:
     stages = (RandomCrop(size=30), Resize(height=20, width=20), CenterCrop(size=10), Flip(horizontal=0.5), Normalize())
-    assert [type(step).__name__ for step in program_of(Decode(), *stages).steps] == ["SamplingStep", "PointwiseStep"]
+    assert [type(step).__name__ for step in program_of(Decode(), *stages).steps] == ["ResamplingStep", "PointwiseStep"]
     again = (*stages[:4], Resize(height=5, width=5))
-    assert [type(step).__name__ for step in program_of(Decode(), *again).steps] == ["SamplingStep", "SamplingStep"]
+    assert [type(step).__name__ for step in program_of(Decode(), *again).steps] == ["ResamplingStep", "ResamplingStep"]
 
 
 def test_a_colour_stage_between_crops_takes_part_in_no_fold() -> None:
@@ -464,9 +464,9 @@ def test_a_colour_stage_between_crops_takes_part_in_no_fold() -> None:
     stages = (Decode(), Resize(height=30, width=30), jitter, CenterCrop(size=20), Normalize())
     program = program_of(*stages)
     assert [type(step).__name__ for step in program.steps] == [
-        "SamplingStep",
+        "ResamplingStep",
         "PointwiseStep",
-        "SamplingStep",
+        "ResamplingStep",
         "PointwiseStep",
     ]
     batch = images(program, SAMPLES, KEYS)

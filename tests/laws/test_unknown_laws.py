@@ -13,7 +13,7 @@ from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.passes import passes_of
 from gpuflow.parity.others import _moved
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import Program, SamplingStep, fold
+from gpuflow.pipeline.program import Program, ResamplingStep, fold
 from gpuflow.stages import CenterCrop, Decode, Flip, Normalize
 from gpuflow.tools.explain import _step_words
 from tests.images import as_array, jpeg, photo
@@ -74,7 +74,7 @@ def on_the_cpu_after_other_stages() -> None:
     """Where sizes are not known before the image is decoded."""
     program = program_of(Decode(), CenterCrop(size=8), Twisted())
     (step,) = program.steps
-    assert isinstance(step, SamplingStep)
+    assert isinstance(step, ResamplingStep)
     step.draw(keys_of(1), np.array([40]), np.array([50]))
 
 

@@ -17,7 +17,7 @@ from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_decodes, gp
 from gpuflow.execute.passes import passes_of
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep, WarpStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, ResamplingStep, WarpStep
 from gpuflow.stages import STAGES
 from tests.datasets import write_config
 
@@ -45,16 +45,19 @@ def kinds(tmp_path: Path, *stages: Any) -> list[tuple[Any, bool, str]]:
 
 
 def test_a_table_joins_the_pass_before_it(tmp_path: Path) -> None:
-    assert kinds(tmp_path, CROP, HALF) == [(SamplingStep, True, "float16 8x8x3 nhwc")]
-    assert kinds(tmp_path, CROP) == [(SamplingStep, False, "uint8 8x8x3 hwc")]
-    jittered = [(SamplingStep, False, "uint8 8x8x3 hwc"), (PointwiseStep, True, "float16 8x8x3 nhwc")]
+    assert kinds(tmp_path, CROP, HALF) == [(ResamplingStep, True, "float16 8x8x3 nhwc")]
+    assert kinds(tmp_path, CROP) == [(ResamplingStep, False, "uint8 8x8x3 hwc")]
+    jittered = [(ResamplingStep, False, "uint8 8x8x3 hwc"), (PointwiseStep, True, "float16 8x8x3 nhwc")]
     assert kinds(tmp_path, CROP, JITTER, HALF) == jittered
     assert kinds(tmp_path, CROP, {"flip": {"horizontal": 0.5}}, JITTER, HALF) == jittered
-    blurred = [(SamplingStep, False), (OpaqueStep, False), (PointwiseStep, True)]
+    blurred = [(ResamplingStep, False), (OpaqueStep, False), (PointwiseStep, True)]
     assert [kind[:2] for kind in kinds(tmp_path, CROP, BLUR, HALF)] == blurred
-    sizes = [(WarpStep, False, "uint8 ?x?x3 hwc"), (SamplingStep, True, "float16 8x8x3 nhwc")]
+    sizes = [(WarpStep, False, "uint8 ?x?x3 hwc"), (ResamplingStep, True, "float16 8x8x3 nhwc")]
     assert kinds(tmp_path, {"rotate": {"degrees": 9}}, {"letterbox": {"size": 8}}, HALF) == sizes
-    assert [kind[:2] for kind in kinds(tmp_path, CROP, SECOND, HALF)] == [(SamplingStep, False), (SamplingStep, True)]
+    assert [kind[:2] for kind in kinds(tmp_path, CROP, SECOND, HALF)] == [
+        (ResamplingStep, False),
+        (ResamplingStep, True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""fold: the steps of a folded pipeline, and the fields of a sampling. tests/laws checks that pixels do not change."""
+"""fold: the steps of a folded pipeline, and the fields of a resampling. tests/laws checks that pixels do not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import forward
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Sampling, SamplingStep, Warping, WarpStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep
 from gpuflow.stages import (
     CenterCrop,
     ColorJitter,
@@ -100,30 +100,30 @@ def test_a_program_is_a_value_with_its_specs() -> None:
     assert isinstance(program.steps[2], PointwiseStep)
 
 
-def sampling(height: int, width: int, *stages: s.Stage) -> Sampling:
+def resampling(height: int, width: int, *stages: s.Stage) -> Resampling:
     (step,) = program_of(Decode(), *stages).steps
-    assert isinstance(step, SamplingStep)
+    assert isinstance(step, ResamplingStep)
     return step.draw(keys_of(1), np.array([height]), np.array([width]))
 
 
 def test_a_crop_before_the_resize_bounds_the_box_and_one_after_it_selects_from_the_grid() -> None:
-    before = sampling(50, 60, RandomCrop(size=20), Resize(height=10, width=12))
+    before = resampling(50, 60, RandomCrop(size=20), Resize(height=10, width=12))
     assert before.box[0, 2:].tolist() == [20, 20]
     assert before.grid.tolist() == [[10, 12]]
     assert before.window.tolist() == before.shown.tolist() == [[0, 0, 10, 12]]
-    after = sampling(50, 60, Resize(height=10, width=12), CenterCrop(size=(4, 6)))
+    after = resampling(50, 60, Resize(height=10, width=12), CenterCrop(size=(4, 6)))
     assert after.box.tolist() == [[0, 0, 50, 60]]
     assert after.grid.tolist() == [[10, 12]]
     assert after.window.tolist() == [[3, 3, 4, 6]]
 
 
 def test_flips_turn_later_crops_around() -> None:
-    plain = sampling(50, 60, CenterCrop(size=(4, 6)))
-    flipped = sampling(50, 61, Flip(horizontal=1.0), CenterCrop(size=(4, 6)))
+    plain = resampling(50, 60, CenterCrop(size=(4, 6)))
+    flipped = resampling(50, 61, Flip(horizontal=1.0), CenterCrop(size=(4, 6)))
     assert plain.window.tolist() == [[23, 27, 4, 6]]
     assert flipped.window.tolist() == [[23, 61 - 28 - 6, 4, 6]]
     assert flipped.flips.tolist() == [[False, True]]
-    twice = sampling(50, 60, Flip(horizontal=1.0, vertical=1.0), RandomCrop(size=4), Flip(horizontal=1.0))
+    twice = resampling(50, 60, Flip(horizontal=1.0, vertical=1.0), RandomCrop(size=4), Flip(horizontal=1.0))
     assert twice.flips.tolist() == [[True, False]]
 
 
@@ -138,23 +138,23 @@ def test_flips_turn_later_crops_around() -> None:
 def test_only_nearest_depends_on_whether_a_flip_comes_first(
     interpolation: Any, mirrors: list[list[bool]], flips: list[list[bool]]
 ) -> None:
-    result = sampling(50, 60, Flip(horizontal=1.0), Resize(height=7, width=5, interpolation=interpolation))
+    result = resampling(50, 60, Flip(horizontal=1.0), Resize(height=7, width=5, interpolation=interpolation))
     assert (result.mirrors.tolist(), result.flips.tolist()) == (mirrors, flips)
     assert (result.interpolation, result.antialias) == (interpolation, True)
 
 
 def test_what_an_earlier_crop_left_out_stays_black() -> None:
-    result = sampling(50, 60, CenterCrop(size=20), RandomCrop(size=20, padding=6))
+    result = resampling(50, 60, CenterCrop(size=20), RandomCrop(size=20, padding=6))
     assert result.shown.tolist()[0] != result.window.tolist()[0]
     top, left, height, width = result.shown[0].tolist()
     assert top >= 15 and left >= 20 and top + height <= 35 and left + width <= 40
 
 
 def test_misfits_name_the_stage_and_the_size_that_it_met() -> None:
-    result = sampling(50, 60, Resize(longer=30), RandomCrop(size=28))
+    result = resampling(50, 60, Resize(longer=30), RandomCrop(size=28))
     (misfit,) = result.misfits
     assert (misfit.stage, misfit.where.tolist(), misfit.sizes.tolist()) == ("random_crop", [True], [[25, 30]])
-    assert sampling(50, 60, RandomCrop(size=50)).misfits == ()
+    assert resampling(50, 60, RandomCrop(size=50)).misfits == ()
 
 
 def warping(height: int, width: int, *stages: s.Stage) -> Warping:

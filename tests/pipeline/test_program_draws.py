@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep, _overlap
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, ResamplingStep, _overlap
 from gpuflow.pipeline.stage import Operation
 from gpuflow.stages import ColorJitter, Decode, Flip, RandomCrop, Torchvision
 from tests.running import keys_of, program_of
@@ -35,20 +35,20 @@ def test_two_opaque_stages_of_one_name_draw_independently() -> None:
     steps = [
         step
         for step in program_of(Decode(), RandomCrop(size=9), stage, stage).steps
-        if not isinstance(step, SamplingStep)
+        if not isinstance(step, ResamplingStep)
     ]
     first, second = steps
     assert isinstance(first, OpaqueStep) and isinstance(second, OpaqueStep)
     assert not np.intersect1d(first.draw(KEYS), second.draw(KEYS)).size
 
 
-def test_two_crops_of_one_name_in_one_sampling_draw_independently() -> None:
+def test_two_crops_of_one_name_in_one_resampling_draw_independently() -> None:
     """The second crop's place within the first one is not the first one's place within the image."""
     outer, both = (
         program_of(Decode(), *crops).steps[0]
         for crops in ((RandomCrop(size=50),), (RandomCrop(size=50), RandomCrop(size=10)))
     )
-    assert isinstance(outer, SamplingStep) and isinstance(both, SamplingStep)
+    assert isinstance(outer, ResamplingStep) and isinstance(both, ResamplingStep)
     first = outer.draw(KEYS, *SIZES).box[:, :2]
     second = both.draw(KEYS, *SIZES).box[:, :2] - first
     for axis in range(2):
@@ -58,7 +58,7 @@ def test_two_crops_of_one_name_in_one_sampling_draw_independently() -> None:
 
 def test_two_flips_undo_each_other_for_half_of_the_samples() -> None:
     (step,) = program_of(Decode(), RandomCrop(size=9), Flip(horizontal=0.5), Flip(horizontal=0.5)).steps
-    assert isinstance(step, SamplingStep)
+    assert isinstance(step, ResamplingStep)
     mirrored = step.draw(KEYS, *SIZES).flips[:, 1]
     assert 0.3 < mirrored.mean() < 0.7
 

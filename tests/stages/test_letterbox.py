@@ -40,7 +40,7 @@ def test_pixels_are_those_of_torchvision(size: Any, box: Any, inner: Any, corner
     assert torch.equal(stage.torchvision()(decoded(data)), expected)
 
 
-def test_it_is_one_sampling_with_the_crops_and_flips_around_it() -> None:
+def test_it_is_one_resampling_with_the_crops_and_flips_around_it() -> None:
     stages = (Flip(horizontal=1.0), Letterbox(size=48, fill=0), Flip(vertical=1.0), CenterCrop(size=40))
     program = program_of(Decode(), *stages)
     assert len(program.steps) == 1

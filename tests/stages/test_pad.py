@@ -46,7 +46,7 @@ def test_two_paddings() -> None:
     for stage in stages:
         expected = stage.torchvision()(expected)
     assert torch.equal(images(program, [data])[0], expected)
-    assert [type(step).__name__ for step in program.steps] == ["SamplingStep"] * 3
+    assert [type(step).__name__ for step in program.steps] == ["ResamplingStep"] * 3
 
 
 @pytest.mark.parametrize("border", ["reflect", "symmetric"])

@@ -89,7 +89,7 @@ def test_each_expanded_sample_has_its_own_size() -> None:
     assert Rotate(degrees=(90, 90), expand=True).output(RGB).shape == (None, None, 3)
     rotate, letterbox = Rotate(degrees=60, expand=True, fill=114), Letterbox(size=30)
     program = program_of(Decode(), rotate, letterbox, Normalize())
-    assert [type(step).__name__ for step in program.steps] == ["WarpStep", "SamplingStep", "PointwiseStep"]
+    assert [type(step).__name__ for step in program.steps] == ["WarpStep", "ResamplingStep", "PointwiseStep"]
     data, keys = png(photo(40, 90)), keys_of(count)
     batch = images(program_of(Decode(), rotate, letterbox), [data] * count, keys)
     for i in range(count):

@@ -40,11 +40,11 @@ def test_names_every_stage_with_what_it_gives_and_runs_as(config: Path) -> None:
     for expected in (
         "stage gives runs as",
         "decode() uint8 ?x?x3 hwc 1 decode",
-        "random_resized_crop(size=24) uint8 24x24x3 hwc 2 one sampling",
-        "flip(horizontal=0.5) uint8 24x24x3 hwc 2 one sampling",
+        "random_resized_crop(size=24) uint8 24x24x3 hwc 2 one resampling",
+        "flip(horizontal=0.5) uint8 24x24x3 hwc 2 one resampling",
         "color_jitter(brightness=0.2, contrast=0.2) uint8 24x24x3 hwc 3 pixel by pixel",
         "normalize() float32 24x24x3 nchw 3 pixel by pixel",
-        "resize(shorter=32) uint8 ?x?x3 hwc 2 one sampling",
+        "resize(shorter=32) uint8 ?x?x3 hwc 2 one resampling",
     ):
         assert expected in table
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment, import-untyped, no-untyped-def, untyped-decorator"
-"""Copies images of any sizes and strides to interleaved memory, which the sampling kernel reads, in one launch."""
+"""Copies images of any sizes and strides to interleaved memory, which the resampling kernel reads, in one launch."""
 
 from __future__ import annotations
 

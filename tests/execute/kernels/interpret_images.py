@@ -28,7 +28,7 @@ from tests.host_stream import HostStream
 
 PIPELINES: dict[str, Entries] = {
     "crop": ({"decode": {}}, {"random_resized_crop": {"size": 13}}, {"flip": {"horizontal": 0.5}}),
-    "two samplings": (
+    "two resamplings": (
         {"decode": {}},
         {"resize": {"height": 20, "width": 17}},
         {"resize": {"height": 9, "width": 12}},
@@ -119,7 +119,7 @@ def forms(arrays: Sequence[Any]) -> Iterator[tuple[str, list[torch.Tensor]]]:
 def main() -> None:
     canvas.TILE = 16  # so that images have several tiles
     use_large_tiles()
-    for kernel in ("sample", "warp_all", "adjust", "interleave"):
+    for kernel in ("resample_all", "warp_all", "adjust", "interleave"):
         setattr(gpu_passes, kernel, counted(kernel))
     for name, entries in PIPELINES.items():
         folded = program(entries)

@@ -92,7 +92,7 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 owner: Any
 KERNELS = (
-    (gpu_passes, "sample"),
+    (gpu_passes, "resample_all"),
     (gpu_passes, "warp_all"),
     (gpu_passes, "adjust"),
     (gpu_passes, "smooth"),
@@ -235,7 +235,7 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
     ),
     "levels": (Decode(), Resize(shorter=16), CenterCrop(size=16)),
     "gray": (Decode(color="gray"), Resize(height=9, width=11)),
-    "two samplings": (Decode(), Resize(height=20, width=17), Resize(height=9, width=12), RandomCrop(size=8)),
+    "two resamplings": (Decode(), Resize(height=20, width=17), Resize(height=9, width=12), RandomCrop(size=8)),
     "colours": (
         Decode(),
         RandomResizedCrop(size=12),
@@ -742,7 +742,7 @@ def main(mode: str) -> None:
     names: Sequence[str] = tuple(PIPELINES)
     drivers: list[FakeDriver] = []
     if mode == "C":
-        names = "crop", "two samplings", "warps", "other sizes"
+        names = "crop", "two resamplings", "warps", "other sizes"
 
         def driver_of(library: Any) -> FakeDriver:
             drivers.append(FakeDriver(library=library))

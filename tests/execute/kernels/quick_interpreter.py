@@ -17,7 +17,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
 
-from gpuflow.execute.kernels import color, sample, warp
+from gpuflow.execute.kernels import color, resample, warp
 from tests.execute.kernels.recorded import check_overflow, form_of, note_a_look, recorded
 
 __all__ = ["use_few_slices", "use_large_tiles"]
@@ -48,7 +48,7 @@ def use_large_tiles() -> None:
 
     For scripts that test what uses the kernels, and for kernels' own tests once they have run the tiles that they have.
     """
-    for kernel in (sample, warp):
+    for kernel in (resample, warp):
         vars(kernel).update(ROWS=32, COLUMNS=32)
 
 

@@ -29,12 +29,12 @@ def test_launches_do_not_depend_on_the_number_of_images(cases: list[dict[str, An
     assert {case: launches[case, 3] for case, count in launches if count == 3} == {
         case: launches[case, 6] for case, count in launches if count == 6
     }
-    assert launches["crop, interleaved", 6] == {"sample": 1}
-    assert launches["crop, planes", 6] == {"sample": 1, "interleave": 1}
-    assert launches["two samplings, mixed", 6] == {"sample": 2, "interleave": 1}
-    assert launches["warps, interleaved", 6] == {"warp_all": 1, "sample": 1}
-    assert launches["a warp to other sizes, interleaved", 6] == {"warp_all": 1, "sample": 1}
-    assert launches["three other sizes, interleaved", 6] == {"warp_all": 1, "sample": 3}
-    assert launches["a warp that expands, interleaved", 6] == {"warp_all": 1, "sample": 1}
-    assert launches["crops of padded images, interleaved", 6] == {"warp_all": 2, "sample": 1}
+    assert launches["crop, interleaved", 6] == {"resample_all": 1}
+    assert launches["crop, planes", 6] == {"resample_all": 1, "interleave": 1}
+    assert launches["two resamplings, mixed", 6] == {"resample_all": 2, "interleave": 1}
+    assert launches["warps, interleaved", 6] == {"warp_all": 1, "resample_all": 1}
+    assert launches["a warp to other sizes, interleaved", 6] == {"warp_all": 1, "resample_all": 1}
+    assert launches["three other sizes, interleaved", 6] == {"warp_all": 1, "resample_all": 3}
+    assert launches["a warp that expands, interleaved", 6] == {"warp_all": 1, "resample_all": 1}
+    assert launches["crops of padded images, interleaved", 6] == {"warp_all": 2, "resample_all": 1}
     assert launches["misfits, planes", 6] == {"interleave": 1}, "no pass is queued if a stage cannot take an image"

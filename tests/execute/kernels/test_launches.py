@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 
 from gpuflow.decode.complete import FIELDS as FILE_FIELDS
 from gpuflow.execute import kernels
-from gpuflow.execute.kernels import color, complete, copy, interleave, local, sample, warp
-from gpuflow.execute.sampling_plan import FIELDS as SAMPLING_FIELDS
+from gpuflow.execute.kernels import color, complete, copy, interleave, local, resample, warp
+from gpuflow.execute.resampling_plan import FIELDS as RESAMPLING_FIELDS
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
 from gpuflow.pipeline.warp_parameters import Border
@@ -99,7 +99,7 @@ def launch_all(count: int, side: int) -> None:
         return memory(count, len(fields), dtype=torch.int64)
 
     for kind, antialias in itertools.product(("nearest", "bilinear", "bicubic"), (True, False)):
-        sample.sample(described(SAMPLING_FIELDS), table, out, interpolation=kind, antialias=antialias)
+        resample.resample_all(described(RESAMPLING_FIELDS), table, out, interpolation=kind, antialias=antialias)
     for interpolation, border in itertools.product(INTERPOLATIONS, BORDERS):
         warp.warp_all(described(warp.FIELDS), table, out, lookup=Lookup(interpolation, border, (0,)))
     weights, active = np.ones((count, 5)), each.astype(bool)

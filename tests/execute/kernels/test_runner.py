@@ -105,13 +105,13 @@ def test_launches_for_views_do_not_depend_on_the_number_of_images(cases: dict[st
     """One call, one transfer of what the first passes read and one for the later ones of a view, and each pass of each
     number of each view once."""
     one, two = cases["views"]["counts"]
-    assert one == two == {"sample": 4, "warp_all": 1, "adjust": 1, "copies": 2}
+    assert one == two == {"resample_all": 4, "warp_all": 1, "adjust": 1, "copies": 2}
     one, two = cases["views, other sizes"]["counts"]
-    assert one == two == {"sample": 5, "warp_all": 1, "adjust": 1, "copies": 3}
+    assert one == two == {"resample_all": 5, "warp_all": 1, "adjust": 1, "copies": 3}
 
 
 def test_less_memory_means_more_calls_and_the_same_pixels(cases: dict[str, dict[str, Any]]) -> None:
-    for name in ("crop", "two samplings", "colours", "new colours", "torchvision"):
+    for name in ("crop", "two resamplings", "colours", "new colours", "torchvision"):
         whole, parts = cases[f"{name}, 1048576 bytes"], cases[f"{name}, 6000 bytes"]
         assert parts["copies"] > whole["copies"]
         assert (parts["max"], parts["mean"]) == (whole["max"], whole["mean"])

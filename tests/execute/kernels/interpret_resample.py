@@ -1,4 +1,4 @@
-"""Run by test_sample.py with TRITON_INTERPRET=1, in its own process: compares the kernel with its reference.
+"""Run by test_resample.py with TRITON_INTERPRET=1, in its own process: compares the kernel with its reference.
 
 Prints one line a case: its name and the largest difference in levels.
 """
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from gpuflow.execute.gpu_passes import plan_of
-from gpuflow.execute.kernels.sample import sample
-from gpuflow.pipeline.program import SamplingStep
+from gpuflow.execute.kernels.resample import resample_all
+from gpuflow.pipeline.program import ResamplingStep
 from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import CenterCrop, Flip, Letterbox, Pad, RandomCrop, RandomResizedCrop, Resize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
@@ -46,21 +46,22 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     rng = np.random.default_rng(0)
     images = [torch.from_numpy(rng.integers(0, 256, (*size, channels), dtype=np.uint8)) for size in SIZES]
     heights, widths = np.array(SIZES).T
-    sampling = SamplingStep(stages, (0,) * len(stages), 10**6).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
+    step = ResamplingStep(stages, (0,) * len(stages), 10**6)
+    resampling = step.draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
     rows = np.arange(len(SIZES))[::-1].copy()
     _held, places = in_memory([image.numpy() for image in images])
-    plan = torch.from_numpy(plan_of(sampling, places, rows))
+    plan = torch.from_numpy(plan_of(resampling, places, rows))
     table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
-    height, width = sampling.window[0, 2:].tolist()
+    height, width = resampling.window[0, 2:].tolist()
     memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
     plan[:, -1] *= out.stride(0)
     how: dict[str, Any] = {
-        "interpolation": sampling.interpolation,
-        "antialias": sampling.antialias,
-        "fill": sampling.fill,
+        "interpolation": resampling.interpolation,
+        "antialias": resampling.antialias,
+        "fill": resampling.fill,
     }
-    sample(plan, table, out, **how)
+    resample_all(plan, table, out, **how)
     expected = sample_reference(images, plan, table, **how)
     return float((out[rows.tolist()].float() - expected.float()).abs().max())
 

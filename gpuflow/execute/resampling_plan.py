@@ -1,4 +1,4 @@
-"""The table that tells the sampling kernel how to crop, resize and flip each image. Needs no torch."""
+"""The table that tells the resampling kernel how to crop, resize and flip each image. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.tables import table_of
-from gpuflow.pipeline.program import Sampling
+from gpuflow.pipeline.program import Resampling
 
-__all__ = ["FIELDS", "sampling_plan_of"]
+__all__ = ["FIELDS", "resampling_plan_of"]
 
 FIELDS = (
     "address", "step_y", "step_x",
@@ -23,16 +23,18 @@ FIELDS = (
     "offset",
 )  # fmt: skip
 """Columns of a chunk's plan, int64 [N, len(FIELDS)]: the device address of the image's upper left pixel and the bytes
-from there to the next row's and the next column's, the fields of `pipeline.program.Sampling`, and how many elements
+from there to the next row's and the next column's, the fields of `pipeline.program.Resampling`, and how many elements
 after the first one of the kernel's result the image's begins."""
 
 
-def sampling_plan_of(sampling: Sampling, places: NDArray[np.int64], offsets: NDArray[Any] | int) -> NDArray[np.int64]:
-    """Encode a sampling as its kernel reads it: int64 [n, len(FIELDS)].
+def resampling_plan_of(
+    resampling: Resampling, places: NDArray[np.int64], offsets: NDArray[Any] | int
+) -> NDArray[np.int64]:
+    """Encode a resampling as its kernel reads it: int64 [n, len(FIELDS)].
 
     places [n, 3]: the first three columns. offsets [n]: the last one, or one number for all.
     """
-    drawn = sampling.box, sampling.mirrors, sampling.grid, sampling.shown, sampling.window, sampling.flips
+    drawn = resampling.box, resampling.mirrors, resampling.grid, resampling.shown, resampling.window, resampling.flips
     plan = table_of(len(places), [places, *drawn, offsets])
     assert plan.shape[1] == len(FIELDS)
     return plan

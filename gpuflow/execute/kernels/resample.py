@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gpuflow.execute.sampling_plan import FIELDS
+from gpuflow.execute.resampling_plan import FIELDS
 
-__all__ = ["sample"]
+__all__ = ["resample_all"]
 
 ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
@@ -70,7 +70,7 @@ def _level(value, KIND: tl.constexpr):
 
 
 @triton.jit
-def _sample(
+def _resample(
     plan, table, out, stride_c, stride_y, stride_x, fill_0, fill_1, fill_2,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
     KIND: tl.constexpr, ANTIALIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -170,7 +170,7 @@ def _sample(
         tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
 
 
-def sample(
+def resample_all(
     plan: torch.Tensor,
     table: torch.Tensor,
     out: torch.Tensor,
@@ -192,7 +192,7 @@ def sample(
     _, channels, height, width = out.shape
     grid: Any = (-(-height // ROWS) * -(-width // COLUMNS) * len(plan),)
     fills = [float(level) for level in (fill * 3 if len(fill) == 1 else fill)]
-    _sample[grid](
+    _resample[grid](
         plan, table, out, *out.stride()[1:], *fills,
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
         KIND=_KINDS[interpolation], ANTIALIAS=antialias, KEPT=_KEPT[interpolation],
