@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, overload
 
@@ -167,36 +168,41 @@ def targets_of(
     from torchvision import tv_tensors
 
     canvas = images.shape[-2:] if isinstance(images, torch.Tensor) else (0, 0)  # views carry no boxes
+    classes: dict[str, Any] = {
+        "boxes": partial(tv_tensors.BoundingBoxes, format="XYXY", canvas_size=canvas),
+        "mask": tv_tensors.Mask,
+    }
+    renamed = _names_of_detectors(schema)
     columns: dict[str, Any] = {"image_id": indices}
-    first = next((one for one in schema if one.type == "boxes"), None)
-    own = {name for one in schema for name in (one.name, one.labels)}
     wraps: dict[str, Any] = {}
-
-    def named(known: str, name: str) -> str:
-        """The name that detectors expect; the field's own name if another field has the expected one."""
-        return name if known in columns or known in own - {name} else known
-
-    for one in schema:
-        name = one.name
-        if one is first:
-            name = named("boxes", name)
-        elif one.type == "keypoints":
-            name = named("keypoints", name)
-        elif one.type == "mask" and one.instances:
-            name = named("masks", name)
-        columns[name] = fields[one.name]
-        if one.type == "boxes":
-            wraps[name] = lambda rows: tv_tensors.BoundingBoxes(rows, format="XYXY", canvas_size=canvas)
-            if one.labels:
-                labels = fields[one.labels]
-                labels_name = named("labels", one.labels) if one is first else one.labels
-                columns[labels_name] = _counted_from_1(labels) if background else labels
-        elif one.type == "mask":
-            wraps[name] = tv_tensors.Mask
+    for declared in schema:
+        name = renamed.get(declared.name, declared.name)
+        columns[name] = fields[declared.name]
+        if declared.type in classes:
+            wraps[name] = classes[declared.type]
+        if declared.labels:
+            labels = fields[declared.labels]
+            columns[renamed.get(declared.labels, declared.labels)] = _counted_from_1(labels) if background else labels
     return [
         {name: wraps[name](column[i]) if name in wraps else column[i] for name, column in columns.items()}
         for i in range(len(indices))
     ]
+
+
+def _names_of_detectors(schema: Sequence[Field]) -> dict[str, str]:
+    """The columns that get the names which detectors expect, each the first of its kind.
+
+    A column that has such a name already keeps it; no other one gets it.
+    """
+    boxes = [declared for declared in schema if declared.type == "boxes"]
+    columns = {
+        "boxes": [declared.name for declared in boxes],
+        "labels": [declared.labels for declared in boxes],
+        "keypoints": [declared.name for declared in schema if declared.type == "keypoints"],
+        "masks": [declared.name for declared in schema if declared.type == "mask" and declared.instances],
+    }
+    own = {name for declared in schema for name in (declared.name, declared.labels)}
+    return {names[0]: expected for expected, names in columns.items() if names and expected not in own}
 
 
 def _counted_from_1(labels: RaggedTensor) -> RaggedTensor:
