@@ -231,8 +231,8 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
             if (tables := _huffman_tables(body)) is None:
                 return None
             huffman |= tables
-        elif marker == 0xEE and bytes(body[:5]) == b"Adobe" and view[at + 15] == 0 and channels != 1:
-            return None  # transform 0 may mean RGB
+        elif marker == 0xEE and bytes(body[:5]) == b"Adobe" and not any(view[at + 15 : at + 16]) and channels != 1:
+            return None  # transform 0, or none, may mean RGB
     if len(frames) != 1 or frames[0][2] != 8 + 3 * channels or frames[0][0] != 0xC0:
         return None
     components = view[frames[0][1] + 10 : frames[0][1] + 10 + 3 * channels]

@@ -497,6 +497,12 @@ def test_a_file_with_a_segment_that_libjpeg_refuses_is_not_for_the_engines(data:
         decode(data)
 
 
+def test_a_file_that_ends_soon_after_a_short_adobe_segment_is_not_for_the_engines() -> None:
+    frame = JPEG[JPEG.index(b"\xff\xc0") : JPEG.index(b"\xff\xc4")]
+    data = as_array(JPEG[:2] + frame + b"\xff\xee\x00\x07Adobe" + b"\xff\xda\x00\x02\xff\xd9")
+    assert engine_sampling(data, probe(data)) is None
+
+
 def test_the_size_is_that_which_libjpeg_finds() -> None:
     data = as_array(two_faced())
     assert probe(data).size == (37, 53)
