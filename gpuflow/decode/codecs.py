@@ -58,10 +58,10 @@ _MAX_SIDE = 1 << 20
 """The largest height or width in pixels that OpenCV decodes."""
 _MANY_REFUSED = 32
 """Number of consecutive files refused after which a decoder is tested."""
-_RESTART_INTERVAL = 0xDD
+_BASELINE, _HUFFMAN, _QUANTISATION, _RESTART_INTERVAL = 0xC0, 0xC4, 0xDB, 0xDD
 _ORDINARY = np.zeros(256, bool)
 """[256] true for the markers of a baseline JPEG: tables, comments, application data, the frame and the scan."""
-_ORDINARY[[0xC0, 0xC4, 0xDA, 0xDB, _RESTART_INTERVAL, 0xFE, *range(0xE0, 0xF0)]] = True
+_ORDINARY[[_BASELINE, _HUFFMAN, 0xDA, _QUANTISATION, _RESTART_INTERVAL, 0xFE, *range(0xE0, 0xF0)]] = True
 _CODE_SHARES, _ALL_CODES = 1 << np.arange(15, -1, -1), 1 << 16
 """The number of 16-bit codes that begin with a code of each length 1-16, and of all 16-bit codes. A valid table
 must not use all of them."""
@@ -212,39 +212,39 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
     if header.format != "jpeg" or header.progressive or header.width < _ENGINE_WIDTH:
         return None
     view, channels = data.data, header.channels
-    quantisation, huffman, frames = set[int](), set[int](), list[tuple[int, int, int]]()
-    at, length, end = 0, 0, 2
+    tables = {marker: set[int]() for marker in _TABLE_READERS}
+    frame, body, end = None, view[:0], 2
     for marker, at, length in _segments(view):
         if bytes(view[end:at]).strip(b"\xff"):
             return None  # stray bytes, which libjpeg skips with a warning
         end = at + 2 + length
-        body = view[at + 4 : at + 2 + length]
+        body = view[at + 4 : end]
         if not _ORDINARY[marker] or (marker == _RESTART_INTERVAL and length != 4):
             return None
-        if marker in _FRAMES:
-            frames.append((marker, at, length))
-        elif marker == 0xDB:
-            if (tables := _quantisation_tables(body)) is None:
+        if marker == _BASELINE:
+            if frame is not None:
                 return None
-            quantisation |= tables
-        elif marker == 0xC4:
-            if (tables := _huffman_tables(body)) is None:
+            frame = body
+        elif marker in tables:
+            defined = _TABLE_READERS[marker](body)
+            if defined is None:
                 return None
-            huffman |= tables
+            tables[marker] |= defined
         elif marker == 0xEE and bytes(body[:5]) == b"Adobe" and not any(view[at + 15 : at + 16]) and channels != 1:
             return None  # transform 0, or none, may mean RGB
-    if len(frames) != 1 or frames[0][2] != 8 + 3 * channels or frames[0][0] != 0xC0:
+    scan = body
+    if frame is None or len(frame) != 6 + 3 * channels or len(scan) != 4 + 2 * channels:
         return None
-    components = view[frames[0][1] + 10 : frames[0][1] + 10 + 3 * channels]
-    numbers, sampling, used = (components[offset::3].tolist() for offset in range(3))
-    scan = view[at + 4 : at + 2 + length]
-    coded = {table for both in scan[2 : 1 + 2 * channels : 2] for table in (both >> 4, both & 15 | 16)}
-    sound = len(scan) == 4 + 2 * channels and scan[0] == channels and scan[1 : 1 + 2 * channels : 2].tolist() == numbers
-    sound = sound and bytes(scan[-3:]) == b"\0\x3f\0" and set(used) <= quantisation and coded <= huffman
-    sound = (
-        sound and len(set(numbers)) == channels and bytes(numbers) != b"RGB" and tuple(sampling) in _ENGINE_SAMPLINGS
-    )
-    return (sampling[0] if channels == 3 else 0) if sound else None
+    numbers, sampling, quantisation = (frame[6 + offset :: 3].tolist() for offset in range(3))
+    if len(set(numbers)) < channels or bytes(numbers) == b"RGB" or tuple(sampling) not in _ENGINE_SAMPLINGS:
+        return None
+    # The scan must hold all coefficients of all components.
+    if scan[0] != channels or scan[1:-3:2].tolist() != numbers or bytes(scan[-3:]) != b"\0\x3f\0":
+        return None
+    huffman = {table for both in scan[2:-3:2] for table in (both >> 4, both & 15 | 16)}
+    if not (set(quantisation) <= tables[_QUANTISATION] and huffman <= tables[_HUFFMAN]):
+        return None
+    return sampling[0] if channels == 3 else 0
 
 
 def scan_start(data: NDArray[np.uint8]) -> tuple[int, int]:
@@ -323,6 +323,9 @@ def _huffman_tables(body: memoryview) -> set[int] | None:
         else:
             found.discard(number)
     return found if at == len(body) else None
+
+
+_TABLE_READERS = {_QUANTISATION: _quantisation_tables, _HUFFMAN: _huffman_tables}
 
 
 def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
