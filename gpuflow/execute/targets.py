@@ -142,53 +142,65 @@ class TargetMapper:
         """The targets of sound samples, and the samples whose masks turn out to be bad, and why."""
         moved = any(field.type in GEOMETRIC for field in self.fields)
         moves = moves_of(self.program, keys, sizes) if moved else ()
+        masks = self._masks(keys, sizes)
         mapped: dict[str, Column] = {}
         faults: dict[int, str] = {}
         owner: MappedBoxes | None = None
-        for field in self.fields:
+        for field in sorted(self.fields, key=lambda field: field.type != "boxes"):  # what belongs to boxes after them
             column = columns[field.name]
-            if field.type == "boxes":
-                assert isinstance(column, Ragged)
-                boxes = map_boxes(column, moves, sizes, self.rules)
-                owner = owner or boxes
-                mapped[field.name] = boxes.boxes
-                if field.labels:
-                    labels = columns[field.labels]
-                    assert isinstance(labels, Ragged)
-                    mapped[field.labels] = boxes.select(labels)
-        masks: list[_Masks] = []
-        if any(field.type == "mask" for field in self.fields):
-            height, width, _ = self.program.result.shape
-            assert height is not None and width is not None
-            masks = [
-                _Masks(*both, (height, width), self.upright)
-                for both in zip(sizes.tolist(), mask_maps(self.program, keys, sizes), strict=True)
-            ]
-        for field in self.fields:
-            column = columns[field.name]
-            if field.type == "keypoints":
-                assert isinstance(column, Ragged)
-                keypoints = map_keypoints(column, moves, sizes, field.flip_pairs)
-                mapped[field.name] = keypoints if owner is None else owner.select(keypoints)
-            elif field.type == "mask":
-                assert isinstance(column, list)
-                kept = [None if owner is None else owner.kept_of(i) for i in range(len(column))]
-                made: list[NDArray[np.uint8]] = []
-                room = _room(column, kept, self.program) if field.instances else None
-                for i, (value, sample) in enumerate(zip(column, masks, strict=True)):
-                    try:
-                        if not field.instances:
-                            made.append(sample.levels(value, field.fill))
-                        elif isinstance(value, MaskFile):
-                            made.append(sample.levels_of_instances(value, kept[i]))
-                        else:
-                            made.append(sample.instances(value, kept[i], None if room is None else room[i]))
-                    except ValueError as error:
-                        faults.setdefault(i, f"{field.name} {error}")
-                mapped[field.name] = room if room is not None else _joined(made, field, self.program)
-            elif field.type != "boxes":
-                mapped[field.name] = column
+            match field.type:
+                case "boxes":
+                    assert isinstance(column, Ragged)
+                    boxes = map_boxes(column, moves, sizes, self.rules)
+                    owner = owner or boxes
+                    mapped[field.name] = boxes.boxes
+                    if field.labels:
+                        labels = columns[field.labels]
+                        assert isinstance(labels, Ragged)
+                        mapped[field.labels] = boxes.select(labels)
+                case "keypoints":
+                    assert isinstance(column, Ragged)
+                    keypoints = map_keypoints(column, moves, sizes, field.flip_pairs)
+                    mapped[field.name] = keypoints if owner is None else owner.select(keypoints)
+                case "mask":
+                    assert isinstance(column, list)
+                    mapped[field.name] = self._mapped_masks(field, column, masks, owner, faults)
+                case "number" | "text" | "any":
+                    mapped[field.name] = column
+                case unknown:
+                    assert_never(unknown)
         return mapped, faults
+
+    def _masks(self, keys: s.Keys, sizes: s.Ints) -> Sequence[_Masks]:
+        """What maps the masks of each sample; empty if no field has masks."""
+        if all(field.type != "mask" for field in self.fields):
+            return ()
+        result, maps = _result_size(self.program), mask_maps(self.program, keys, sizes)
+        return [_Masks(*both, result, self.upright) for both in zip(sizes.tolist(), maps, strict=True)]
+
+    def _mapped_masks(
+        self,
+        field: Field,
+        column: Sequence[Any],
+        masks: Sequence[_Masks],
+        owner: MappedBoxes | None,
+        faults: dict[int, str],
+    ) -> Column:
+        """One field of masks. Adds the samples whose masks are bad, and why, to `faults`."""
+        kept = [None if owner is None else owner.kept_of(i) for i in range(len(column))]
+        made: list[NDArray[np.uint8]] = []
+        room = _room(column, kept, self.program) if field.instances else None
+        for i, (value, sample) in enumerate(zip(column, masks, strict=True)):
+            try:
+                if not field.instances:
+                    made.append(sample.levels(value, field.fill))
+                elif isinstance(value, MaskFile):
+                    made.append(sample.levels_of_instances(value, kept[i]))
+                else:
+                    made.append(sample.instances(value, kept[i], None if room is None else room[i]))
+            except ValueError as error:
+                faults.setdefault(i, f"{field.name} {error}")
+        return room if room is not None else _joined(made, field, self.program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,22 +271,24 @@ def _highest_level(levels: NDArray[np.uint8], rows: int | None) -> int:
     return highest
 
 
+def _result_size(program: Program) -> tuple[int, int]:
+    height, width, _ = program.result.shape
+    assert height is not None and width is not None
+    return height, width
+
+
 def _room(column: Sequence[Any], kept: Sequence[NDArray[np.bool_] | None], program: Program) -> Ragged | None:
     """Memory for the masks of all instances, which are many bytes; None if their number is not known yet."""
     if any(isinstance(value, MaskFile) for value in column):
         return None
     counts = [len(value) if one is None else int(one.sum()) for value, one in zip(column, kept, strict=True)]
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    height, width, _ = program.result.shape
-    assert height is not None and width is not None
-    return Ragged(np.empty((int(offsets[-1]), height, width), np.uint8), offsets)
+    return Ragged(np.empty((int(offsets[-1]), *_result_size(program)), np.uint8), offsets)
 
 
 def _joined(made: Sequence[NDArray[np.uint8]], field: Field, program: Program) -> Column:
     """Masks of the samples as one column."""
-    height, width, _ = program.result.shape
-    assert height is not None and width is not None
-    empty = np.empty((0, height, width), np.uint8)
+    empty = np.empty((0, *_result_size(program)), np.uint8)
     return Ragged.of(made, empty) if field.instances else np.concatenate([empty, *(one[None] for one in made)])
 
 
