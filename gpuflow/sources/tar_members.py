@@ -167,33 +167,13 @@ def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
     renamed: dict[str, str] = {}
     everywhere: dict[str, str] = {}
     while block := read_at(offset, _BLOCK_BYTES):
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as fault:
-            if block.count(0) == _BLOCK_BYTES and (offset or shard.size % _BLOCK_BYTES == 0):
-                _require_end(shard, read_at, offset)
-                return
-            if not offset:
-                raise SourceError(
-                    f"{shard.path}: must be an uncompressed tar, got a file that starts with {block[:8]!r}; "
-                    f"unpack or replace it"
-                ) from fault
-            if len(block) < _BLOCK_BYTES:
-                raise _truncated(shard, offset + _BLOCK_BYTES) from fault
-            raise SourceError(
-                f"{shard.path}: member header at byte {offset} must be valid, got: {fault}; the shard is damaged, "
-                f"make it again"
-            ) from fault
-        start = offset + _BLOCK_BYTES
+        header = _header(block, shard, offset)
+        if header is None:
+            _require_end(shard, read_at, offset)
+            return
         attributes = everywhere | renamed
-        size = header.size
-        if header.isreg() and "size" in attributes:
-            size = int(attributes["size"]) if _DIGITS.fullmatch(attributes["size"]) else -1
-        if size < 0:
-            raise SourceError(
-                f"{shard.path}: member header at byte {start - _BLOCK_BYTES} must be valid, got a size of "
-                f"{attributes.get('size', size)}; the shard is damaged, make it again"
-            )
+        size = _size(header, attributes, shard, offset)
+        start = offset + _BLOCK_BYTES
         has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES or header.type in _EXTRA_TYPES
         offset = start + (-(-size // _BLOCK_BYTES) * _BLOCK_BYTES if has_data else 0)
         if has_data and start + size > shard.size:
@@ -226,6 +206,33 @@ def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
         f"{shard.path}: ends without the zeros that end a tar; if it was cut off, samples are missing: make it again",
         stacklevel=2,
     )
+
+
+def _header(block: bytes, shard: Shard, offset: int) -> tarfile.TarInfo | None:
+    """The header of the member that begins at `offset`; None for zeros, which end a tar."""
+    try:
+        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as fault:
+        if block.count(0) == _BLOCK_BYTES and (offset or shard.size % _BLOCK_BYTES == 0):
+            return None
+        if not offset:
+            raise SourceError(
+                f"{shard.path}: must be an uncompressed tar, got a file that starts with {block[:8]!r}; "
+                f"unpack or replace it"
+            ) from fault
+        if len(block) < _BLOCK_BYTES:
+            raise _truncated(shard, offset + _BLOCK_BYTES) from fault
+        raise _damaged(shard, offset, f"got: {fault}") from fault
+
+
+def _size(header: tarfile.TarInfo, attributes: Mapping[str, str], shard: Shard, offset: int) -> int:
+    """The size of a member, as an extended header gives it, else its header."""
+    size, extended = header.size, attributes.get("size")
+    if header.isreg() and extended is not None:
+        size = int(extended) if _DIGITS.fullmatch(extended) else -1
+    if size < 0:
+        raise _damaged(shard, offset, f"got a size of {size if extended is None else extended}")
+    return size
 
 
 def _require_end(shard: Shard, read_at: ReadAt, offset: int) -> None:
@@ -263,6 +270,12 @@ def _pax(data: bytes, shard: Shard, start: int) -> dict[str, str]:
         records[_text(key)] = _text(value)
         data = data[int(length) :]
     return records
+
+
+def _damaged(shard: Shard, offset: int, got: str) -> SourceError:
+    return SourceError(
+        f"{shard.path}: member header at byte {offset} must be valid, {got}; the shard is damaged, make it again"
+    )
 
 
 def _truncated(shard: Shard, needed: int) -> SourceError:
