@@ -13,13 +13,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
-from gpuflow.pipeline.records import Field, FieldType, Ragged, Rle
+from gpuflow.pipeline.records import Field, Ragged, Rle
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.labels import Codes, resolve_labels, texts_of
 from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTable, Rows, Store
@@ -174,32 +174,31 @@ class RecordBuilder:
         fields, stores = [], dict[str, Store](files or {})
         for name, spec in self._declared:
             labels, classes = spec.labels or "", tuple[str, ...]()
-            if spec.type == "boxes":
-                stores[name] = boxes = Rows(self._ragged(name, (0, 4)))
-                if box_labels is not None:
-                    labels, (classes, numbers) = "labels", box_labels
-                    stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
-                elif labels:
-                    classes, numbers = self._box_labels.build()
-                    stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
-            elif spec.type == "keypoints":
-                count, highest = self._keypoints.get(name, 0), max(chain((0,), *(spec.flip_pairs or ())))
-                if count and highest >= count:
-                    rule = f"must name keypoints in 0..{count - 1}, got {highest}; correct it"
-                    raise SourceError(f"{self._place}: source.fields.{name}.flip_pairs {rule}")
-                stores[name] = Rows(self._ragged(name, (0, count, 3)))
-            elif spec.type == "mask" and not spec.is_mask_file:
-                stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(frozenset(self._bad))
-            elif spec.type == "number":
-                stores[name] = Numbers(np.concatenate([np.zeros(0), *self._arrays[name]]))
-            elif spec.type in ("text", "any"):
-                stores[name] = Objects(self._objects[name])
             instances = spec.type == "mask" and not spec.is_mask_file
-            kind = cast(FieldType, spec.type)
+            match spec.type:
+                case "boxes":
+                    stores[name] = boxes = Rows(self._ragged(name, (0, 4)))
+                    labels = labels if box_labels is None else "labels"
+                    if labels:
+                        classes, numbers = box_labels or self._box_labels.build()
+                        stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
+                case "keypoints":
+                    count = self._keypoints.get(name, 0)
+                    self._check_flip_pairs(name, spec, count)
+                    stores[name] = Rows(self._ragged(name, (0, count, 3)))
+                case "mask":
+                    if instances:
+                        stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(frozenset(self._bad))
+                case "number":
+                    stores[name] = Numbers(np.concatenate([np.zeros(0), *self._arrays[name]]))
+                case "text" | "any":
+                    stores[name] = Objects(self._objects[name])
+                case other:
+                    raise AssertionError(f"{name} is no field of a record: {other!r}")
             fields.append(
                 Field(
                     name=name,
-                    type=kind,
+                    type=spec.type,
                     labels=labels,
                     classes=classes,
                     instances=instances,
@@ -248,6 +247,13 @@ class RecordBuilder:
             raise SourceError(
                 f"{here} must have one entry for each of the {boxes[i]} boxes, got {counts[i]}; correct it"
             )
+
+    def _check_flip_pairs(self, name: str, spec: FieldSpec, count: int) -> None:
+        """Raise SourceError if pairs name other keypoints than the instances have; `count` is 0 without instances."""
+        highest = max(chain((0,), *(spec.flip_pairs or ())))
+        if count and highest >= count:
+            rule = f"must name keypoints in 0..{count - 1}, got {highest}; correct it"
+            raise SourceError(f"{self._place}: source.fields.{name}.flip_pairs {rule}")
 
     # --- types ------------------------------------------------------------------------------------------------------
 
