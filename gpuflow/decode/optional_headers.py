@@ -86,30 +86,7 @@ _TIFF_COLORS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3}
 
 def _read_tiff(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """The first page. TIFF 6.0, and BigTIFF."""
-    order = "<" if view[0] == ord("I") else ">"
-    big = 43 in (view[2], view[3])
-    (at,) = struct.unpack_from(order + ("Q" if big else "I"), view, 8 if big else 4)
-    if at + 2 > len(view):
-        refuse(_truncated(view, "the directory of tags"))
-    (count,) = struct.unpack_from(order + ("Q" if big else "H"), view, at)
-    if count > _MAX_ENTRIES:
-        refuse(f"{count:,} tags; a TIFF of at most {_MAX_ENTRIES:,} is decoded")
-    at, entry, inline = at + (8 if big else 2), 20 if big else 12, 8 if big else 4
-    if at + entry * count + (8 if big else 4) > len(view):
-        refuse(_truncated(view, "the directory of tags"))
-    tags, total = dict[int, Any](), 0
-    for place in range(at, at + entry * count, entry):
-        tag, kind, number = struct.unpack_from(order + ("HHQ" if big else "HHI"), view, place)
-        size = number * _TIFF_BYTES.get(kind, 1)
-        start, total = place + entry - inline, total + size
-        if size > inline:
-            (start,) = struct.unpack_from(order + ("Q" if big else "I"), view, start)
-        if start + size > len(view):
-            refuse(_truncated(view, f"the value of tag {tag}"))
-        if kind in _TIFF_INTEGERS:
-            tags[tag] = np.frombuffer(view[start : start + size], order + _TIFF_INTEGERS[kind])
-    if total > len(view):
-        refuse(f"damaged header: its tags have {total:,} bytes, the file has {len(view):,}")
+    tags = _tiff_tags(view)
     _check_strips(view, tags)
 
     def first(tag: int, default: int) -> int:
@@ -132,6 +109,35 @@ def _read_tiff(view: memoryview, orientation: bool, max_scans: int) -> Header:
     turn = turn if 1 <= turn <= 8 else 1
     alpha = channels > _TIFF_COLORS[color]
     return Header("tiff", width, height, channels, orientation=turn if orientation else 1, alpha=alpha, turned=turn)
+
+
+def _tiff_tags(view: memoryview) -> dict[int, Any]:
+    """The integers of each tag of the first page that has integers. Checks that the values of all tags are there."""
+    order, big = "<" if view[0] == ord("I") else ">", 43 in (view[2], view[3])
+    word, word_bytes, head, entry = ("Q", 8, "HHQ", 20) if big else ("I", 4, "HHI", 12)
+    (at,) = struct.unpack_from(order + word, view, word_bytes)  # stands at byte 4, of a BigTIFF at byte 8
+    if at + 2 > len(view):
+        refuse(_truncated(view, "the directory of tags"))
+    (count,) = struct.unpack_from(order + ("Q" if big else "H"), view, at)
+    if count > _MAX_ENTRIES:
+        refuse(f"{count:,} tags; a TIFF of at most {_MAX_ENTRIES:,} is decoded")
+    at += 8 if big else 2
+    if at + entry * count + word_bytes > len(view):
+        refuse(_truncated(view, "the directory of tags"))
+    tags, total = dict[int, Any](), 0
+    for place in range(at, at + entry * count, entry):
+        tag, kind, number = struct.unpack_from(order + head, view, place)
+        size = number * _TIFF_BYTES.get(kind, 1)
+        start, total = place + entry - word_bytes, total + size
+        if size > word_bytes:
+            (start,) = struct.unpack_from(order + word, view, start)
+        if start + size > len(view):
+            refuse(_truncated(view, f"the value of tag {tag}"))
+        if kind in _TIFF_INTEGERS:
+            tags[tag] = np.frombuffer(view[start : start + size], order + _TIFF_INTEGERS[kind])
+    if total > len(view):
+        refuse(f"damaged header: its tags have {total:,} bytes, the file has {len(view):,}")
+    return tags
 
 
 def _check_strips(view: memoryview, tags: dict[int, Any]) -> None:
