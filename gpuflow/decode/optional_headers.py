@@ -360,14 +360,7 @@ _JP2_CHANNELS = 4
 
 def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """The codestream's header, and its tile parts up to the end marker (ITU-T T.800, annex A)."""
-    at = 0
-    if bytes(view[:4]) != _JP2_CODE:
-        code = next((box for box in _boxes(view) if box.kind == b"jp2c"), None)
-        if code is None:
-            refuse(_truncated(view, "the codestream"))
-        at = code.start
-    if bytes(view[at : at + 4]) != _JP2_CODE:
-        refuse("damaged header: the codestream does not begin with the image's size")
+    at = _jp2_start(view)
     right, lower, left, upper, columns, rows, first_x, first_y, channels = struct.unpack_from(">8IH", view, at + 8)
     if channels > _JP2_CHANNELS:
         refuse(f"{channels} channels; a JPEG 2000 of at most {_JP2_CHANNELS} is decoded")
@@ -388,7 +381,26 @@ def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
         at += 2 + struct.unpack_from(">H", view, at + 2)[0]
     else:
         refuse(f"more than {_MAX_JP2_SEGMENTS:,} segments up to the first tile")
-    seen = set[int]()
+    _check_jp2_tiles(view, at, tiles)
+    return Header("jp2", right - left, lower - upper, channels, alpha=channels in (2, 4))
+
+
+def _jp2_start(view: memoryview) -> int:
+    """Where the codestream begins."""
+    at = 0
+    if bytes(view[:4]) != _JP2_CODE:
+        code = next((box for box in _boxes(view) if box.kind == b"jp2c"), None)
+        if code is None:
+            refuse(_truncated(view, "the codestream"))
+        at = code.start
+    if bytes(view[at : at + 4]) != _JP2_CODE:
+        refuse("damaged header: the codestream does not begin with the image's size")
+    return at
+
+
+def _check_jp2_tiles(view: memoryview, at: int, tiles: int) -> None:
+    """Raise BadSampleError unless parts of all tiles follow from `at` on, and then the end marker."""
+    seen, marker = set[int](), 0
     for _ in range(_MAX_PARTS):
         if at + 2 > len(view):
             refuse(_truncated(view, "a tile"))
@@ -404,7 +416,6 @@ def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
             at += max(length, 12)
     if marker != 0xFFD9 or len(seen) < tiles:
         refuse(f"truncated: {len(seen)} of {tiles} tiles, then no end marker within {len(view)} bytes")
-    return Header("jp2", right - left, lower - upper, channels, alpha=channels in (2, 4))
 
 
 def _check_jp2_coding(view: memoryview, at: int, width: int, height: int, tiles: int) -> None:
