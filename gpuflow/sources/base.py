@@ -206,28 +206,8 @@ class SourceSpec:
             kinds = f"{', '.join(_KINDS[:-1])} and {_KINDS[-1]}"
             rule = f"needs exactly one of {kinds}, got {' and '.join(given) or 'none of them'}"
             yield Problem.of((), rule, code="config.conflict")
-        elif (self.images is None) == (self.coco is not None):
-            if self.coco is not None:
-                rule = "needs the key 'images' with source.coco: the directory of its images"
-                yield Problem.of((), rule, code="config.missing_key")
-            else:
-                rule = f"must go with source.coco, got source.{given[0]}"
-                yield Problem.of("images", rule, action="remove images", code="config.conflict")
-        elif wrong := [key for key, kinds in _KINDS_OF.items() if given[0] not in kinds and self._is_set(key)]:
-            rule = f"must go with source.{_KINDS_OF[wrong[0]][0]}, got source.{given[0]}"
-            yield Problem.of(wrong[0], rule, action=f"remove {wrong[0]}", code="config.conflict")
-        elif self.classes is not None and given[0] in _NAMED_BY:
-            *others, last = (kind for kind in _KINDS if kind not in _NAMED_BY)
-            rule = f"must go with {', '.join(others)} or {last}, got source.{given[0]}"
-            yield Problem.of("classes", rule, action=_NAMED_BY[given[0]], code="config.conflict")
-        elif given[0] == "mix" and isinstance(self.classes, int):
-            action = "or set unite_classes: true to unite those of its sources"
-            yield Problem.of("classes", "must be names for source.mix", self.classes, action, code="config.conflict")
-        elif self.classes is not None and self.unite_classes:
-            rule = "must not stand next to classes"
-            yield Problem.of("unite_classes", rule, action="remove one of them", code="config.conflict")
-        elif given[0] == "mix":
-            yield from self._mix_problems()
+        else:
+            yield from self._kind_problems(given[0])
         if self.hf is not None and self.fields:
             for key in ("image", "label"):
                 if getattr(self, key) is not None:
@@ -248,6 +228,30 @@ class SourceSpec:
             yield Problem.of("classes", "must be distinct names, at least one", self.classes, code="config.range")
         yield from (problem.below("fields") for problem in field_problems(self.declared, self.kind))
         yield from self._split_problems(given)
+
+    def _kind_problems(self, kind: str) -> Iterator[Problem]:
+        """The first broken rule between the kind of source and the other keys. For a mix, all rules of its sources."""
+        if self.coco is not None and self.images is None:
+            rule = "needs the key 'images' with source.coco: the directory of its images"
+            yield Problem.of((), rule, code="config.missing_key")
+        elif self.coco is None and self.images is not None:
+            rule = f"must go with source.coco, got source.{kind}"
+            yield Problem.of("images", rule, action="remove images", code="config.conflict")
+        elif wrong := [key for key, kinds in _KINDS_OF.items() if kind not in kinds and self._is_set(key)]:
+            rule = f"must go with source.{_KINDS_OF[wrong[0]][0]}, got source.{kind}"
+            yield Problem.of(wrong[0], rule, action=f"remove {wrong[0]}", code="config.conflict")
+        elif self.classes is not None and kind in _NAMED_BY:
+            *others, last = (name for name in _KINDS if name not in _NAMED_BY)
+            rule = f"must go with {', '.join(others)} or {last}, got source.{kind}"
+            yield Problem.of("classes", rule, action=_NAMED_BY[kind], code="config.conflict")
+        elif kind == "mix" and isinstance(self.classes, int):
+            action = "or set unite_classes: true to unite those of its sources"
+            yield Problem.of("classes", "must be names for source.mix", self.classes, action, code="config.conflict")
+        elif self.classes is not None and self.unite_classes:
+            rule = "must not stand next to classes"
+            yield Problem.of("unite_classes", rule, action="remove one of them", code="config.conflict")
+        elif kind == "mix":
+            yield from self._mix_problems()
 
     def _is_set(self, key: str) -> bool:
         """Whether a key has another value than its default."""
