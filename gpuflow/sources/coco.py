@@ -48,15 +48,8 @@ def open_coco(spec: SourceSpec) -> FileSource:
     if len(sample_of) < len(images):
         twice = next(a["id"] for a, b in pairwise(images) if a["id"] == b["id"])
         raise SourceError(f"{place}: images must have unique ids, got {twice} twice; correct one")
-    held = [array("q") for _ in images]  # the numbers of each sample's annotations in the file
     annotations = document["annotations"]
-    crowds = 0
-    for k, annotation in enumerate(annotations):
-        sample = _check_annotation(annotation, f"{place}: annotations[{k}]", sample_of, label_of)
-        if _is_crowd(annotation):
-            crowds += 1
-        else:
-            held[sample].append(k)
+    held = _held_annotations(annotations, sample_of, label_of, place)
     declared = spec.declared or _default_fields(annotations)
     declared = tuple((name, _with_column(field)) for name, field in declared)
     places = Locate(
@@ -67,21 +60,10 @@ def open_coco(spec: SourceSpec) -> FileSource:
     has_keypoints = any(field.type == "keypoints" for _, field in declared)
     empty_keypoints = _empty_keypoints(document, place) if has_keypoints else []
     for first in range(0, len(images), _IMAGES):
-        numbers = held[first : first + _IMAGES]
-        block: dict[str, list[Any]] = {
-            "bbox": [[annotations[k]["bbox"] for k in ks] for ks in numbers],
-            "segmentation": [[_or_empty(annotations[k].get("segmentation")) for k in ks] for ks in numbers],
-            "keypoints": [[annotations[k].get("keypoints") or empty_keypoints for k in ks] for ks in numbers],
-        }
-        for name, field in declared:
-            column = field.column or name
-            if field.type in ("number", "text", "any"):
-                if column in _OF_ANNOTATIONS:
-                    rule = f"must not take the key {column!r} of images, because annotations have such a key, too"
-                    raise SourceError(f"{place}: field {name} {rule}; rename it in the images")
-                block[column] = _of_images(images[first : first + _IMAGES], column, place)
-        builder.add(block, len(numbers))
-    labels = np.fromiter((label_of[annotations[k]["category_id"]] for ks in held for k in ks), np.int64)
+        block = slice(first, first + _IMAGES)
+        of_images = [[annotations[k] for k in numbers] for numbers in held[block]]
+        builder.add(_columns(images[block], of_images, declared, empty_keypoints, place), len(of_images))
+    labels = np.fromiter((label_of[annotations[k]["category_id"]] for numbers in held for k in numbers), np.int64)
     records = replace(builder.build(box_labels=(classes, labels)), sizes=_sizes(images))
     table = PathTableBuilder()
     table.add([image["file_name"] for image in images])
@@ -89,9 +71,10 @@ def open_coco(spec: SourceSpec) -> FileSource:
     if not is_remote(root) and not os.path.isdir(root):
         raise SourceError(f"source.images must be a directory, got {root!r}{missing_path(root)}")
     zeros = np.zeros(len(images), np.int64)
-    note = f"{len(annotations) - crowds:,} annotations, {sum(not ks for ks in held):,} images without any"
-    if crowds:
-        note += f", {crowds:,} annotations of crowds left out"
+    kept = sum(map(len, held))
+    note = f"{kept:,} annotations, {sum(not numbers for numbers in held):,} images without any"
+    if kept < len(annotations):
+        note += f", {len(annotations) - kept:,} annotations of crowds left out"
     paths = resolved(table, root, places.sample)
     return FileSource(
         open_storage(paths[0], spec.cache_spec),
@@ -165,6 +148,18 @@ def _sizes(images: Sequence[Mapping[str, Any]]) -> NDArray[np.int64]:
     sizes = [(image.get("height"), image.get("width")) for image in images]
     known = [all(type(side) is int and 0 < side < _SIDE for side in size) for size in sizes]
     return np.array([size if one else (0, 0) for size, one in zip(sizes, known, strict=True)], np.int64)
+
+
+def _held_annotations(
+    annotations: Sequence[Any], sample_of: Mapping[int, int], label_of: Mapping[int, int], place: str
+) -> list[array[int]]:
+    """The numbers of each sample's annotations in the file, without those of crowds. Checks all of them."""
+    held = [array("q") for _ in sample_of]
+    for k, annotation in enumerate(annotations):
+        sample = _check_annotation(annotation, f"{place}: annotations[{k}]", sample_of, label_of)
+        if not _is_crowd(annotation):
+            held[sample].append(k)
+    return held
 
 
 def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], label_of: Mapping[int, int]) -> int:
@@ -241,6 +236,29 @@ def _empty_keypoints(document: Mapping[str, Any], place: str) -> list[float]:
             "keypoints out"
         )
     return [0] * counts.pop()
+
+
+def _columns(
+    images: Sequence[Mapping[str, Any]],
+    annotations: Sequence[Sequence[Mapping[str, Any]]],
+    declared: Sequence[tuple[str, FieldSpec]],
+    empty_keypoints: Sequence[float],
+    place: str,
+) -> dict[str, list[Any]]:
+    """The columns of some images: values of the annotations of each, and of declared keys of the images themselves."""
+    columns: dict[str, list[Any]] = {
+        "bbox": [[one["bbox"] for one in of_image] for of_image in annotations],
+        "segmentation": [[_or_empty(one.get("segmentation")) for one in of_image] for of_image in annotations],
+        "keypoints": [[one.get("keypoints") or empty_keypoints for one in of_image] for of_image in annotations],
+    }
+    for name, field in declared:
+        column = field.column or name
+        if field.type in ("number", "text", "any"):
+            if column in _OF_ANNOTATIONS:
+                rule = f"must not take the key {column!r} of images, because annotations have such a key, too"
+                raise SourceError(f"{place}: field {name} {rule}; rename it in the images")
+            columns[column] = _of_images(images, column, place)
+    return columns
 
 
 def _of_images(images: Sequence[Mapping[str, Any]], key: str, place: str) -> list[Any]:
