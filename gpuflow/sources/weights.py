@@ -128,23 +128,34 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
     """The numbers of a file, and the line of each; None in a file that has no lines."""
     try:
         if place.lower().endswith(".npy"):
-            array = np.load(place, allow_pickle=False)
-            if not isinstance(array, np.ndarray):
-                array.close()
-                raise ValueError("it is an archive of arrays (.npz)")
-            if array.ndim != 1 or array.dtype.kind not in "iuf":
-                got = f"{array.dtype} of shape {list(array.shape)}"
-                raise SourceError(f"source.weights: {place} must be numbers in one axis, got {got}; correct the file")
-            return array.astype(np.float64), None
+            return _from_array(place), None
         rows = _rows(place)
+    except SourceError:
+        raise
     except FileNotFoundError as fault:
         raise SourceError(
             f"source.weights.file must be a file, got {place!r}, which does not exist{missing_path(place)}"
         ) from fault
     except (OSError, *DAMAGED_ARRAY) as fault:
-        if isinstance(fault, SourceError):
-            raise
         raise SourceError(f"source.weights: {place} cannot be read: {fault}; check the file") from fault
+    return _from_rows(place, column, rows)
+
+
+def _from_array(place: str) -> NDArray[np.float64]:
+    array = np.load(place, allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ValueError("it is an archive of arrays (.npz)")
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        got = f"{array.dtype} of shape {list(array.shape)}"
+        raise SourceError(f"source.weights: {place} must be numbers in one axis, got {got}; correct the file")
+    return array.astype(np.float64)
+
+
+def _from_rows(
+    place: str, column: str | None, rows: list[tuple[int, list[str]]]
+) -> tuple[NDArray[np.float64], Sequence[int]]:
+    """The numbers in a column of rows whose first one is a header, or of rows of one number each, and their lines."""
     cell = 0
     if column is not None:
         header = [name.strip() for name in rows[0][1]] if rows else []
