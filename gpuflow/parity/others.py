@@ -29,7 +29,16 @@ from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
-from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, ResamplingStep, WarpStep, fold
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    ResamplingStep,
+    WarpStep,
+    fold,
+)
 from gpuflow.pipeline.validate import trace
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
@@ -197,27 +206,38 @@ class OpenCv:
             return None
         image = image.reshape(*image.shape[:2], -1)
         for step in program.steps:
-            if isinstance(step, ResamplingStep | WarpStep):
-                size = np.array(image.shape[:2])[:, None]
-                faults = (misfit.fault(0) for misfit in step.draw(keys, *size).misfits)
-                if (fault := next(filter(None, faults), None)) is not None:
-                    raise fault
-                for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
-                    height, width = np.array(image.shape[:2])[:, None]
-                    for move in stage.draw(keys.stage(stage.key_name, occurrence), height, width):
-                        image = _moved(image, move)
-            elif isinstance(step, PointwiseStep):
-                size = np.array(image.shape[:2])[:, None]
-                planes = step.after.layout == "nchw"
-                image = run_pointwise(image, step.draw(keys, *size), 0, step.table, planes=planes, out=None)
-            elif isinstance(step, LocalStep):
-                image = run_filters(image, step.draw(keys), 0)
-            elif isinstance(step, ApplyStep):
-                image = step.stage.apply(image, step.draw(keys)[0], None)
-            else:
-                image = call_opaque(step, np.ascontiguousarray(image), int(step.draw(keys)[0]))
+            match step:
+                case ResamplingStep() | WarpStep():
+                    image = _resampled(image, step, keys)
+                case PointwiseStep():
+                    operations, planes = step.draw(keys, *_size(image)), step.after.layout == "nchw"
+                    image = run_pointwise(image, operations, 0, step.table, planes=planes, out=None)
+                case LocalStep():
+                    image = run_filters(image, step.draw(keys), 0)
+                case ApplyStep():
+                    image = step.stage.apply(image, step.draw(keys)[0], None)
+                case OpaqueStep():
+                    image = call_opaque(step, np.ascontiguousarray(image), int(step.draw(keys)[0]))
+                case _:
+                    assert_never(step)
         slots = np.ascontiguousarray(image).reshape(1, *slot_shape(program.result))
         return as_batch(slots, program.result)[0]
+
+
+def _size(image: NDArray[Any]) -> s.Ints:
+    """Height and width, an array of one number each."""
+    return np.array(image.shape[:2])[:, None]
+
+
+def _resampled(image: NDArray[Any], step: ResamplingStep | WarpStep, keys: s.Keys) -> NDArray[Any]:
+    """Apply what the stages of a step draw, stage by stage. Raises BadSampleError if it does not fit one."""
+    faults = (misfit.fault(0) for misfit in step.draw(keys, *_size(image)).misfits)
+    if (fault := next(filter(None, faults), None)) is not None:
+        raise fault
+    for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
+        for move in stage.draw(keys.stage(stage.key_name, occurrence), *_size(image)):
+            image = _moved(image, move)
+    return image
 
 
 def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
