@@ -69,6 +69,17 @@ class _Shape:
         return inside
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Image:
+    """An image with its mask. num_bytes: of both files. is_new: whether they were made now."""
+
+    height: int
+    width: int
+    shapes: list[_Shape]
+    num_bytes: int
+    is_new: bool
+
+
 def make_detection_samples(
     directory: str | os.PathLike[str],
     count: int,
@@ -89,32 +100,31 @@ def make_detection_samples(
     for name in ("images", "masks"):
         (root / name).mkdir(exist_ok=True)
 
-    def make(i: int) -> tuple[bool, int, tuple[int, int], list[_Shape]]:
-        """Image i and its mask: whether they are new, their size in bytes, height and width, and the shapes."""
+    def make(i: int) -> _Image:
         rng = np.random.default_rng([seed, i])
         pixels_HWC, quality = noisy_crop(photos[i % len(photos)], rng, _SIZES)
         height, width = pixels_HWC.shape[:2]
         shapes = _draw(rng, height, width)
         image, mask = root / "images" / f"{i:06d}.jpg", root / "masks" / f"{i:06d}.png"
-        if image.exists() and mask.exists():
-            return False, image.stat().st_size + mask.stat().st_size, (height, width), shapes
-        levels_HW = np.zeros((height, width), np.uint8)
-        for shape in shapes:
-            inside = shape.mask(height, width)
-            levels_HW[inside] = shape.label + 1
-            pixels_HWC[inside] = shape.color
-        size = write(image, encoded(pixels_HWC, quality)) + write(mask, _png(levels_HW))
-        return True, size, (height, width), shapes
+        is_new = not (image.exists() and mask.exists())
+        if is_new:
+            levels_HW = np.zeros((height, width), np.uint8)
+            for shape in shapes:
+                inside = shape.mask(height, width)
+                levels_HW[inside] = shape.label + 1
+                pixels_HWC[inside] = shape.color
+            write(image, encoded(pixels_HWC, quality))
+            write(mask, _png(levels_HW))
+        num_bytes = image.stat().st_size + mask.stat().st_size
+        return _Image(height=height, width=width, shapes=shapes, num_bytes=num_bytes, is_new=is_new)
 
-    made, total_bytes = 0, 0
-    images: list[tuple[tuple[int, int], list[_Shape]]] = []
+    images: list[_Image] = []
     with ThreadPoolExecutor(num_threads or available_threads()) as pool:
-        for new, size, extent, shapes in pool.map(make, range(count)):
-            made += new
-            total_bytes += size
-            images.append((extent, shapes))
+        for image in pool.map(make, range(count)):
+            images.append(image)
             if progress is not None:
                 progress(len(images), count)
+    made, total_bytes = sum(image.is_new for image in images), sum(image.num_bytes for image in images)
     total_bytes += write(root / "instances.json", json.dumps(_coco(images)).encode())
     total_bytes += write(root / "listing.jsonl", "".join(map(_line, range(count), images)).encode())
     return Samples(directory=root, count=count, made=made, total_bytes=total_bytes, classes=tuple(SHAPES))
@@ -143,12 +153,12 @@ def _overlap(a: list[int], b: list[int]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def _coco(images: list[tuple[tuple[int, int], list[_Shape]]]) -> dict[str, Any]:
+def _coco(images: list[_Image]) -> dict[str, Any]:
     """All images and shapes in COCO's format, whose ids start from 1."""
     entries, annotations = [], list[dict[str, Any]]()
-    for i, ((height, width), shapes) in enumerate(images):
-        entries.append({"id": i + 1, "file_name": f"{i:06d}.jpg", "height": height, "width": width})
-        for shape in shapes:
+    for i, image in enumerate(images):
+        entries.append({"id": i + 1, "file_name": f"{i:06d}.jpg", "height": image.height, "width": image.width})
+        for shape in image.shapes:
             x1, y1, x2, y2 = shape.box
             annotations.append(
                 {
@@ -165,14 +175,13 @@ def _coco(images: list[tuple[tuple[int, int], list[_Shape]]]) -> dict[str, Any]:
     return {"images": entries, "annotations": annotations, "categories": categories}
 
 
-def _line(i: int, image: tuple[tuple[int, int], list[_Shape]]) -> str:
+def _line(i: int, image: _Image) -> str:
     """The image's line of the listing."""
-    _, shapes = image
     row = {
         "path": f"images/{i:06d}.jpg",
-        "boxes": [shape.box for shape in shapes],
-        "labels": [list(SHAPES)[shape.label] for shape in shapes],
-        "polygons": [[shape.corners.reshape(-1).tolist()] for shape in shapes],
+        "boxes": [shape.box for shape in image.shapes],
+        "labels": [list(SHAPES)[shape.label] for shape in image.shapes],
+        "polygons": [[shape.corners.reshape(-1).tolist()] for shape in image.shapes],
         "mask": f"masks/{i:06d}.png",
     }
     return json.dumps(row) + "\n"
