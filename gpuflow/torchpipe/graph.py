@@ -143,10 +143,11 @@ def chain(
         gpu_decodes: whether this GPU can run the program; used unless the stages set `backend: cpu`.
         processes: that preprocess if the GPU does not.
     """
-    gpu_decodes = gpu_decodes and program.decoder.backend != "cpu" and not isinstance(program.decoder, Preset)
-    stages = stages_to_json(program.pipeline.stages)
+    preset = program.decoder if isinstance(program.decoder, Preset) else None
+    gpu_decodes = gpu_decodes and program.decoder.backend != "cpu" and preset is None
+    stages, fingerprint = stages_to_json(program.pipeline.stages), program.pipeline.fingerprint
     if model is not None and model.via == "torchpipe":
-        if isinstance(program.decoder, Preset):
+        if preset is not None:
             rule = "is torchpipe, which has no node for the stages after a preset"
             problem = Problem.of(("serve", "model", "via"), rule, action="use python", code="config.conflict")
             raise ConfigError([replace(problem, place=f"{origin}:")])
@@ -158,42 +159,47 @@ def chain(
         if gpu_decodes:
             threads = min(threads, _GPU_INSTANCES)
     else:
-        timeout_ms = _DEFAULT_TIMEOUT_MS if model is None else model.timeout_ms
-        last = {
-            "backend": MODEL,
-            "instance_num": str(1 if model is None else model.instances),
-            # torchpipe takes whole milliseconds, and 0 turns batching off.
-            "batching_timeout": str(max(1, math.ceil(timeout_ms))),
-            "batch": str(DEFAULT_BATCH if model is None else model.batch),
-            "device": device,
-            "stages": stages,
-        }
-        if model is not None:
-            last["model"] = model.model_dump_json(exclude_defaults=True)
+        last = _model_parameters(model, device, stages)
         on_gpu = device != "cpu" and gpu_decodes
-        if on_gpu or (processes and not isinstance(program.decoder, Preset)):
-            both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(timeout_ms))}
+        if on_gpu or (processes and preset is None):
+            both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(_timeout_ms(model)))}
             if not on_gpu:
                 both["processes"] = str(processes)
             node = Node(name="serve", parameters=tuple(both.items()))
-            return Graph(nodes=(node,), origin=origin, preprocessing=program.pipeline.fingerprint)
+            return Graph(nodes=(node,), origin=origin, preprocessing=fingerprint)
         images = {"device": "cpu", "on_error": "pass"}
-    if isinstance(program.decoder, Preset):
-        first = {"backend": PRESET_OPERATORS[program.decoder.name], **preset_parameters(program.decoder)}
-        if is_preset_on_gpu(program.decoder):
+    if preset is not None:
+        first = {"backend": PRESET_OPERATORS[preset.name], **preset_parameters(preset)}
+        if is_preset_on_gpu(preset):
             threads = min(threads, _PRESET_INSTANCES)
     else:
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
     first["instance_num"] = str(threads)
-    return Graph(
-        nodes=(
-            Node(name="preprocess", next="model", parameters=tuple(first.items())),
-            Node(name="model", parameters=tuple(last.items())),
-        ),
-        origin=origin,
-        preprocessing=program.pipeline.fingerprint,
-        preset=program.decoder if isinstance(program.decoder, Preset) else None,
+    nodes = (
+        Node(name="preprocess", next="model", parameters=tuple(first.items())),
+        Node(name="model", parameters=tuple(last.items())),
     )
+    return Graph(nodes=nodes, origin=origin, preprocessing=fingerprint, preset=preset)
+
+
+def _model_parameters(model: ModelSpec | None, device: str, stages: str) -> dict[str, str]:
+    """The parameters of the node that runs the model."""
+    parameters = {
+        "backend": MODEL,
+        "instance_num": str(1 if model is None else model.instances),
+        # torchpipe takes whole milliseconds, and 0 turns batching off.
+        "batching_timeout": str(max(1, math.ceil(_timeout_ms(model)))),
+        "batch": str(DEFAULT_BATCH if model is None else model.batch),
+        "device": device,
+        "stages": stages,
+    }
+    if model is not None:
+        parameters["model"] = model.model_dump_json(exclude_defaults=True)
+    return parameters
+
+
+def _timeout_ms(model: ModelSpec | None) -> float:
+    return _DEFAULT_TIMEOUT_MS if model is None else model.timeout_ms
 
 
 def images_at_a_time(model: ModelSpec | None) -> int:
