@@ -184,18 +184,11 @@ class Feed:
         async def emit(chunk: Chunk) -> None:
             if not chunk.last:  # chunks arrive in order; the last one of a batch completes it
                 return
-            batch = chunk.batch
             if offload is not None:
-                if batch.offloaded and batch.error is None:
-                    late = not batch.decoded.done()
-                    await asyncio.wrap_future(batch.decoded)
-                    rate = offload.meter.capacity()
-                    offload.share.update(
-                        batch.first_offloaded, late=late, wanted=self._gpu_wait > SHORT_WAIT, rate=rate
-                    )
+                await self._wait_for_offloaded(chunk.batch, offload)
                 ahead.release()
             if not admission.closed:  # else the batch may not be decoded
-                finished.put(batch)  # SPDL's sink would pass it on by its event loop, later
+                finished.put(chunk.batch)  # SPDL's sink would pass it on by its event loop, later
 
         pools: list[DaemonPool] = []
         with contextlib.ExitStack() as undo:
@@ -235,6 +228,14 @@ class Feed:
         if plan.gpu is not None:
             set_gpu_wait, switching = functools.partial(self._set_gpu_wait, plan.gpu, admission), QuickSwitching()
         return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching)
+
+    async def _wait_for_offloaded(self, batch: Assembly, offload: CpuOffload) -> None:
+        """Wait until the CPU has decoded its rows of a batch, and adapt its share to whether it was late."""
+        if batch.offloaded and batch.error is None:
+            late = not batch.decoded.done()
+            await asyncio.wrap_future(batch.decoded)
+            gpu_waits, rate = self._gpu_wait > SHORT_WAIT, offload.meter.capacity()
+            offload.share.update(batch.first_offloaded, late=late, wanted=gpu_waits, rate=rate)
 
     def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
         """If the consumer's GPU waits for batches most of its time, more of them may be in flight.
