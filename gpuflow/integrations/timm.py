@@ -28,6 +28,7 @@ _PLACE = "timm.create_loader:"
 _DEFAULTS = DataConfig()
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SCHEDULE = "input_size_choices", "batch_size_choices", "batch_choice_weights", "batch_schedule_epochs", "num_batches"
+_USE_TIMM = "use timm's loader for it"
 _MIX_ACTION = "leave it out, and mix in the loop with timm's Mixup"
 Size = int | tuple[int, ...] | list[int]
 
@@ -216,41 +217,49 @@ def _problem(name: str, rule: str, value: object, action: str = "") -> Problem:
 
 def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
     """A problem for each parameter that says something that gpuflow does not do."""
-    training, erases = given["is_training"] and not given["no_aug"], given["re_prob"] > 0
-    draws = "use timm's loader for it"
     if given["tf_preprocessing"]:
-        yield _problem("tf_preprocessing", "is not offered, and must be false", True, draws)
-    if given["num_aug_repeats"]:
-        yield _problem("num_aug_repeats", "must be 0", given["num_aug_repeats"], draws)
-    if given["num_aug_splits"]:
-        yield _problem("num_aug_splits", "must be 0", given["num_aug_splits"], draws)
+        yield _problem("tf_preprocessing", "is not offered, and must be false", True, _USE_TIMM)
+    for name in ("num_aug_repeats", "num_aug_splits"):
+        if given[name]:
+            yield _problem(name, "must be 0", given[name], _USE_TIMM)
     if given["img_dtype"] not in _DTYPES:
         yield _problem("img_dtype", "must be float32, float16 or bfloat16", str(given["img_dtype"]))
     known = ("bilinear", "bicubic")
     if given["interpolation"] not in known and not (given["no_aug"] and given["interpolation"] == "random"):
         action = "choose bilinear, as --train-interpolation bilinear"
         yield _problem("interpolation", f"must be one of {', '.join(known)}", given["interpolation"], action)
-    if training:
-        if given["train_crop_mode"] not in (None, "rrc"):
-            yield _problem("train_crop_mode", "must be 'rrc'", given["train_crop_mode"], draws)
-        if given["auto_augment"]:
-            action = "pass augment=[{'rand_augment': {'magnitude': 9}}], whose magnitudes are torchvision's"
-            yield _problem("auto_augment", "is timm's own policy, and must be None", given["auto_augment"], action)
-        if erases and given["re_mode"] not in ("const", "pixel"):
-            yield _problem("re_mode", "must be 'const' or 'pixel'", given["re_mode"])
-        if erases and given["re_count"] != 1:
-            yield _problem("re_count", "must be 1", given["re_count"])
-        if erases and given["re_split"]:
-            yield _problem("re_split", "must be false", True)
+    if given["is_training"] and not given["no_aug"]:
+        yield from _refused_augmentations(given)
     if not given["is_training"]:
-        if given["crop_border_pixels"]:
-            yield _problem("crop_border_pixels", "must be 0", given["crop_border_pixels"], draws)
-        if given["crop_mode"] not in (None, "center", "squash"):
-            yield _problem("crop_mode", "must be 'center' or 'squash'", given["crop_mode"], draws)
-        size, _ = _size(given["input_size"], 3)
-        if given["crop_mode"] != "squash" and size[0] != size[1]:
-            rule = "must be a square where crop_mode is 'center'"
-            yield _problem("input_size", rule, given["input_size"], "pass crop_mode='squash', or use timm's loader")
+        yield from _refused_crops(given)
+
+
+def _refused_augmentations(given: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of the parameters of training with augmentations."""
+    if given["train_crop_mode"] not in (None, "rrc"):
+        yield _problem("train_crop_mode", "must be 'rrc'", given["train_crop_mode"], _USE_TIMM)
+    if given["auto_augment"]:
+        action = "pass augment=[{'rand_augment': {'magnitude': 9}}], whose magnitudes are torchvision's"
+        yield _problem("auto_augment", "is timm's own policy, and must be None", given["auto_augment"], action)
+    if given["re_prob"] > 0:
+        if given["re_mode"] not in ("const", "pixel"):
+            yield _problem("re_mode", "must be 'const' or 'pixel'", given["re_mode"])
+        if given["re_count"] != 1:
+            yield _problem("re_count", "must be 1", given["re_count"])
+        if given["re_split"]:
+            yield _problem("re_split", "must be false", True)
+
+
+def _refused_crops(given: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of the parameters of evaluation."""
+    if given["crop_border_pixels"]:
+        yield _problem("crop_border_pixels", "must be 0", given["crop_border_pixels"], _USE_TIMM)
+    if given["crop_mode"] not in (None, "center", "squash"):
+        yield _problem("crop_mode", "must be 'center' or 'squash'", given["crop_mode"], _USE_TIMM)
+    size, _ = _size(given["input_size"], 3)
+    if given["crop_mode"] != "squash" and size[0] != size[1]:
+        rule = "must be a square where crop_mode is 'center'"
+        yield _problem("input_size", rule, given["input_size"], "pass crop_mode='squash', or use timm's loader")
 
 
 def _refused_schedule(schedule: Mapping[str, Any]) -> Iterator[Problem]:
