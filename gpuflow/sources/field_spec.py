@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from gpuflow.errors import Problem, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 
-__all__ = ["TYPES", "FieldSpec", "Fields", "classes_of_boxes", "field_problems", "pairs_of_fields"]
+__all__ = ["TYPES", "FieldSpec", "Fields", "classes_of_boxes", "field_problems", "label_field", "pairs_of_fields"]
 
 Type = Literal["image", "label", "boxes", "mask", "keypoints", "number", "text", "any"]
 TYPES: tuple[Type, ...] = get_args(Type)
@@ -81,6 +81,11 @@ def classes_of_boxes(
     """
     own = next((field.classes for _, field in declared if field.type == "boxes"), None)
     return classes if own is None and all(field.type != "label" for _, field in declared) else own
+
+
+def label_field(declared: Sequence[tuple[str, FieldSpec]]) -> tuple[str, FieldSpec | None]:
+    """The column and the spec of the samples' labels; an empty name and None if no label is declared."""
+    return next(((field.column or name, field) for name, field in declared if field.type == "label"), ("", None))
 
 
 def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:

@@ -20,7 +20,7 @@ from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Field, Records
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.directories import ancestors, identity_of, matching, walk
-from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
 from gpuflow.sources.hints import missing_path, near_word
@@ -278,15 +278,12 @@ class _Reader:
             column = self._label_column()
             classes, labels = self._labels(FieldSpec(type="label", column=column), column)
             return HfSource(cells, names, labels, classes, splits)
-        label_name = next((name for name, field in declared.items() if field.type == "label"), None)
         records = self._records()
-        label = declared[label_name] if label_name is not None else None
+        column, label = label_field(self._spec.declared)
         if label is None:
-            classes = next((field.classes for field in records.fields if field.type == "boxes"), ())
-            labels = np.zeros(int(self._ends[-1]), np.int64)
+            classes, labels = records.box_classes, np.zeros(int(self._ends[-1]), np.int64)
         else:
-            assert label_name is not None
-            classes, labels = self._labels(label, label.column or label_name)
+            classes, labels = self._labels(label, column)
         return HfSource(cells, names, labels, classes, splits, has_labels=label is not None, table=records)
 
     def _cells(self, column: str) -> Cells:

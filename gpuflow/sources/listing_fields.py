@@ -10,7 +10,7 @@ from typing import Any, final
 
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import SourceSpec
-from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import near_word
 from gpuflow.sources.listing_text import (
@@ -51,9 +51,7 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     """Index a listing with the fields that `spec` declares. Samples have the order of its rows."""
     declared = dict(spec.declared)
     image = next((field.column or name for name, field in declared.items() if field.type == "image"), "path")
-    label_name = next((name for name, field in declared.items() if field.type == "label"), None)
-    label = declared[label_name] if label_name is not None else None
-    label_column = "" if label_name is None or label is None else label.column or label_name
+    label_column, label = label_field(spec.declared)
     lines = _Lines(place)
     builder = RecordBuilder(spec.declared, classes_of_boxes(spec.declared, spec.classes), place, lines.locate)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
@@ -91,7 +89,7 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     classes, values = labels.build()
     records = builder.build(files, storages)
     if label is None:
-        classes = next((field.classes for field in records.fields if field.type == "boxes"), ())
+        classes = records.box_classes
     return FileSource(storage, paths[image], values, classes, root=root, has_labels=label is not None, table=records)
 
 

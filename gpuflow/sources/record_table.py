@@ -57,6 +57,11 @@ class RecordTable:
     storages: tuple[Storage, ...] = ()
     sizes: NDArray[np.int64] | None = None
 
+    @property
+    def box_classes(self) -> tuple[str, ...]:
+        """The names of the classes of boxes; empty without boxes or their labels."""
+        return next((field.classes for field in self.fields if field.type == "boxes"), ())
+
     def records(self, indices: Sequence[int]) -> Records:
         """The fields of these samples. Raises what `Storage` says."""
         samples = np.asarray(indices, dtype=np.int64)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import SourceSpec
-from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.hints import near_word
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.paths import PathTable, PathTableBuilder
@@ -142,10 +142,9 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
         _check_present(members, suffix, members.arrays[f"text.{suffix}.ends"])
     for suffix in mask_suffixes:
         _check_present(members, suffix, members.arrays[f"mask.{suffix}.starts"])
-    label = next((field for _, field in declared if field.type == "label"), None)
+    label_column, label = label_field(declared)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
     builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.tar, members.locate)
-    label_column = "" if label is None else _column(label)
     labels = sample_labels(label, label_column, label_classes, spec.tar, members.locate)
     columns = {column: _reader_of(members, column, declared) for column in builder.columns()}
     label_reader = _reader_of(members, label_column, declared) if label is not None else None
@@ -158,7 +157,7 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     files = {name: members.masks(_column(field)[1:], storage) for name, field in declared if field.is_mask_file}
     table = builder.build(files, (storage,) if files else ())
     if label is None:
-        classes = next((field.classes for field in table.fields if field.type == "boxes"), ())
+        classes = table.box_classes
     return TarFields(
         images=members.images,
         starts=arrays["starts"],
