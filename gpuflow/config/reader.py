@@ -345,15 +345,28 @@ class _Reader:
     def _program(
         self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Stage, ...] | None
     ) -> Program | None:
-        stages = []
-        for i, entry in enumerate(entries):
-            try:
-                stages.append(make_stage(entry, self._stages))
-            except ConfigError as error:
-                for problem in error.problems:
-                    self._report(problem.below(*at, i))
-        if len(stages) < len(entries) or head is None:
+        made = [self._stage((*at, i), entry) for i, entry in enumerate(entries)]
+        stages = [stage for stage in made if stage is not None]
+        if len(stages) < len(made) or head is None or self._report_misplaced(at, stages, head):
             return None
+        pipeline = Pipeline(name, (*head, *stages))
+        try:
+            return fold(pipeline, trace(pipeline, at=(), serving=at[0] == "serve"))
+        except ConfigError as error:
+            for problem in error.problems:
+                self._report(replace(problem, path=(*at, *_after_heads(problem.path, len(head)))))
+        return None
+
+    def _stage(self, at: tuple[Key, ...], entry: Any) -> Stage | None:
+        try:
+            return make_stage(entry, self._stages)
+        except ConfigError as error:
+            for problem in error.problems:
+                self._report(problem.below(*at))
+            return None
+
+    def _report_misplaced(self, at: tuple[Key, ...], stages: Sequence[Stage], head: Sequence[Stage]) -> bool:
+        """Report decoders in a view, or the first stage that a preset refuses. Returns whether there is one."""
         of_view = at[2:3] == ("views",)  # and not of a pipeline with that name
         decoders = [i for i, stage in enumerate(stages) if of_view and isinstance(stage, Decoder)]
         for i in decoders:
@@ -361,20 +374,13 @@ class _Reader:
             place = (*at, i, stages[i].stage_name)
             self._report(Problem.of(place, "is shared by all views", action=action, code="stage.order"))
         if decoders:
-            return None
-        serving = at[0] == "serve"
+            return True
         for preset in (first for first in head if isinstance(first, Preset)):
             for i, stage in enumerate(stages):
-                if (rule := preset.refuses(stage, serving=serving)) is not None:
+                if (rule := preset.refuses(stage, serving=at[0] == "serve")) is not None:
                     self._report(Problem.of((*at, i), rule, code="stage.order"))
-                    return None
-        pipeline = Pipeline(name, (*head, *stages))
-        try:
-            return fold(pipeline, trace(pipeline, at=(), serving=serving))
-        except ConfigError as error:
-            for problem in error.problems:
-                self._report(replace(problem, path=(*at, *_after_heads(problem.path, len(head)))))
-        return None
+                    return True
+        return False
 
 
 def _texts(data: Any, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], str]]:
