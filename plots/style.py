@@ -185,6 +185,7 @@ def footer(figure: Figure, results: Sequence[Result]) -> None:
         values = dict.fromkeys(value for result in results if (value := str(getattr(result, name))))
         parts += [", ".join(values)] if values else []
     text = textwrap.fill("  |  ".join(parts), width=int(figure.get_figwidth() * 13.5))
+    text = text.replace("\n|  ", "\n").replace("  |\n", "\n")  # no separator at the ends of a line
     figure.text(0.02, 0.08 / figure.get_figheight(), text, fontsize=9.5, color=GRAY, va="bottom", linespacing=1.35)
 
 
