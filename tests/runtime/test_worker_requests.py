@@ -87,10 +87,12 @@ def test_requests_get_their_answers(make: Make) -> None:
     assert len(set(ids)) == 2 and os.getpid() not in ids
 
 
-def test_workers_that_have_started_are_counted_before_any_request() -> None:
-    pool = WorkerPool("tests.runtime.echo_worker", connections=[1, 1], setup="setup", task="echo")
+def test_workers_that_have_started_are_counted_before_any_request(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    pool = WorkerPool("tests.runtime.echo_worker", connections=[1, 1], setup=start, task="echo")
     try:
         assert pool.counts() == {"at_work": 0, "starting": 2}
+        start.touch()
         with deadline(SECONDS):
             while pool.counts() != {"at_work": 2, "starting": 0}:
                 time.sleep(0.02)
