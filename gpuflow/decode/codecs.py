@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Literal
 
 import cv2
@@ -22,7 +23,7 @@ from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, Header, refuse, requi
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.decode.optional_decoders import decode_optional
 from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
-from gpuflow.decode.png_data import has_too_much_data
+from gpuflow.decode.png_data import has_too_much_data, png_chunks
 from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
@@ -623,28 +624,19 @@ def _with_alpha(image: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:
 def _transparent_level(view: memoryview) -> int:
     """The level that the chunk tRNS of a gray PNG makes transparent, of as many bits as its pixels, 8 at least; -1 if
     there is none."""
-    bits, at = view[24], 8
-    while at + 8 <= len(view):
-        length, name = struct.unpack_from(">I4s", view, at)
+    bits = view[24]
+    for name, at, length in png_chunks(view):
         if name == b"tRNS" and length >= 2:
-            (level,) = struct.unpack_from(">H", view, at + 8)
+            (level,) = struct.unpack_from(">H", view, at)
             return int(level * (255 // ((1 << bits) - 1) if bits < 8 else 1))
-        at += 12 + length
     return -1
 
 
 def check_animation(data: NDArray[np.uint8]) -> None:
     """Raise BadSampleError if these bytes are an animated PNG. Checks nothing else."""
-    view, at = data.data, 8
-    if bytes(view[:8]) != _PNG_MAGIC:
-        return
-    for _ in range(_MAX_CHUNKS):
-        if at + 8 > len(view):
-            return
-        length, name = struct.unpack_from(">I4s", view, at)
-        if name == b"acTL":
-            refuse(ANIMATION)
-        at += 12 + length
+    view = data.data
+    if bytes(view[:8]) == _PNG_MAGIC and any(name == b"acTL" for name, _, _ in islice(png_chunks(view), _MAX_CHUNKS)):
+        refuse(ANIMATION)
 
 
 def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:

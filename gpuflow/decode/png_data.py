@@ -1,15 +1,16 @@
-"""Finds PNG files whose compressed data are far more than their pixels, before a decoder inflates all of them."""
+"""The chunks of PNG files, and whether a file's compressed data are far more than its pixels."""
 
 from __future__ import annotations
 
 import struct
 import zlib
 from collections.abc import Iterator
+from itertools import dropwhile, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["has_too_much_data"]
+__all__ = ["has_too_much_data", "png_chunks"]
 
 _UNCHECKED_BYTES = 4 << 20
 """A file of at most this size is not inflated here: its data have at most 4 GB, for which libpng needs about 9 s. For a
@@ -18,6 +19,15 @@ _PIECE, _STEP = 1 << 16, 1 << 20
 """The most bytes that are inflated in one call, and that this may give."""
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """Of each color type."""
+
+
+def png_chunks(view: memoryview) -> Iterator[tuple[bytes, int, int]]:
+    """The name of each chunk, where its content begins, and the length of the content, which may be cut off."""
+    at = 8
+    while at + 8 <= len(view):
+        length, name = struct.unpack_from(">I4s", view, at)
+        yield name, at + 8, length
+        at += 12 + length
 
 
 def has_too_much_data(data: NDArray[np.uint8]) -> bool:
@@ -46,13 +56,7 @@ def has_too_much_data(data: NDArray[np.uint8]) -> bool:
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:
     """The compressed data: the content of the first IDAT chunks."""
-    at, name = 8, b""
-    while at + 8 <= len(view):
-        previous = name
-        length, name = struct.unpack_from(">I4s", view, at)
-        if previous == b"IDAT" != name:
-            return
-        if name == b"IDAT":
-            for start in range(at + 8, at + 8 + length, _PIECE):
-                yield view[start : min(start + _PIECE, at + 8 + length)]
-        at += 12 + length
+    later = dropwhile(lambda chunk: chunk[0] != b"IDAT", png_chunks(view))
+    for _, begin, length in takewhile(lambda chunk: chunk[0] == b"IDAT", later):
+        for start in range(begin, begin + length, _PIECE):
+            yield view[start : min(start + _PIECE, begin + length)]
