@@ -240,20 +240,28 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
 
 
 def _bad_samples(config: Config, policy: str, samples: int) -> BadSamples:
-    most, of, path = config.run.max_bad, None, config.run.bad_file
-    for source in config.source.sources:
-        weights = source.weights.file if isinstance(source.weights, WeightsSpec) else None
-        for key, read in (("listing", source.listing), ("coco", source.coco), ("weights.file", weights)):
-            if path and read and os.path.realpath(path) == os.path.realpath(os.path.expanduser(read)):
-                problem = f"must not be the file of source.{key}, got {path!r}; name another file"
-                raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)])
+    _require_other_file(config)
+    most, of = config.run.max_bad, None
     if isinstance(most, float):
         most, of = int(Fraction(str(most)) * samples), samples  # 0.29 * 100 is less than 29 in floating point
     try:
-        return BadSamples(policy=policy, limit=most, path=path, samples=of)
+        return BadSamples(policy=policy, limit=most, path=config.run.bad_file, samples=of)
     except OSError as error:
         problem = f"cannot be written: {error.strerror}: {error.filename!r}; name a file in a directory that exists"
         raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)]) from error
+
+
+def _require_other_file(config: Config) -> None:
+    """Raise ConfigError if bad samples would be appended to a file that the source is read from."""
+    path = config.run.bad_file
+    if not path:
+        return
+    for source in config.source.sources:
+        weights = source.weights.file if isinstance(source.weights, WeightsSpec) else None
+        for key, read in (("listing", source.listing), ("coco", source.coco), ("weights.file", weights)):
+            if read and os.path.realpath(path) == os.path.realpath(os.path.expanduser(read)):
+                problem = f"must not be the file of source.{key}, got {path!r}; name another file"
+                raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)])
 
 
 def _identity(config: Config, name: str, source: Source, batch_size: int) -> str:

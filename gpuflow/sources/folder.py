@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -78,25 +78,37 @@ def open_folder(spec: SourceSpec) -> FileSource:
             if not images:
                 empty.append(below + name)
         if empty:
-            others = f"; nor do {', '.join(empty[1:_NAMED])}" if len(empty) > 1 else ""
-            others += f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
-            raise SourceError(
-                f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(extensions)}), got none{others}; "
-                f"add images or remove the directory"
-            )
-        splits[split] = first, sum(counts)
-    if not spec.splits and len(classes) > 1 and _PARTS.issuperset(map(str.lower, classes)):
-        names = ", ".join(classes)
-        warnings.warn(
-            f"source.folder {root} has the classes {names}, which are usually parts of a source; if they are, write "
-            f"splits: [{names}]",
-            stacklevel=2,
-        )
+            raise _without_images(root, empty, extensions)
+        if split:
+            splits[split] = first, sum(counts)
+    if not spec.splits:
+        _warn_of_parts(root, classes)
     paths = table.build(os.path.join(root, ""))
     if spec.declared and not any(field.type == "label" for _, field in spec.declared):
         return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False, splits=splits)
     labels = np.repeat(np.array(codes, np.int64), counts)
     return FileSource(storage, paths, labels, tuple(classes), splits=splits)
+
+
+def _without_images(root: str, empty: Sequence[str], extensions: Sequence[str]) -> SourceError:
+    """empty: the class directories that hold no image, at least one."""
+    others = f"; nor do {', '.join(empty[1:_NAMED])}" if len(empty) > 1 else ""
+    others += f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
+    return SourceError(
+        f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(extensions)}), got none{others}; "
+        f"add images or remove the directory"
+    )
+
+
+def _warn_of_parts(root: str, classes: Collection[str]) -> None:
+    """Warn if all classes have names that directories of parts usually have."""
+    if len(classes) > 1 and _PARTS.issuperset(map(str.lower, classes)):
+        names = ", ".join(classes)
+        warnings.warn(
+            f"source.folder {root} has the classes {names}, which are usually parts of a source; if they are, write "
+            f"splits: [{names}]",
+            stacklevel=3,
+        )
 
 
 def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:

@@ -111,9 +111,11 @@ class MixSource:
             for name in found[0].columns
         }
         errors = [error for records in found for error in records.errors]
-        unknown = [np.zeros((len(records.errors), 2), np.int64) for records in found]
-        sizes = [one if records.sizes is None else records.sizes for records, one in zip(found, unknown, strict=True)]
-        return Records(columns, [errors[i] for i in order.tolist()], np.concatenate(sizes)[order])
+        sizes: NDArray[np.int64] | None = None
+        if any(records.sizes is not None for records in found):
+            each = (np.zeros((len(own.errors), 2), np.int64) if own.sizes is None else own.sizes for own in found)
+            sizes = np.concatenate(list(each))[order]
+        return Records(columns, [errors[i] for i in order.tolist()], sizes)
 
     def _records_of(self, number: int, own: NDArray[np.int64]) -> Records:
         """The records of samples of one source, whose boxes have the labels of the mix."""
