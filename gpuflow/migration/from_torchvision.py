@@ -84,7 +84,8 @@ class _Reader:
         self._source, self._table = source, table
         self.entries: list[Entry] = []
         self.gaps: list[Problem] = []
-        self.tensor = self.scaled = self.pillow = self.pillow_warps = self.pillow_hue = False
+        self.tensor = self.scaled = False
+        self.pillow_notes = set[str]()  # how PIL images differ from tensors in these transforms
         self.mean: tuple[float, ...] | None = None
         self._dtype, self._path = "float32", ""
         self._least_side = 1  # of the image that comes next, as far as it is known
@@ -98,7 +99,7 @@ class _Reader:
             self._scale()
         stages = [make_stage(entry.as_yaml, self._table) for entry in self.entries]
         random = any(stage.random for stage in stages)
-        pillow = ((_PILLOW, self.pillow), (_PILLOW_WARPS, self.pillow_warps), (_PILLOW_HUE, self.pillow_hue))
+        pillow = ((note, note in self.pillow_notes) for note in (_PILLOW, _PILLOW_WARPS, _PILLOW_HUE))
         unconverted = (_PILLOW_TYPES.format(self._unconverted), self._unconverted is not None)
         masks = (_MASKS.format(self.masks_filled), bool(self.masks_filled))
         notes = (*pillow, unconverted, masks, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
@@ -135,9 +136,14 @@ class _Reader:
         else:
             self.refuse(transform)
 
+    def note_pillow(self, note: str) -> None:
+        """Note how a transform changes PIL images otherwise than tensors, if it gets PIL images."""
+        if not self.tensor:
+            self.pillow_notes.add(note)
+
     def _preset(self, preset: Any) -> None:
         """The transforms that come with torchvision's weights, which take PIL images and tensors."""
-        self.pillow = self.pillow or not self.tensor
+        self.note_pillow(_PILLOW)
         size = preset.resize_size and _target(list(preset.resize_size))
         if size and isinstance(resize := _sampled(self, "resize", size, preset), Entry):
             self._emit(resize)
@@ -159,8 +165,7 @@ class _Reader:
             (entry,) = inner.entries
             sometimes = Entry(entry.stage, {**entry.parameters, "probability": number(transform.p)})
             if self._faults(sometimes) is None:
-                self.pillow, self.pillow_warps = self.pillow or inner.pillow, self.pillow_warps or inner.pillow_warps
-                self.pillow_hue = self.pillow_hue or inner.pillow_hue
+                self.pillow_notes |= inner.pillow_notes
                 self._emit(sometimes)
                 return
         names = ", ".join(type(part).__name__ for part in parts)
@@ -178,7 +183,8 @@ class _Reader:
         if type(transform).__name__ == "CenterCrop":  # which pads smaller images by 0, also of floats
             movable = movable and self._least_side >= max(_sides(transform.size))
         self._least_side = _least_side(transform, self._least_side)
-        self.pillow = self.pillow or (not self.tensor and type(transform).__name__ in _RESIZING)
+        if type(transform).__name__ in _RESIZING:
+            self.note_pillow(_PILLOW)
         unfit = isinstance(found, Entry) and self._faults(found) is not None  # a number that the stage does not take
         if found is None or unfit or (self._floats_from is not None and not movable):
             self.by_name(transform)
@@ -476,7 +482,7 @@ def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
 
 def _warped(reader: _Reader, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
     """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
-    reader.pillow_warps = reader.pillow_warps or not reader.tensor
+    reader.note_pillow(_PILLOW_WARPS)
     if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(reader, t)) is None:
         return None
     center, expand = getattr(t, "center", None), getattr(t, "expand", False)
@@ -543,7 +549,8 @@ def _color_jitter(reader: _Reader, t: Any) -> _Equal:
             amount = round(high - neutral, 7)
             symmetric = abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9
             keys[name] = number(amount) if symmetric else [number(low), number(high)]
-    reader.pillow_hue = reader.pillow_hue or (t.hue is not None and not reader.tensor)
+    if t.hue is not None:
+        reader.note_pillow(_PILLOW_HUE)
     return Entry("color_jitter", keys)
 
 
