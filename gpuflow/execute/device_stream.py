@@ -29,9 +29,9 @@ T = TypeVar("T")
 SHORT_WAIT = 0.05
 """If a GPU waits for batches for a larger share of its time, a second decode buffer may shorten these waits."""
 LONG_WAIT = 0.5
-"""If it waits for a larger share than this, it has little other work: a second nvJPEG call at a time slows nothing, and
-more finished batches may shorten the waits. Next to a training that waits less they changed its speed by nothing that
-could be measured (experiments/real_data/NOTES.md)."""
+"""If it waits for a larger share than this, it has little other work: a second concurrent nvJPEG call slows nothing,
+and more finished batches may shorten the waits. Where the GPU waited less, more finished batches made no measurable
+difference to a training's speed (experiments/real_data/NOTES.md)."""
 
 _current = threading.local()
 """`device_stream`: in whose `queued` block this thread is."""

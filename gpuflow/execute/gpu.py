@@ -76,7 +76,7 @@ class _Finished:
 class _Rows:
     """Where the first pass of one output puts images [n]: a tensor and its rows [n], or a canvas.
 
-    held: keeps rows of `LaterResults` from other use.
+    held: if the images are those of `LaterResults`, the object that keeps the rows in use.
     """
 
     images: Target
@@ -541,7 +541,7 @@ class GpuRunner:
         try:
             for one in planned:
                 calls.append(self._new_call(one, chunks, first))
-        except BaseException as error:  # there is no memory for one
+        except BaseException as error:  # such as a lack of memory
             for call in calls:
                 call.fail(error)
             for other in planned[len(calls) :]:
@@ -550,7 +550,7 @@ class GpuRunner:
         return calls
 
     def _new_call(self, planned: DecodeCall, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> _Call:
-        """A call, with places for the images that belong to later chunks, and known to those."""
+        """A call, with rows for the results of images of later chunks, whose `early` gets the call."""
         call = _Call(planned, chunks)
         own, *others = planned.parts
         call.results[0] = _Part(own.where, own.rows, [_Rows(one.images, one.rows[own.rows]) for one in first])

@@ -16,9 +16,9 @@ __all__ = ["LaterResults", "LaterRows"]
 
 
 class LaterRows:
-    """Rows of each of the `LaterResults.images`, which are free again once nothing refers to this object.
+    """Rows that are in use in each of the `LaterResults.images`. They are free again when this object is deleted.
 
-    Work that is queued on the loader's stream from then on may write over them, so work that reads them must be queued
+    Work that is queued on the loader's stream after that may overwrite them, so work that reads them must be queued
     before.
     """
 
@@ -30,10 +30,10 @@ class LaterRows:
 
 
 class LaterResults:
-    """For each output of a program memory for the same number of images, allocated when it is first needed.
+    """Memory for a fixed number of images for each output of a program, allocated when it is first needed.
 
-    A fixed amount, because torch would divide and keep blocks of as many sizes as there are numbers of images in calls
-    (experiments/real_data/NOTES.md). One thread at a time may call its methods; any thread may delete rows.
+    If each call allocated memory for its own images, torch would keep a block for each number of images
+    (experiments/real_data/NOTES.md). One thread at a time may call the methods; any thread may delete rows.
 
     specs: of the results of each output's first pass. images: for each of them a tensor [K, C, H, W].
     """
@@ -44,12 +44,12 @@ class LaterResults:
         self.images: list[torch.Tensor] = []
 
     def reserve(self, images: int) -> int:
-        """How many rows are free. The first call allocates as many as it says."""
+        """The number of free rows. The first call allocates memory for this number of images."""
         if not self.images:
             self.images = [allocate_slots(self._device_stream, images, spec) for spec in self._specs]
             self._free.extend(range(images))
         return len(self._free)
 
     def take(self, count: int) -> LaterRows:
-        """Take `count` rows, of which at least as many are free."""
+        """Take `count` rows. At least that many must be free."""
         return LaterRows(np.array([self._free.popleft() for _ in range(count)], np.int64), self._free)

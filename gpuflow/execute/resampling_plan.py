@@ -1,4 +1,4 @@
-"""The table that tells the resampling kernel how to crop, resize and flip each image. Needs no torch."""
+"""Encodes the crop, resize and flip of each image as a table, which the resampling kernel reads. Needs no torch."""
 
 from __future__ import annotations
 

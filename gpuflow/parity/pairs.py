@@ -37,9 +37,8 @@ _PICTURES = 2
 """Number of images of each kind that are shown for a pair."""
 _ROUNDING = 0.01
 """Levels up to which two floats count as equal: their last bits depend on the order of operations."""
-
-
 _SPREAD = ", which colour stages may spread"
+"""What is said of a limit that grows after stages, see `_spread`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ __all__ = ["open_coco"]
 _IMAGES = 4096
 """Number of images in one block."""
 _SIDE = 2**31
-"""No image has a side of so many pixels."""
+"""The width and height of an entry must be less than this number of pixels; others are ignored."""
 _OF_ANNOTATIONS = ("bbox", "segmentation", "keypoints")
 
 

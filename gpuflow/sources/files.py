@@ -27,7 +27,7 @@ class FileSource:
         note: how its index was read, for `gpuflow explain`; empty if there was nothing to decide.
         has_labels: whether its samples have labels.
         table: the declared fields besides image and label.
-        splits: the first index of each of its own splits, and the one after its last.
+        splits: for each split that the source itself has, by name, the range of its indices (first, after the last).
     """
 
     shard_sizes = None
