@@ -275,6 +275,8 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
         for view, result in several.results:
             stages = repr(view.pipeline).partition(": ")[2]
             _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
+    for name in config.pipelines:
+        _out.print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
     for one in config.source.sources:
         if hint := missing_source(one):
             _out.print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))

@@ -190,8 +190,10 @@ class BadSampleError(GpuflowError, ValueError):
         return partial(BadSampleError, index=self.index, path=self.path), (self.stage, self.reason, self.code)
 
     def located(self, index: int, path: str) -> BadSampleError:
-        """The same fault with its sample named."""
-        return BadSampleError(self.stage, self.reason, self.code, index=index, path=path)
+        """Return the same fault with its sample named, and with the cause where a path of Windows names no file."""
+        from_windows = self.reason == "no such file" and "\\" in path
+        cause = "; its path has backslashes, as on Windows: write / in place of them" if from_windows else ""
+        return BadSampleError(self.stage, self.reason + cause, self.code, index=index, path=path)
 
 
 class SystemFault(GpuflowError, OSError):

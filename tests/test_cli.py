@@ -134,6 +134,8 @@ def test_check_of_a_valid_file(gpuflow: Run, config: Path) -> None:
     assert done.out.splitlines() == [
         "train: decode() -> random_resized_crop(size=32) -> normalize()  gives float32 32x32x3 nchw",
         "val: decode() -> resize(shorter=36) -> center_crop(size=32) -> normalize()  gives float32 32x32x3 nchw",
+        "train: on_error replace (by default, as samples are drawn)",
+        "val: on_error skip (by default, as samples are not drawn and batch.drop_last is false)",
         f"valid: {config}",
     ]
 

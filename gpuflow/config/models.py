@@ -384,7 +384,7 @@ class RunSpec(_Block):
             batches most of its time. Two load more images, which slows a training whose steps are no CUDA graphs.
         prefetch: finished batches that wait for the training loop.
         on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out; by
-            default `skip` in the pipeline val and `replace` in others.
+            default `replace` in pipelines with `shuffle` or `batch.drop_last`, and `skip` in others.
         max_bad: the most bad samples that are allowed: a number of each process, or a fraction of the source; by
             default no limit.
         bad_file: a file that lists each bad sample, as JSON lines.
@@ -550,6 +550,25 @@ class Config:
         part = name if split is None else split
         return part if part in self.source.part_names else None
 
-    def on_error_of(self, name: str) -> OnError:
-        """What happens to bad samples of a pipeline: its own `on_error`, else `run.on_error`, else the default."""
-        return self.pipelines[name].on_error or self.run.on_error or ("skip" if name == "val" else "replace")
+    def on_error_of(self, name: str, *, drawn: bool | None = None) -> OnError:
+        """Return what happens to bad samples of a pipeline. See `on_error_choice`."""
+        return self.on_error_choice(name, drawn=drawn)[0]
+
+    def on_error_choice(self, name: str, *, drawn: bool | None = None) -> tuple[OnError, str]:
+        """Return what happens to bad samples of a pipeline, and what decides it.
+
+        That is the pipeline's own `on_error`, else `run.on_error`, else the default. By default bad samples are
+        replaced where samples are drawn or batches must be full. Elsewhere each sample comes once, so they are skipped.
+
+        drawn: whether a sampler in place of the file's keys draws the samples. None: the file's keys decide.
+        """
+        pipeline = self.pipelines[name]
+        if pipeline.on_error is not None:
+            return pipeline.on_error, f"(pipelines.{name}.on_error)"
+        if self.run.on_error is not None:
+            return self.run.on_error, "(run.on_error)"
+        if drawn or (drawn is None and pipeline.shuffle):
+            return "replace", "(by default, as samples are drawn)"
+        if drawn is None and pipeline.batch.drop_last:
+            return "replace", "(by default, as batch.drop_last is true)"
+        return "skip", "(by default, as samples are not drawn and batch.drop_last is false)"

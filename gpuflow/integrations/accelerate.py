@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import gpuflow
 from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.batch import Batch
-from gpuflow.loader.iterator import step_without_batch
 from gpuflow.loader.loader import Loader
 
 if TYPE_CHECKING:
@@ -55,9 +54,6 @@ class AccelerateLoader(LoaderAdapter):
 
     end_of_dataloader: whether the last batch was handed out. remainder: samples of all ranks in the last step, 0 if it
     is full; -1 between epochs.
-
-    Raises LoaderError at the end of an epoch whose last step has no batch, because all of its samples are bad and
-    `on_error: skip` leaves them out, if gradients are accumulated over steps: those of the last steps were not applied.
     """
 
     def __init__(self, loader: Loader, state: GradientState) -> None:
@@ -67,7 +63,7 @@ class AccelerateLoader(LoaderAdapter):
 
     def __iter__(self) -> Iterator[Batch]:
         loader = self.loader
-        epoch, left = loader.upcoming_epoch, loader.steps_left
+        left = loader.steps_left
         samples_left = loader.samples_per_epoch - loader.upcoming_position
         self.end_of_dataloader = False
         self.remainder = -1 if loader.drop_last else samples_left % loader.samples_per_step
@@ -77,8 +73,6 @@ class AccelerateLoader(LoaderAdapter):
                 self.end_of_dataloader = batch.step + 1 == left
                 yield batch
                 del batch  # so that its memory can be used again while the next one is awaited
-            if left and not self.end_of_dataloader and self._state.num_steps > 1:
-                raise step_without_batch(left - 1, epoch, "Accelerate applies the accumulated gradients with its batch")
         finally:
             self._state._remove_dataloader(self)
             self.end_of_dataloader, self.remainder = False, -1

@@ -15,7 +15,6 @@ from gpuflow.errors import MissingExtra, StateError
 from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.batch import Batch
-from gpuflow.loader.iterator import step_without_batch
 from gpuflow.loader.loader import Loader
 from gpuflow.runtime.cpu_budget import cpu_quota, share_of_cores
 from gpuflow.sources import Source
@@ -115,7 +114,6 @@ class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
                 loader,
                 lambda: None if trainer is None else trainer.current_epoch,
                 repeats=repeats,
-                needs_all_steps=loop == "fit",
             )
         return self._loaders[loop]
 
@@ -128,8 +126,6 @@ class EpochLoader(LoaderAdapter):
     it has counted the epoch that a checkpoint completes.
 
     repeats: each `for` runs epoch 0 from its start instead.
-    needs_all_steps: raise LoaderError if a step has no batch. Lightning counts batches: it would not validate after an
-        epoch that has fewer of them than its length, nor apply the gradients accumulated last.
     """
 
     def __init__(
@@ -138,10 +134,9 @@ class EpochLoader(LoaderAdapter):
         epoch: Callable[[], int | None],
         *,
         repeats: bool = False,
-        needs_all_steps: bool = False,
     ) -> None:
         super().__init__(loader)
-        self._epoch, self._repeats, self._needs_all_steps = epoch, repeats, needs_all_steps
+        self._epoch, self._repeats = epoch, repeats
         self._restored: Mapping[str, Any] = {}
 
     def __iter__(self) -> Iterator[Batch]:
@@ -153,20 +148,7 @@ class EpochLoader(LoaderAdapter):
                 self._require_equal_steps(epoch)
                 self._restored = {}
             self.loader.set_epoch(epoch)
-        yield from self._all_steps() if self._needs_all_steps else self.loader
-
-    def _all_steps(self) -> Iterator[Batch]:
-        """The batches of an epoch. Raises LoaderError before one whose step is not the next one, or at the end."""
-        loader, given = self.loader, 0
-        epoch, steps = loader.upcoming_epoch, loader.steps_left
-        for batch in loader:
-            if batch.step != given:
-                break
-            given += 1
-            yield batch
-            del batch  # so that its memory can be used again while the next one is awaited
-        if given < steps:
-            raise step_without_batch(given, epoch, "Lightning counts batches")
+        yield from self.loader
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's, and the samples of a step on all ranks."""

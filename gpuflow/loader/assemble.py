@@ -119,7 +119,7 @@ def build_loader(
         threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
-        bad=_bad_samples(config, config.on_error_of(name), len(source)),
+        bad=_bad_samples(config, config.on_error_of(name, drawn=listed and listed.drawn), len(source)),
         targets=targets,
         record_values=program.record_values,
         labelled=has_labels(source),

@@ -12,6 +12,10 @@ from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
 __all__ = ["BadSamples"]
 
 
+_SHOWN = 3
+"""How many faults an error names."""
+
+
 class BadSamples:
     """Counts them. Any thread may `record`.
 
@@ -28,6 +32,7 @@ class BadSamples:
         self.policy, self.limit, self._samples = policy, limit, samples
         self.count, self._drawn = 0, 0
         self._known: set[int] = set()
+        self._first: list[BadSampleError] = []
         self._path = path
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         self._lock = threading.Lock()
@@ -51,12 +56,18 @@ class BadSamples:
     def distinct(self) -> int:
         return len(self._known)
 
+    @property
+    def first(self) -> str:
+        """Return the text of the first few faults."""
+        return "; ".join(map(str, sorted(self._first, key=lambda fault: fault.index)))
+
     def record(self, fault: BadSampleError) -> None:
         """Count one bad sample. Raises TooManyBadSamples above the limit, LoaderError if it cannot be listed."""
         with self._lock:
             self.count += 1
             if fault.index not in self._known:
                 self._known.add(fault.index)
+                self._first = [*self._first, fault][:_SHOWN]
                 if self._file is not None:
                     row = {"index": fault.index, "path": fault.path, "stage": fault.stage, "reason": fault.reason}
                     self._append(self._file, json.dumps(row).encode() + b"\n")

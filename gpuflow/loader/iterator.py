@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import LoaderError, LoaderTimeout
+from gpuflow.errors import LoaderError, LoaderTimeout, TooManyBadSamples
 from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
 from gpuflow.loader.batches_in_use import BatchesInUse, Images
 from gpuflow.loader.gpu_wait import GpuWait
@@ -24,17 +24,9 @@ from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.metrics import Stats, nvtx
 
-__all__ = ["EpochIterator", "Progress", "step_without_batch"]
+__all__ = ["EpochIterator", "Progress"]
 
 _MANY_BAD = 0.05
-
-
-def step_without_batch(step: int, epoch: int, reason: str, *, where: str = "") -> LoaderError:
-    """The error for a step whose samples are all bad and left out, where its batch is needed for `reason`."""
-    return LoaderError(
-        f"step {step} of epoch {epoch} holds nothing but bad samples{where}, and {reason}; run `gpuflow scan` to list "
-        "them, or set on_error: replace"
-    )
 
 
 @dataclass(slots=True)
@@ -120,14 +112,12 @@ class EpochIterator(Iterator[Batch]):
         if not self._turn.acquire(timeout=timeout):
             raise LoaderTimeout(f"another thread has waited for a batch for run.timeout_s = {timeout:g} s")
         try:
-            while (batch := self._next_step()) is None:
-                pass
-            return batch
+            return self._next_step()
         finally:
             self._turn.release()
 
-    def _next_step(self) -> Batch | None:
-        """The batch of the next step; None if all of its samples are bad and left out."""
+    def _next_step(self) -> Batch:
+        """Return the batch of the next step. Raises TooManyBadSamples if all of its samples are bad and skipped."""
         if self._end is None and self._step == len(self._steps):
             self._progress.finish()
             self.end("over", wait=False)
@@ -151,7 +141,7 @@ class EpochIterator(Iterator[Batch]):
         else:
             self._progress.position = s.reached(self._step)
         waited = time.perf_counter() - start
-        self._stats.count_batch(waited, len(assembly.positions), delivered=batch is not None)
+        self._stats.count_batch(waited, len(assembly.positions))
         return batch
 
     def _get(self) -> Assembly:
@@ -179,10 +169,8 @@ class EpochIterator(Iterator[Batch]):
     def _ended_early(self) -> LoaderError:
         return LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
 
-    def _batch(
-        self, assembly: Assembly, stream: torch.cuda.Stream | None, asked: torch.cuda.Event | None
-    ) -> Batch | None:
-        """The batch as the consumer gets it; None as `_next_step`.
+    def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None, asked: torch.cuda.Event | None) -> Batch:
+        """Return the batch as the consumer gets it. Raises TooManyBadSamples as `_next_step`.
 
         stream: the consumer's, on a GPU. asked: if the GPU decodes, an event recorded before that wait.
         """
@@ -202,10 +190,11 @@ class EpochIterator(Iterator[Batch]):
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:
                 steps = self._plan.steps  # of a wrapped DataLoader, these alone know of other ranks
-                if steps.world_size == 1:
-                    return None
-                where = f" on rank {steps.rank}"
-                raise step_without_batch(assembly.step, self._epoch, "all ranks make the same steps", where=where)
+                where = f" on rank {steps.rank}" if steps.world_size > 1 else ""
+                raise TooManyBadSamples(
+                    f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples{where}; the first bad "
+                    f"ones: {self._plan.bad.first}; run `gpuflow scan` to list all, or set on_error: replace"
+                )
             images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
         labels, valid, indices = rows
         known: dict[str, Any] = {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self._epoch}

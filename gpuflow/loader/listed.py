@@ -60,6 +60,7 @@ class ListedEpochs:
         samples: in the source.
         batch_size: of most batches.
         rank, world_size: this rank and how many there are.
+        drawn: False if each sample comes once, in the source's order, and no batch is dropped.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class ListedEpochs:
         batch_size: int,
         rank: int,
         world_size: int,
+        drawn: bool = True,
     ) -> None:
         self._draw, self._count, self._samples = draw, count, samples
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.drawn = drawn
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
         self.digest = ""
 

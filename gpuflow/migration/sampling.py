@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from gpuflow.errors import LoaderError, StateError
 
@@ -96,6 +96,13 @@ class SamplerDraws:
         batch_sampler = self._dataloader.batch_sampler
         grouped = getattr(batch_sampler, "sampler", None)  # which may be an array
         return [batch_sampler] if grouped is None else [batch_sampler, grouped]
+
+    @property
+    def drawn(self) -> bool:
+        """Return False if the DataLoader gives each sample once, as without `shuffle`, a sampler and `drop_last`."""
+        batches = self._dataloader.batch_sampler
+        ordered = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
+        return not ordered or batches.drop_last
 
     def _batches(self) -> tuple[NDArray[np.int64], list[int]]:
         dataloader, count = self._dataloader, len(self)

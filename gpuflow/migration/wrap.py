@@ -62,6 +62,7 @@ def wrap(
         batch_size=dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None) or _USUAL_BATCH,
         rank=ranks.rank,
         world_size=ranks.world_size,
+        drawn=draws.drawn,
     )
     target = _device(parallel_type, local_rank) if device is None else device
     loader = build_loader(checked, chosen, rank=0, world_size=1, device=target, whole=source, listed=epochs)

@@ -227,12 +227,9 @@ class Stats:
         for meter in self.meters:
             meter.reset()
 
-    def count_batch(self, waited: float, samples: int, *, delivered: bool = True) -> None:
-        """Count a batch of `samples` for which the consumer waited `waited` seconds.
-
-        delivered: whether the consumer got it; it does not if all of its samples are left out.
-        """
-        self._batches += delivered
+    def count_batch(self, waited: float, samples: int) -> None:
+        """Count a batch of `samples` for which the consumer waited `waited` seconds."""
+        self._batches += 1
         self._waited += waited
         self.meters[-1].after.change(-samples)
 

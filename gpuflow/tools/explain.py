@@ -114,6 +114,7 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     if program.mixings:
         yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
     yield Text(f"  order          {_order(config, name)}, seed {config.source.seed}")
+    yield Text(f"  bad samples    {' '.join(config.on_error_choice(name))}")
     processes = decode_processes_of(config, samples, remote=remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")

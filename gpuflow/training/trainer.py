@@ -169,17 +169,12 @@ class Trainer:
                 loader.close()
 
     def _train_epoch(self, replica: nn.Module, group: Group, events: TrainerEvents, last_step: int) -> bool:
-        """Train until the epoch ends or `last_step` is reached; returns whether the epoch ended.
-
-        A step whose batch is left out, because all of its samples are bad, counts too.
-
-        Raises LoaderError if all samples of a whole epoch are bad.
-        """
+        """Train until the epoch ends or `last_step` is reached; returns whether the epoch ended."""
         loader = self.train_loader
         self.epoch = loader.state_dict()["epoch"]
         replica.train()
         totals = _PassTotals(self.device, self._ranks.world_size)
-        before, steps, batch = self.step, loader.steps_left, None
+        before = self.step
         events.begin_pass("train", self.epoch, min((self.epoch + 1) * len(loader), last_step) - self.step)
         for batch in loader:
             images, labels = batch
@@ -200,10 +195,6 @@ class Trainer:
             if self.step >= last_step:
                 break
             self._save_if_due()
-        else:
-            self.step = before + steps
-        if batch is None and steps == len(loader):
-            raise self._all_bad("train")
         events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
 
@@ -260,16 +251,12 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, group: Group, events: TrainerEvents) -> PassResult:
-        """Validate once. Samples that a rank repeats to fill its last step are not counted.
-
-        Raises LoaderError if all samples are bad.
-        """
+        """Validate once. Samples that a rank repeats to fill its last step are not counted."""
         assert self.val_loader is not None
         group.share(self.model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
         self.model.eval()
         totals = _PassTotals(self.device, self._ranks.world_size)
         events.begin_pass("val", self.epoch, len(self.val_loader))
-        batch = None
         self.val_loader.set_epoch(self.epoch)  # so that a resumed run draws the same
         for batch in self.val_loader:
             images, labels = batch
@@ -277,14 +264,9 @@ class Trainer:
             losses = F.cross_entropy(logits, labels, reduction="none").where(batch.valid, 0)
             totals.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
             events.step(*totals.so_far())
-        if batch is None:
-            raise self._all_bad("val")
         result = totals.result(group)
         events.end_pass("val", self.epoch, result)
         return result
-
-    def _all_bad(self, name: str) -> LoaderError:
-        return LoaderError(f"{self._config.path}: all samples of {name} are bad; run `gpuflow scan` to list them")
 
     def _highest_rate(self) -> float:
         """`train.lr`, by default in proportion to the samples of a step."""

@@ -191,6 +191,20 @@ def test_a_pipelines_own_policy_then_that_of_run_then_the_default(run: str, own:
     assert {name: config.on_error_of(name) for name in config.pipelines} == expected
 
 
+@pytest.mark.parametrize("name", ["train", "val", "test", "predict", "x"])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("source", ["folder: a", "folder: a, weights: {file: w.txt}"])
+def test_the_default_policy_depends_on_the_order_and_not_on_the_name(
+    name: str, shuffle: bool, drop_last: bool, source: str
+) -> None:
+    batch = f"{{size: 4, drop_last: {str(drop_last).lower()}}}"
+    stages = "[decode, {resize: {height: 8, width: 8}}]"
+    pipeline = f"{{stages: {stages}, shuffle: {str(shuffle).lower()}, batch: {batch}}}"
+    config = read(f"source: {{{source}}}\npipelines: {{{name}: {pipeline}}}\n")
+    assert config.on_error_of(name) == ("replace" if shuffle or drop_last else "skip")
+
+
 def test_random_stages_do_not_serve() -> None:
     text = FULL.replace("serve:\n  stages: *eval", "serve:\n  stages: [decode, random_resized_crop: {size: 8}]")
     assert fault(text) == (

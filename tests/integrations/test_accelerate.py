@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuflow.errors import LoaderError
 from tests.integrations.killing import make_data, run, steps, weights_equal
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
-from accelerate import Accelerator
 
-from gpuflow.integrations import accelerate as adapter
 
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
 EPOCHS = 2
@@ -63,24 +60,3 @@ def test_two_processes_take_their_shares_and_are_resumed_by_one(whole: Path, tmp
     run(SCRIPT, tmp_path, tmp_path / "one", str(EPOCHS), "1", "resume")
     rest = [i for step in steps(tmp_path / "one.0.jsonl") for i in step["indices"]]
     assert rest == [i for step in steps(whole / "all.0.jsonl") if step["epoch"] == 1 for i in step["indices"]]
-
-
-def test_accumulated_gradients_are_applied_after_steps_that_are_left_out(tmp_path: Path) -> None:
-    """Steps of one sample, three accumulated: a bad sample within the epoch, then one at its end."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    file = make_data(tmp_path)
-    overrides = ["pipelines.train.shuffle=false", "pipelines.train.batch.size=1", "pipelines.train.on_error=skip"]
-    photos = sorted(tmp_path.glob("photos/*/*"))
-    photos[3].write_bytes(b"not an image")
-    loader = adapter.load(accelerator, file, overrides=overrides)
-    ends = [loader.end_of_dataloader for _ in loader]
-    assert ends == 28 * [False] + [True]
-    photos[29].write_bytes(b"not an image")
-    with pytest.raises(LoaderError, match=r"step 29 of epoch 1 holds nothing but bad samples, and Accelerate applies"):
-        for _ in loader:
-            pass
-    loader.close()
-    accelerator.gradient_state.plugin_kwargs["num_steps"] = 1
-    loader = adapter.load(accelerator, file, overrides=overrides)
-    assert len(list(loader)) == 28, "each step's gradients are applied with it"
-    loader.close()

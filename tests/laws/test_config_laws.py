@@ -48,7 +48,7 @@ def test_serving_sees_what_validation_sees(path: Path, config: Config) -> None:
 
 @each_config
 def test_validation_skips_bad_samples_and_training_replaces_them(path: Path, config: Config) -> None:
-    expected = {name: "skip" if name == "val" else "replace" for name in config.pipelines}
+    expected = {name: "replace" if spec.shuffle else "skip" for name, spec in config.pipelines.items()}
     assert {name: config.on_error_of(name) for name in config.pipelines} == expected
 
 

@@ -76,6 +76,41 @@ def reference(config: Path) -> list[list[list[Row]]]:
     return epochs(2, lambda: load(config, "run.threads=1", "run.prefetch=1"))
 
 
+# --- bad samples under the default policy -----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+@pytest.mark.parametrize("name", ["train", "val", "test", "predict", "all_of_them"])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "weights", "mix"])
+def test_a_pass_that_does_not_draw_delivers_no_sample_twice(
+    name: str, shuffle: bool, drop_last: bool, kind: str, tmp_path: Path
+) -> None:
+    """Bad samples are left out there. Where samples are drawn or batches must be full, they are replaced."""
+    files = make_photos(tmp_path / "photos", classes=3, each=5)
+    for i in (1, 7, 14):
+        files[i].write_bytes(b"no image")
+    (tmp_path / "weights.txt").write_text("1\n" * len(files))
+    folder: dict[str, Any] = {"folder": str(tmp_path / "photos")}
+    weights = folder | {"weights": {"file": str(tmp_path / "weights.txt")}}
+    source = {"folder": folder, "weights": weights, "mix": {"mix": [{"source": folder}, {"source": folder}]}}[kind]
+    pipeline = {"stages": list(RAW), "shuffle": shuffle, "batch": {"size": 4, "drop_last": drop_last}}
+    config = tmp_path / "x.yaml"
+    config.write_text(json.dumps({"source": source, "pipelines": {name: pipeline}}))
+    with gpuflow.load(config, name) as loader:
+        sizes, indices = [], []
+        for batch in loader:
+            sizes.append(len(batch.indices))
+            indices += batch.indices.tolist()
+        assert loader.stats()["bad"]
+        if shuffle or drop_last:
+            assert sizes[:-1] == [4] * (len(loader) - 1)
+        else:
+            bad = {str(files[i]) for i in (1, 7, 14)}
+            assert indices == [i for i in range(len(loader.dataset)) if loader.dataset.path(i) not in bad]
+
+
 # --- the same batches -------------------------------------------------------------------------------------------------
 
 

@@ -342,39 +342,57 @@ def test_a_source_that_breaks_its_contract_does_so_at_its_step() -> None:
 
 
 @many_bad
-@pytest.mark.parametrize("bad", [{0}, {4, 5}, {11}, {0, 3, 4, 7, 8, 11}, set(range(12))])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("bad", [{0}, {4, 5}, {8, 9, 10, 11}, set(range(12))])
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_batch_of_nothing_but_bad_samples_is_left_out(bad: set[int], batch_size: int) -> None:
-    """A state counts it with the batch before it, or with the one after it."""
+def test_a_batch_of_nothing_but_bad_samples_raises(bad: set[int], batch_size: int, world_size: int) -> None:
+    """The batches before it are delivered."""
     images = [None if i in bad else jpeg(0, i) for i in range(12)]
-    steps = [range(start, start + batch_size) for start in range(0, 12, batch_size)]
-    expected = [(k, [i for i in step if i not in bad]) for k, step in enumerate(steps) if not bad.issuperset(step)]
-    with (
-        loader_of(MemorySource(images, [0] * 12), RAW, shuffle=False, policy="skip", batch_size=batch_size) as loader,
-        nothing_left_behind(),
-    ):
-        for epoch in range(2):
-            assert [(batch.step, batch.indices.tolist()) for batch in loader] == expected
-            assert (loader.upcoming_epoch, loader.upcoming_position) == (epoch + 1, 0)
-            assert loader.stats()["batches"] == len(expected)
-        states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
-        for done, state in enumerate(states[: len(expected)]):
-            loader.load_state_dict(state)
-            assert [batch.indices.tolist() for batch in loader] == [indices for _, indices in expected[done:]]
+    for rank in range(world_size):
+        firsts = range(rank * batch_size, 12, batch_size * world_size)
+        steps = [set(range(first, first + batch_size)) for first in firsts]
+        sound = next((k for k, step in enumerate(steps) if step <= bad), len(steps))
+        with (
+            loader_of(
+                MemorySource(images, [0] * 12),
+                RAW,
+                shuffle=False,
+                policy="skip",
+                batch_size=batch_size,
+                rank=rank,
+                world_size=world_size,
+            ) as loader,
+            nothing_left_behind(),
+        ):
+            batches = iter(loader)
+            assert [next(batches).step for _ in range(sound)] == list(range(sound))
+            with pytest.raises(StopIteration if sound == len(steps) else TooManyBadSamples):
+                next(batches)
 
 
 @many_bad
-def test_a_batch_of_nothing_but_bad_samples_raises_on_several_ranks() -> None:
-    images = [jpeg(0, i) if i not in (6, 7) else None for i in range(12)]
-    source = MemorySource(images, [0] * 12)
-    with loader_of(source, shuffle=False, policy="skip", batch_size=2, rank=1, world_size=2) as loader:
-        steps, error = fault_of(loader)
-    assert type(error) is LoaderError
-    assert (steps, str(error)) == (
-        1,
-        "step 1 of epoch 0 holds nothing but bad samples on rank 1, and all ranks make the same steps; run `gpuflow "
-        "scan` to list them, or set on_error: replace",
+@pytest.mark.parametrize(("world_size", "where"), [(1, ""), (2, " on rank 0")])
+def test_a_batch_of_nothing_but_bad_samples_gives_the_first_reasons(world_size: int, where: str) -> None:
+    source = MemorySource([None, None, jpeg(0, 2), jpeg(0, 3)], [0] * 4)
+    with loader_of(source, shuffle=False, policy="skip", batch_size=2, world_size=world_size) as loader:
+        _, error = fault_of(loader)
+    first, second = (f"{source.path(i)} (sample {i}): read: no such file" for i in range(2))
+    assert str(error) == (
+        f"step 0 of epoch 0 holds nothing but bad samples{where}; the first bad ones: {first}; {second}; run `gpuflow "
+        "scan` to list all, or set on_error: replace"
     )
+
+
+@many_bad
+@pytest.mark.parametrize("policy", ["raise", "replace", "skip"])
+def test_a_listing_of_windows_is_named_as_the_cause(policy: str, tmp_path: Path) -> None:
+    make_photos(tmp_path / "photos", classes=1, each=3)
+    listing = tmp_path / "list.csv"
+    listing.write_text("path,label\n" + "".join(f"photos\\class_0\\{i}.jpg,0\n" for i in range(3)))
+    config = write_config(tmp_path / "x.yaml", "", source={"listing": str(listing)})
+    with gpuflow.load(config, "val", overrides=[f"run.on_error={policy}"]) as loader:
+        _, error = fault_of(loader)
+    assert "read: no such file; its path has backslashes, as on Windows: write / in place of them" in str(error)
 
 
 @many_bad

@@ -26,7 +26,7 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 
 import gpuflow
-from gpuflow.errors import BadSampleError, ConfigError, LoaderError, StateError
+from gpuflow.errors import BadSampleError, ConfigError, LoaderError, StateError, TooManyBadSamples
 from tests.datasets import flat, jpeg, make_photos, nothing_left_behind, rows, truncate
 
 COUNT = 24
@@ -215,7 +215,7 @@ def test_a_bad_sample_is_replaced_by_one_of_the_sampler_and_no_batch_is_dropped(
     truncate(files[2])
     photos = ImageFolder(str(tmp_path), loader=gpuflow.bytes_loader)
     train = Subset(photos, [1, 2, 3])
-    with gpuflow.wrap(DataLoader(train, batch_size=2), config) as loader:
+    with gpuflow.wrap(DataLoader(train, batch_size=2), config, overrides=["run.on_error=replace"]) as loader:
         batches = [batch.indices.tolist() for batch in loader]
         assert loader.stats()["bad"] == 1
     assert [len(batch) for batch in batches] == [2, 1]
@@ -227,25 +227,41 @@ def test_a_bad_sample_is_replaced_by_one_of_the_sampler_and_no_batch_is_dropped(
 
 
 @pytest.mark.filterwarnings("ignore:1 of 4 samples are bad so far:UserWarning")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_of_bad_samples_alone_is_left_out_on_one_rank_and_an_error_on_several(
-    ranks: int, tmp_path: Path, config: Path
-) -> None:
-    """On several ranks the others would wait for this one."""
+@pytest.mark.parametrize(("ranks", "where"), [(1, ""), (2, " on rank 1")])
+def test_a_batch_of_bad_samples_alone_is_an_error(ranks: int, where: str, tmp_path: Path, config: Path) -> None:
     truncate(make_photos(tmp_path, classes=1, each=4)[1])
     photos = ImageFolder(str(tmp_path), loader=gpuflow.bytes_loader)
     sampler: Any = DistributedSampler(photos, num_replicas=ranks, rank=ranks - 1, shuffle=False)
     dataloader = DataLoader(photos, batch_size=1, sampler=sampler)
-    with gpuflow.wrap(dataloader, config, overrides=["run.on_error=skip"]) as loader:
-        if ranks == 1:
-            assert [batch.indices.tolist() for batch in loader] == [[0], [2], [3]]
-            return
-        with pytest.raises(LoaderError) as caught:
-            list(loader)
-    assert str(caught.value) == (
-        "step 0 of epoch 0 holds nothing but bad samples on rank 1, and all ranks make the same steps; run `gpuflow "
-        "scan` to list them, or set on_error: replace"
-    )
+    with (
+        gpuflow.wrap(dataloader, config, overrides=["run.on_error=skip"]) as loader,
+        pytest.raises(TooManyBadSamples) as caught,
+    ):
+        list(loader)
+    assert f"step {2 - ranks} of epoch 0 holds nothing but bad samples{where}; the first" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:1 of 8 samples are bad so far:UserWarning")
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        ({}, "skip"),
+        ({"sampler": "SequentialSampler"}, "skip"),
+        ({"drop_last": True}, "replace"),
+        ({"shuffle": True}, "replace"),
+        ({"sampler": "RandomSampler"}, "replace"),
+    ],
+)
+def test_without_on_error_bad_samples_are_replaced_where_samples_are_drawn(
+    arguments: dict[str, Any], policy: str, tmp_path: Path, config: Path
+) -> None:
+    truncate(make_photos(tmp_path, classes=1, each=8)[3])
+    photos = ImageFolder(str(tmp_path), loader=gpuflow.bytes_loader)
+    if "sampler" in arguments:
+        arguments = {"sampler": getattr(torch.utils.data, arguments["sampler"])(photos)}
+    with gpuflow.wrap(DataLoader(photos, batch_size=4, **arguments), config) as loader:
+        indices = [index for batch in loader for index in batch.indices.tolist()]
+    assert len(indices) == (7 if policy == "skip" else 8) and len(set(indices)) == 7
 
 
 class Encoded(Dataset[tuple[bytes, int]]):
@@ -398,7 +414,7 @@ def test_what_a_dataset_raises_is_raised_and_a_file_that_it_cannot_read_is_bad(c
         assert caught.value.__notes__ == ["raised by dataset[3], which gpuflow.wrap read"]
     with gpuflow.wrap(DataLoader(Encoded(FileNotFoundError("gone")), batch_size=3), config) as loader:
         labels = [batch.labels.tolist() for batch in loader]
-        assert loader.stats()["bad"] == 1 and [len(some) for some in labels] == [3, 3, 3]
+        assert loader.stats()["bad"] == 1 and [len(some) for some in labels] == [3, 2, 3]
     mixed = Encoded(label=lambda index: 0 if index < 5 else 0.5)
     with gpuflow.wrap(DataLoader(mixed, batch_size=3), config) as loader, pytest.raises(LoaderError) as shape:
         list(loader)

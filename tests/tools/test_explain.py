@@ -61,6 +61,8 @@ def test_says_where_and_on_what_it_runs(config: Path, tmp_path: Path) -> None:
         "batch 4 images of float32 24x24x3 nchw (0.0 MB), 3 ahead",
         "order shuffled, seed 0",
         "order as in the source, seed 0",
+        "bad samples replace (by default, as samples are drawn)",
+        "bad samples skip (by default, as samples are not drawn and batch.drop_last is false)",
         "device cpu, 2 decode thread(s)",
         f"decoder {decoder_description()}",
         "model model.onnx (auto)",
