@@ -273,10 +273,13 @@ class TargetsSpec(_Block):
     """Which boxes of a sample a batch keeps; the labels, masks and keypoints of others are left out with them.
 
     Args:
+        invalid: what happens to an instance whose annotation is incomplete, such as a box without area or no mask:
+            `drop` leaves it out and counts it, `raise` is an error when the pipeline is loaded.
         min_area: the least area of a box in pixels of the result.
         min_visibility: the least part of a box, 0 to 1, that crops and warps leave inside the image.
     """
 
+    invalid: Literal["drop", "raise"] = "drop"
     min_area: Annotated[float, Field(ge=0)] = 1.0
     min_visibility: Annotated[float, Field(ge=0, le=1)] = 0.0
 

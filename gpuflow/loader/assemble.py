@@ -40,6 +40,7 @@ from gpuflow.sources import (
     fields_of,
     has_labels,
     is_read_remotely,
+    left_out_of,
     open_source,
     subset,
     unwrapped,
@@ -88,6 +89,7 @@ def build_loader(
     source = open_split(config, name, whole) if listed is None or whole is None else whole
     require_classes(config, name, source)
     require_record_fields(config, name, source)
+    left_out = _left_out(config, name, source)
     order = _order(config, source, pipeline, batch_size) if listed is None else listed
     if drop_last and order.size < batch_size * world_size:
         rule = (
@@ -122,6 +124,7 @@ def build_loader(
         bad=_bad_samples(config, config.on_error_of(name, drawn=listed and listed.drawn), len(source)),
         targets=targets,
         record_values=program.record_values,
+        left_out=left_out,
         labelled=has_labels(source),
         readers=readers,
         processes=decode_processes_of(config, len(source), share.threads if share else None, remote=remote or read_here)
@@ -227,6 +230,18 @@ def _mixed_order(spec: SourceSpec, source: MixSource, batch_size: int) -> MixedO
                 f"{spec.entries[i].weight:g}, which gives none; raise it, or source.samples"
             )
     return order
+
+
+def _left_out(config: Config, name: str, source: Source) -> int:
+    """Return how many instances the source leaves out. Raises SourceError if `targets.invalid` is `raise`."""
+    left_out = left_out_of(source).values()
+    count = sum(each.count for each in left_out)
+    if count and config.pipelines[name].targets.invalid == "raise":
+        raise SourceError(
+            f"{config.path}: pipelines.{name}.targets.invalid is raise, and {count:,} instances of {len(left_out):,} "
+            f"samples are incomplete; the first: {next(iter(left_out)).reason}; correct them, or set invalid: drop"
+        )
+    return count
 
 
 def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) -> int:

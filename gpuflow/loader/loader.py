@@ -274,6 +274,7 @@ class Loader:
             `stages`: by name `samples`, `images_per_s`, `busy_share` of the stage's threads, `cpu_s`, `threads`,
             `bytes` that it read, and `waiting`, the average number of samples that were ready for the next stage.
             `bad` and `bad_distinct`: since the loader was made, how often a sample was bad, and how many samples were.
+            `instances_left_out`: of the samples that it reads, because their annotations are incomplete.
             Where they apply: `engine_images` and `cpu_images`, decoded by the GPU and for it by the CPU; `cpu_share`;
             `cache`, what came from `source.cache` and from the server since the source was opened; `processes`, the
             state of the worker processes.
@@ -283,6 +284,8 @@ class Loader:
             extra = {"engine_images": plan.gpu.engine_images, "cpu_images": plan.gpu.cpu_images}
         if plan.share is not None:
             extra["cpu_share"] = round(plan.share.part, 4)
+        if plan.targets is not None:
+            extra["instances_left_out"] = plan.left_out
         if (counts := cache_counts(plan.source)) is not None:
             extra["cache"] = counts
         if workers := self._feed.workers.counts():

@@ -50,6 +50,7 @@ class LoaderPlan:
         bad: counts bad samples and says what becomes of them.
         targets: maps the fields of the source's records; None if it has no fields besides image and label.
         record_values: what stages take from these records.
+        left_out: how many instances of its samples the source leaves out, because their annotations are incomplete.
         labelled: whether the source has labels; without them a batch is the pair (images, targets).
         nvtx: mark the stages' operations and the consumer's wait for a profiler.
         identity: names all that decides which samples come when and as what, except for the files themselves; states of
@@ -80,6 +81,7 @@ class LoaderPlan:
     bad: BadSamples
     targets: TargetMapper | None = None
     record_values: tuple[RecordValue, ...] = ()
+    left_out: int = 0
     labelled: bool = True
     nvtx: bool = False
     identity: str = ""

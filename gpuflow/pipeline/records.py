@@ -16,12 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GEOMETRIC", "Column", "Field", "FieldType", "MaskFile", "Polygons", "Ragged", "Records", "Rle", "taken"]
+__all__ = [
+    "GEOMETRIC",
+    "Column",
+    "Field",
+    "FieldType",
+    "LeftOut",
+    "MaskFile",
+    "Polygons",
+    "Ragged",
+    "Records",
+    "Rle",
+    "taken",
+]
 
 FieldType = Literal["boxes", "keypoints", "mask", "number", "text", "any"]
 GEOMETRIC: tuple[Literal["boxes", "keypoints", "mask"], ...] = ("boxes", "keypoints", "mask")
@@ -80,6 +92,15 @@ class Ragged:
         rows = np.repeat(self.offsets[samples] - offsets[:-1], counts) + np.arange(offsets[-1])
         return Ragged(self.values[rows], offsets)
 
+    def without(self, rows: NDArray[np.int64]) -> Ragged:
+        """Return all rows but these."""
+        if not len(rows):
+            return self
+        stays = np.ones(len(self.values), bool)
+        stays[rows] = False
+        ends = np.concatenate([[0], np.cumsum(stays)])
+        return Ragged(self.values[stays], ends[self.offsets].astype(np.int64))
+
 
 @dataclass(frozen=True, slots=True)
 class MaskFile:
@@ -130,6 +151,13 @@ def taken(column: Column, samples: NDArray[np.int64]) -> Column:
             return column[samples]
         case unknown:
             assert_never(unknown)
+
+
+class LeftOut(NamedTuple):
+    """How many instances of a sample are left out, because their annotations are incomplete, and why the first is."""
+
+    count: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

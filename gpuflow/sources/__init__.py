@@ -25,6 +25,7 @@ from gpuflow.sources.record_source import (
     fields_of,
     has_labels,
     has_one_class,
+    left_out_of,
     records_of,
     without_records,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "has_one_class",
     "is_read_remotely",
     "lay_out",
+    "left_out_of",
     "offered_sources",
     "open_source",
     "records_of",

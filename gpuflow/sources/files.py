@@ -8,7 +8,7 @@ from typing import Any, final
 
 from numpy.typing import NDArray
 
-from gpuflow.pipeline.records import Field, Records
+from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.fingerprint import fingerprint
 from gpuflow.sources.paths import PathTable
 from gpuflow.sources.payload import Allocate, Payload
@@ -74,6 +74,10 @@ class FileSource:
 
     def records(self, indices: Sequence[int]) -> Records:
         return self._table.records(indices)
+
+    @property
+    def left_out(self) -> Mapping[int, LeftOut]:
+        return self._table.left_out
 
     def without_records(self) -> FileSource:
         return self._with(self.storage, NO_FIELDS)

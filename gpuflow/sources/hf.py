@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.pipeline.records import Field, Records
+from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.directories import ancestors, identity_of, matching, walk
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
@@ -99,6 +99,10 @@ class HfSource:
 
     def records(self, indices: Sequence[int]) -> Records:
         return self._table.records(indices)
+
+    @property
+    def left_out(self) -> Mapping[int, LeftOut]:
+        return self._table.left_out
 
     def without_records(self) -> HfSource:
         return self._with(self._cells, NO_FIELDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.pipeline.records import Column, Field, Ragged, Records
+from gpuflow.pipeline.records import Column, Field, LeftOut, Ragged, Records
 from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
 from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_source import fields_of, has_labels, records_of, without_records
+from gpuflow.sources.record_source import fields_of, has_labels, left_out_of, records_of, without_records
 from gpuflow.sources.storage import Storage
 
 __all__ = ["MixSource", "open_mix"]
@@ -130,6 +130,11 @@ class MixSource:
                 assert isinstance(labels, Ragged)
                 columns[field.labels] = Ragged(lookup[labels.values], labels.offsets)
         return replace(records, columns=columns)
+
+    @property
+    def left_out(self) -> Mapping[int, LeftOut]:
+        parts = enumerate(map(left_out_of, self.parts))
+        return {self._first(number) + i: left_out for number, part in parts for i, left_out in part.items()}
 
     def without_records(self) -> MixSource:
         return self.with_parts([without_records(part) for part in self.parts])

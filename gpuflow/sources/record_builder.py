@@ -1,8 +1,9 @@
 """Builds the table of records from values as they are written: lists and numbers of JSON.
 
 A fault of a file's structure is a SourceError that says where it is: a value of another type, a row of another length,
-labels or instances of another number than boxes. A fault of single numbers makes that sample's record bad: they are not
-finite, a box has no area, run lengths do not fill their mask.
+labels or instances of another number than boxes. A number of the sample itself that is not finite makes its record bad.
+An instance whose annotation is incomplete is left out and counted: a box without area, an empty mask, numbers that are
+not finite, run lengths that do not fill their mask.
 
 Values are checked and converted in blocks of thousands of samples. Only if a check of a block fails, its values are
 looked at one by one to find the faulty one.
@@ -10,6 +11,7 @@ looked at one by one to find the faulty one.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
-from gpuflow.pipeline.records import Field, Ragged, Rle
+from gpuflow.pipeline.records import GEOMETRIC, Field, LeftOut, Ragged, Rle
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.labels import Codes, resolve_labels, texts_of
 from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTable, Rows, Store
@@ -111,6 +113,7 @@ class RecordBuilder:
         self._locate, self._place = locate, place
         self._count = 0
         self._bad: dict[int, str] = {}
+        self._invalid: dict[str, dict[int, tuple[int, str]]] = {name: {} for name, _ in self._declared}
         self._box_labels = Labels(classes, place)
         self._arrays: dict[str, list[NDArray[Any]]] = {name: [] for name, _ in self._declared}
         self._counts: dict[str, list[NDArray[np.int64]]] = {name: [] for name, _ in self._declared}
@@ -133,9 +136,10 @@ class RecordBuilder:
             values = columns[column]
             match spec.type:
                 case "boxes":
-                    boxes = self._add_boxes(name, spec, column, values)
+                    counts = self._add_boxes(name, spec, column, values)
                     if spec.labels is not None:
-                        self._add_box_labels(spec.labels, columns[spec.labels], boxes)
+                        self._add_box_labels(spec.labels, columns[spec.labels], counts)
+                    boxes = counts if boxes is None else boxes
                 case "keypoints":
                     self._check_counts(column, boxes, self._add_keypoints(name, column, values))
                 case "mask":
@@ -143,7 +147,7 @@ class RecordBuilder:
                     counts = self._lists(column, values)
                     self._check_counts(column, boxes, counts)
                     for i, value in enumerate(values):
-                        self._add_instances(masks, spec, column, i, value)
+                        self._add_instances(name, masks, spec, column, i, value)
                     masks.add_block(counts)
                 case "number":
                     self._add_numbers(name, column, values)
@@ -172,23 +176,27 @@ class RecordBuilder:
             box_labels: classes and the label of each box, in a column `labels`, where they are known from elsewhere.
         """
         fields, stores = [], dict[str, Store](files or {})
+        groups = self._groups()
+        invalid = {group: self._invalid_of([name for name in groups if groups[name] == group]) for group in groups}
+        rows = {name: np.array(sorted(invalid[group]), np.int64) for name, group in groups.items()}
         for name, spec in self._declared:
             labels, classes = spec.labels or "", tuple[str, ...]()
             instances = spec.type == "mask" and not spec.is_mask_file
             match spec.type:
                 case "boxes":
-                    stores[name] = boxes = Rows(self._ragged(name, (0, 4)))
+                    boxes = self._ragged(name, (0, 4))
+                    stores[name] = Rows(boxes.without(rows[name]))
                     labels = labels if box_labels is None else "labels"
                     if labels:
                         classes, numbers = box_labels or self._box_labels.build()
-                        stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
+                        stores[labels] = Rows(Ragged(numbers, boxes.offsets).without(rows[name]))
                 case "keypoints":
                     count = self._keypoints.get(name, 0)
                     self._check_flip_pairs(name, spec, count)
-                    stores[name] = Rows(self._ragged(name, (0, count, 3)))
+                    stores[name] = Rows(self._ragged(name, (0, count, 3)).without(rows[name]))
                 case "mask":
                     if instances:
-                        stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(frozenset(self._bad))
+                        stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(rows[name])
                 case "number":
                     stores[name] = Numbers(np.concatenate([np.zeros(0), *self._arrays[name]]))
                 case "text" | "any":
@@ -206,10 +214,22 @@ class RecordBuilder:
                     flip_pairs=spec.flip_pairs or (),
                 )
             )
-        if self._bad:
-            bad = sorted(self._bad)
-            stores = {name: store.without(bad) if isinstance(store, Rows) else store for name, store in stores.items()}
-        return RecordTable(tuple(fields), stores, self._bad, storages)
+        left_out = dict[int, LeftOut]()
+        for sample, reason in chain.from_iterable(found.values() for found in invalid.values()):
+            known = left_out.get(sample)
+            left_out[sample] = LeftOut(1, reason) if known is None else LeftOut(known.count + 1, known.reason)
+        return RecordTable(tuple(fields), stores, self._bad, storages, left_out=left_out)
+
+    def _groups(self) -> dict[str, str]:
+        """Return, for each field with instances, the field whose rows its own are: the first boxes, or itself."""
+        names = [(name, spec) for name, spec in self._declared if spec.type in GEOMETRIC and not spec.is_mask_file]
+        first = next((name for name, spec in names if spec.type == "boxes"), None)
+        return {name: name if first is None or spec.type == "boxes" else first for name, spec in names}
+
+    def _invalid_of(self, names: Sequence[str]) -> dict[int, tuple[int, str]]:
+        """Return the rows of a group of fields that are left out, in order: the sample of each, and why."""
+        rows = dict(chain.from_iterable(self._invalid[name].items() for name in reversed(names)))
+        return dict(sorted(rows.items()))
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -224,13 +244,14 @@ class RecordBuilder:
         action = ", or declare it with type: any, which keeps missing values" if value is None else ""
         return SourceError(f"{self._fault(i, column, rule, value)}{action}")
 
-    def _note_bad(self, samples: NDArray[np.int64], column: str, counts: NDArray[np.int64], rule: str) -> None:
-        """Make the records bad that have these rows of the block, numbered across its samples."""
+    def _leave_out(self, name: str, rows: NDArray[np.int64], column: str, counts: NDArray[np.int64], rule: str) -> None:
+        """Note that these rows of the block, numbered across its samples, are left out."""
         starts = np.cumsum(counts) - counts
-        owners = np.repeat(np.arange(len(counts)), counts)[samples]
-        for row, i in zip(samples.tolist(), owners.tolist(), strict=True):
+        owners = np.repeat(np.arange(len(counts)), counts)[rows]
+        before = sum(int(earlier.sum()) for earlier in self._counts[name]) if len(rows) else 0
+        for row, i in zip(rows.tolist(), owners.tolist(), strict=True):
             place = self._locate.row(i + self._count, column, row - int(starts[i]))
-            self._bad.setdefault(i + self._count, f"{place} {rule}")
+            self._invalid[name].setdefault(before + row, (i + self._count, f"{place} {rule}"))
 
     def _lists(self, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
         """The lengths of values, which must be lists."""
@@ -259,10 +280,11 @@ class RecordBuilder:
 
     def _add_boxes(self, name: str, spec: FieldSpec, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
         counts = self._lists(column, values)
-        rows = _numeric(list(chain.from_iterable(values)), (4,))
+        missing = [math.nan] * 4  # stands for null and for an empty list
+        rows = _numeric([missing if box in (None, []) else box for box in chain.from_iterable(values)], (4,))
         if rows is None:
             for i, j, box in _rows_of(values):
-                if _numeric([box], (4,)) is None:
+                if box not in (None, []) and _numeric([box], (4,)) is None:
                     raise self._fault(i, column, "must be 4 numbers", box, j)
             raise AssertionError("a check of boxes failed, but no box is faulty")
         given = rows
@@ -272,12 +294,12 @@ class RecordBuilder:
             rows = np.concatenate([given[:, :2] - given[:, 2:] / 2, given[:, :2] + given[:, 2:] / 2], axis=1)
         boxes = _float32(rows)
         finite = np.isfinite(boxes).all(axis=1)
-        self._note_bad(np.flatnonzero(~finite), column, counts, "must have finite numbers")
+        self._leave_out(name, np.flatnonzero(~finite), column, counts, "must have finite numbers")
         flat = finite & ~((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
         corners = spec.format in (None, "xyxy")
         rule = "must have x1 < x2 and y1 < y2" if corners else "must have a width and a height above 0"
         for row in np.flatnonzero(flat).tolist():
-            self._note_bad(np.array([row]), column, counts, f"{rule}, got {show(given[row].tolist())}")
+            self._leave_out(name, np.array([row]), column, counts, f"{rule}, got {show(given[row].tolist())}")
         self._arrays[name].append(boxes)
         self._counts[name].append(counts)
         return counts
@@ -315,9 +337,10 @@ class RecordBuilder:
                 numbers = np.concatenate([np.asarray(row, dtype=np.float64).reshape(1, -1) for row in rows])
             points_MK3 = _float32(numbers.reshape(-1, known, 3))
             finite = np.isfinite(points_MK3).all(axis=(1, 2))
-            self._note_bad(np.flatnonzero(~finite), column, counts, "must have finite numbers")
+            self._leave_out(name, np.flatnonzero(~finite), column, counts, "must have finite numbers")
             visible = np.isin(points_MK3[:, :, 2], (0, 1, 2)).all(axis=1)
-            self._note_bad(np.flatnonzero(finite & ~visible), column, counts, "must have a visibility of 0, 1 or 2")
+            rule = "must have a visibility of 0, 1 or 2"
+            self._leave_out(name, np.flatnonzero(finite & ~visible), column, counts, rule)
             self._arrays[name].append(points_MK3)
         self._counts[name].append(counts)
         return counts
@@ -336,9 +359,14 @@ class RecordBuilder:
             raise self._fault(i, column, "must be keypoints, each x, y and visibility", first, j)
         return flat.size // 3
 
-    def _add_instances(self, masks: _InstanceBuilder, spec: FieldSpec, column: str, i: int, value: list[Any]) -> None:
+    def _add_instances(
+        self, name: str, masks: _InstanceBuilder, spec: FieldSpec, column: str, i: int, value: list[Any]
+    ) -> None:
         for j, mask in enumerate(value):
-            if isinstance(mask, dict) and (spec.kind == "rle" or self._mixed_masks):
+            if mask is None or mask == [] or mask == {}:
+                masks.add([], (0, 0))
+                reason = f"must have an outline or run lengths, got {show(mask)}"
+            elif isinstance(mask, dict) and (spec.kind == "rle" or self._mixed_masks):
                 reason = self._add_rle(masks, column, i, j, mask)
             elif isinstance(mask, list) and (spec.kind == "polygons" or self._mixed_masks):
                 reason = self._add_polygons(masks, column, i, j, mask)
@@ -347,10 +375,10 @@ class RecordBuilder:
                 raise self._fault(i, column, f"must be {wanted}", mask, j)
             if reason:
                 place = self._locate.row(i + self._count, column, j)
-                self._bad.setdefault(i + self._count, f"{place} {reason}")
+                self._invalid[name][len(masks) - 1] = i + self._count, f"{place} {reason}"
 
     def _add_polygons(self, masks: _InstanceBuilder, column: str, i: int, j: int, outlines: list[Any]) -> str:
-        """Append an instance. Returns why it makes the record bad, or nothing."""
+        """Append an instance. Returns why it is left out, or nothing."""
         parts, reason = [], ""
         for outline in outlines:
             points = _outline(outline)
@@ -365,7 +393,7 @@ class RecordBuilder:
         return reason
 
     def _add_rle(self, masks: _InstanceBuilder, column: str, i: int, j: int, rle: dict[str, Any]) -> str:
-        """Append an instance. Returns why it makes the record bad, or nothing."""
+        """Append an instance. Returns why it is left out, or nothing."""
         size, counts = rle.get("size"), rle.get("counts")
         if not (isinstance(size, list) and list(map(type, size)) == [int, int] and min(size) > 0 and max(size) < 2**31):
             raise self._fault(i, column, "must have a size [height, width]", size, j)
@@ -382,6 +410,8 @@ class RecordBuilder:
         runs = Rle((height, width), lengths)
         if not reason and not runs.fills:
             reason = f"must have run lengths >= 0 that add up to {height} x {width}, got {runs.total} in all"
+        elif not reason and not lengths[1::2].any():
+            reason = "must have at least one pixel, got none"
         masks.add([lengths.astype(np.float64)], (height, width))
         return reason
 
@@ -420,6 +450,9 @@ class _InstanceBuilder:
         self._block: list[NDArray[np.float64]] = []
         self._sizes = array("i")
 
+    def __len__(self) -> int:
+        return len(self._parts) - 1
+
     def add(self, parts: Sequence[NDArray[np.float64]], size: tuple[int, int]) -> None:
         """Append an instance of these outlines, or of one part of run lengths and a size."""
         self._parts.append(len(parts))
@@ -433,15 +466,16 @@ class _InstanceBuilder:
         self._blocks.append(np.concatenate([np.zeros(0), *self._block]))
         self._block = []
 
-    def build(self, empty: frozenset[int]) -> Instances:
-        return Instances(
+    def build(self, left_out: NDArray[np.int64]) -> Instances:
+        """Return the masks without those of these numbers."""
+        whole = Instances(
             instances=np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *self._counts]))]),
             parts_of=np.cumsum(np.frombuffer(self._parts, dtype=np.int64)),
             values_of=np.cumsum(np.frombuffer(self._lengths, dtype=np.int64)),
             values=np.concatenate([np.zeros(0), *self._blocks]),
             sizes=np.array(self._sizes, dtype=np.int32).reshape(-1, 2),
-            empty=empty,
         )
+        return whole.without(left_out) if len(left_out) else whole
 
 
 def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float64] | None:

@@ -6,13 +6,13 @@ of images and labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from gpuflow.pipeline.records import Field, Records
+from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import Source
 
-__all__ = ["RecordSource", "fields_of", "has_labels", "has_one_class", "records_of", "without_records"]
+__all__ = ["RecordSource", "fields_of", "has_labels", "has_one_class", "left_out_of", "records_of", "without_records"]
 
 
 class RecordSource(Source, Protocol):
@@ -29,6 +29,10 @@ class RecordSource(Source, Protocol):
     def records(self, indices: Sequence[int]) -> Records:
         """The fields of these samples, in this order; any thread may call it. Masks may be read from files: one that
         cannot be read is an error in the result, not an exception. Raises what `Storage` says."""
+
+    @property
+    def left_out(self) -> Mapping[int, LeftOut]:
+        """The instances that are left out because their annotations are incomplete, by the index of the sample."""
 
     def without_records(self) -> Source:
         """The same samples without their fields, for processes that only read images."""
@@ -57,6 +61,12 @@ def records_of(source: Source, indices: Sequence[int]) -> Records:
         return Records({}, [None] * len(indices))
     records: Records = source.records(indices)  # type: ignore[attr-defined]  # a source with fields has it
     return records
+
+
+def left_out_of(source: Source) -> Mapping[int, LeftOut]:
+    """Return the instances that a source leaves out, by the index of the sample. Samples without any are not in it."""
+    left_out: Mapping[int, LeftOut] = getattr(source, "left_out", {})
+    return left_out
 
 
 def without_records(source: Source) -> Source:

@@ -6,13 +6,13 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.pipeline.records import Column, Field, MaskFile, Polygons, Ragged, Records, Rle
+from gpuflow.pipeline.records import Column, Field, LeftOut, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources.paths import PathTable
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Shard, Storage
@@ -47,8 +47,9 @@ class RecordTable:
     """The fields of a source's samples.
 
     fields: besides image and label. stores: their columns, those of boxes' labels included.
-    errors: why records are bad, by the number of the sample; their rows are empty.
+    errors: why records are bad, by the number of the sample.
     storages: what masks are read from. sizes: of the images, see `Records`.
+    left_out: the instances that are left out, by the number of the sample.
     """
 
     fields: tuple[Field, ...]
@@ -56,6 +57,7 @@ class RecordTable:
     errors: Mapping[int, str]
     storages: tuple[Storage, ...] = ()
     sizes: NDArray[np.int64] | None = None
+    left_out: Mapping[int, LeftOut] = field(default_factory=dict)
 
     @property
     def box_classes(self) -> tuple[str, ...]:
@@ -103,14 +105,6 @@ class Rows:
     def parts(self) -> Iterator[bytes]:
         yield from (self.rows.values.tobytes(), self.rows.offsets.tobytes())
 
-    def without(self, samples: Sequence[int]) -> Rows:
-        """The same with no rows of these samples."""
-        counts = np.diff(self.rows.offsets)
-        stays = np.ones(len(counts), dtype=bool)
-        stays[samples] = False
-        values = self.rows.values[np.repeat(stays, counts)]
-        return Rows(Ragged(values, np.concatenate([[0], np.cumsum(counts * stays)])))
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -153,7 +147,6 @@ class Instances:
     instances: int64 [n + 1], offsets into instances. parts_of: int64 [I + 1], offsets into parts.
     values_of: int64 [P + 1], offsets into values. values: float64, x and y in turn or run lengths.
     sizes: int32 [I, 2], height and width of run lengths; zeros for polygons.
-    empty: samples whose instances are left out, because their records are bad.
     """
 
     instances: NDArray[np.int64]
@@ -161,14 +154,23 @@ class Instances:
     values_of: NDArray[np.int64]
     values: NDArray[np.float64]
     sizes: NDArray[np.int32]
-    empty: frozenset[int] = frozenset()
 
     def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[tuple[Polygons | Rle, ...]]:
         spans = zip(self.instances[samples].tolist(), self.instances[samples + 1].tolist(), strict=True)
-        return [
-            () if i in self.empty else tuple(map(self._instance, range(first, last)))
-            for i, (first, last) in zip(samples.tolist(), spans, strict=True)
-        ]
+        return [tuple(map(self._instance, range(first, last))) for first, last in spans]
+
+    def without(self, numbers: NDArray[np.int64]) -> Instances:
+        """Return all instances but those of these numbers."""
+        instances = Ragged(np.arange(len(self.sizes)), self.instances).without(numbers)
+        parts = Ragged(np.arange(len(self.values_of) - 1), self.parts_of).take(instances.values)
+        values = Ragged(self.values, self.values_of).take(parts.values)
+        return Instances(
+            instances=instances.offsets,
+            parts_of=parts.offsets,
+            values_of=values.offsets,
+            values=values.values,
+            sizes=self.sizes[instances.values],
+        )
 
     def _instance(self, k: int) -> Polygons | Rle:
         first, last = self.parts_of[k], self.parts_of[k + 1]

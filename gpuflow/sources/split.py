@@ -8,7 +8,7 @@ classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import final
 
@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.pipeline.records import Field, Records
+from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.pipeline.rng import key64, permute
 from gpuflow.sources.base import Source, SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
 from gpuflow.sources.mix import MixSource
 from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_source import fields_of, has_labels, has_one_class, records_of, without_records
+from gpuflow.sources.record_source import fields_of, has_labels, has_one_class, left_out_of, records_of, without_records
 from gpuflow.sources.storage import Storage
 
 __all__ = ["Subset", "split_counts", "split_indices", "subset"]
@@ -74,6 +74,12 @@ class Subset:
 
     def records(self, indices: Sequence[int]) -> Records:
         return records_of(self.source, self.indices[np.asarray(indices, dtype=np.int64)].tolist())
+
+    @property
+    def left_out(self) -> Mapping[int, LeftOut]:
+        whole = left_out_of(self.source)
+        places = np.flatnonzero(np.isin(self.indices, list(whole))) if whole else ()
+        return {int(place): whole[int(self.indices[place])] for place in places}
 
     def without_records(self) -> Subset:
         return Subset(without_records(self.source), self.indices)

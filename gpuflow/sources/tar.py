@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.pipeline.records import Field, Records
+from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hints import missing_path
@@ -123,6 +123,10 @@ class TarSource:
 
     def records(self, indices: Sequence[int]) -> Records:
         return self._table.records(indices)
+
+    @property
+    def left_out(self) -> Mapping[int, LeftOut]:
+        return self._table.left_out
 
     def without_records(self) -> TarSource:
         return self._with(self.storage, NO_FIELDS)

@@ -29,7 +29,16 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.stage import Decoder, Policy
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
-from gpuflow.sources import Source, WeightsSpec, fields_of, fingerprint_of, has_labels, has_one_class, is_read_remotely
+from gpuflow.sources import (
+    Source,
+    WeightsSpec,
+    fields_of,
+    fingerprint_of,
+    has_labels,
+    has_one_class,
+    is_read_remotely,
+    left_out_of,
+)
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
 
@@ -102,12 +111,14 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
-    where, samples, remote, fingerprint, fields = _source(config, name)
+    where, samples, remote, fingerprint, fields, left_out = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     megabytes = size * slot_bytes_of(program) / 1e6
     yield Text(f"  source         {where}")
     if fields:
         yield Text(f"  fields         {fields}")
+    if left_out:
+        yield Text(f"  left out       {left_out}")
     if fingerprint:
         yield Text(f"  fingerprint    {fingerprint}; ranks of a process group compare it, this command does not")
     yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
@@ -158,20 +169,31 @@ def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> st
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int, bool, str, str]:
-    """A description of the source, its number of samples, whether it is read remotely, its fingerprint and fields."""
+def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str]:
+    """A description of the source, its number of samples, whether it is read remotely, its fingerprint, its fields and
+    which instances it leaves out."""
     where = config.source.where
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0, is_remote(where), "", ""
+        return f"{where}: {error}", 0, is_remote(where), "", "", ""
     part = config.split_of(name)
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     split = "" if part is None else f", split {part}{unstratified}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
-    return text, len(source), is_read_remotely(source), fingerprint_of(source), _fields(config, source)
+    remote, found = is_read_remotely(source), (fingerprint_of(source), _fields(config, source), _left_out(source))
+    return text, len(source), remote, *found
+
+
+def _left_out(source: Source) -> str:
+    """Return how many instances the source leaves out, and why the first; empty if it leaves out none."""
+    found = left_out_of(source).values()
+    if not found:
+        return ""
+    count, first = sum(each.count for each in found), next(iter(found)).reason
+    return f"{count:,} instances of {len(found):,} samples, whose annotations are incomplete; the first: {first}"
 
 
 def _fields(config: Config, source: Source) -> str:

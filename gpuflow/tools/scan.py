@@ -20,7 +20,7 @@ from gpuflow.errors import BadSampleError
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.pipeline.record_values import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
-from gpuflow.sources import Source, records_of
+from gpuflow.sources import Source, left_out_of, records_of
 
 __all__ = ["Finding", "scan"]
 
@@ -48,7 +48,7 @@ class Finding:
     """One sample to look at.
 
     kind: `unreadable`, `corrupt`, `oversize`, `format`, `record` (its boxes, its mask or another field) or `timeout`,
-    which are bad; `cmyk` or `misnamed`, which decode all the same.
+    which are bad; `cmyk` or `misnamed`, which decode all the same, and `incomplete`, of which instances are left out.
     needs: of the kind `format`, what `decode.formats` must name for it to be decoded.
     """
 
@@ -155,6 +155,7 @@ class _Scanner:
         mapper: TargetMapper | None,
     ) -> None:
         self._source, self._decoder, self._record_values, self._mapper = source, decoder, record_values, mapper
+        self._left_out = left_out_of(source)
         self._work: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._threads = 0
         self._closing = False
@@ -216,6 +217,9 @@ class _Scanner:
             if not chunk.begin("decode", i) or self._closing:
                 return
             findings, size = self._look(index, payload.errors[i], payload.sample(i), decoder)
+            if left_out := self._left_out.get(index):
+                text = f"{left_out.count} instance(s) left out; the first: {left_out.reason}"
+                findings.append(Finding(index, self._source.path(index), "incomplete", False, text))
             reason = errors[i]
             if reason is None and size is not None and self._mapper is not None:
                 (reason,) = self._mapper.check(records.take(np.array([i])), np.array([size], np.int64))

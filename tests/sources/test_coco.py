@@ -16,7 +16,17 @@ from PIL import Image
 import gpuflow
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.records import Field, Polygons, Ragged, Rle
-from gpuflow.sources import Source, SourceSpec, fields_of, fingerprint_of, has_labels, open_source, records_of, subset
+from gpuflow.sources import (
+    Source,
+    SourceSpec,
+    fields_of,
+    fingerprint_of,
+    has_labels,
+    left_out_of,
+    open_source,
+    records_of,
+    subset,
+)
 from gpuflow.sources.files import FileSource
 
 Document = dict[str, Any]
@@ -181,18 +191,21 @@ def test_a_null_is_a_key_that_is_missing() -> None:
     content = document()
     content["annotations"][0] |= {"keypoints": [1, 2, 2]}
     content["annotations"][2] |= {"segmentation": None, "keypoints": None, "iscrowd": None}
-    records = records_of(opened(content), [0])
+    source = opened(content)
+    records = records_of(source, [0])
     assert records.errors == [None]
     masks, points = records.columns["mask"], records.columns["keypoints"]
-    assert isinstance(masks, list) and masks[0][0] == Polygons(()) and isinstance(points, Ragged)
-    assert points[0].tolist() == [[[0, 0, 0]]] * 2
+    assert isinstance(masks, list) and len(masks[0]) == 1 and isinstance(points, Ragged)
+    assert points[0].tolist() == [[[0, 0, 0]]]
+    reason = "instances.json: annotations[2].segmentation must have an outline or run lengths, got []"
+    assert left_out_of(source) == {0: (1, reason)}
 
 
 @pytest.mark.parametrize("value", [0, False, None])
 def test_an_annotation_that_is_no_crowd_is_kept(value: Any) -> None:
     content = document()
     content["annotations"][1]["iscrowd"] = value
-    assert rows(records_of(opened(content), [0]).columns["labels"]) == [[1, 1, 0]]
+    assert rows(records_of(opened(content, fields={"boxes": {}}), [0]).columns["labels"]) == [[1, 1, 0]]
 
 
 def test_declared_fields_are_all_there_is() -> None:
@@ -236,19 +249,18 @@ def test_the_fingerprint_says_which_annotations() -> None:
     assert fingerprint_of(opened(document(), fields={"boxes": {}})) != first
 
 
-# What is refused, and what makes a record bad.
+# What is refused, and what is left out.
 
 
-def test_a_box_without_area_is_a_bad_record() -> None:
+def test_a_box_without_area_is_left_out() -> None:
     content = document()
     content["annotations"][3]["bbox"] = [1, 1, 0, 2]
-    records = records_of(opened(content), [2, 0])
-    assert records.errors == [
-        None,
-        "instances.json: annotations[3].bbox must have a width and a height above 0, got [1.0, 1.0, 0.0, 2.0]",
-    ]
-    assert rows(records.columns["boxes"])[1] == rows(records.columns["labels"])[1] == []
-    assert isinstance(records.columns["mask"], list) and records.columns["mask"][1] == ()
+    source = opened(content)
+    records = records_of(source, [2, 0])
+    reason = "instances.json: annotations[3].bbox must have a width and a height above 0, got [1.0, 1.0, 0.0, 2.0]"
+    assert records.errors == [None, None] and left_out_of(source) == {0: (1, reason)}
+    assert rows(records.columns["boxes"])[1] == [[0.5, 1.25, 2.5, 3.25]] and rows(records.columns["labels"])[1] == [1]
+    assert isinstance(records.columns["mask"], list) and len(records.columns["mask"][1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -256,6 +268,8 @@ def test_a_box_without_area_is_a_bad_record() -> None:
     [
         ([[1, 1, 2, 2]], "must have outlines of at least 3 points, got 2"),
         ([[]], "must have outlines of at least 3 points, got 0"),
+        ([], "must have an outline or run lengths, got []"),
+        ({"size": [4, 5], "counts": [20]}, "must have at least one pixel, got none"),
         ([[1, 1, 2, float("nan"), 3, 3]], "must have finite numbers"),
         ({"size": [4, 5], "counts": [3, 4]}, "must have run lengths >= 0 that add up to 4 x 5, got 7 in all"),
         ({"size": [4, 5], "counts": [-3, 23]}, "must have run lengths >= 0 that add up to 4 x 5, got 20 in all"),
@@ -269,10 +283,12 @@ def test_a_box_without_area_is_a_bad_record() -> None:
         ),
     ],
 )
-def test_a_mask_that_cannot_be_is_a_bad_record(segmentation: Any, reason: str) -> None:
+def test_a_mask_that_cannot_be_is_left_out(segmentation: Any, reason: str) -> None:
     content = document()
     content["annotations"][0]["segmentation"] = segmentation
-    assert records_of(opened(content), [2]).errors == [f"instances.json: annotations[0].segmentation {reason}"]
+    source = opened(content)
+    assert left_out_of(source) == {2: (1, f"instances.json: annotations[0].segmentation {reason}")}
+    assert rows(records_of(source, [2]).columns["boxes"]) == [[]]
 
 
 @pytest.mark.parametrize(

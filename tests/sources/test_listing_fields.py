@@ -20,6 +20,7 @@ from gpuflow.sources import (
     fields_of,
     fingerprint_of,
     has_labels,
+    left_out_of,
     open_source,
     records_of,
     subset,
@@ -230,12 +231,9 @@ def test_blocks_and_lines_are_counted_through() -> None:
     rows[8500] = row(boxes=[[0, 0, 1, 1], [5, 0, 5, 1]])
     source = lines(*rows, fields={"boxes": {}})
     records = records_of(source, [8999, 4096, 8500])
-    assert values(records, "boxes") == [[[0, 0, 9000, 1]] * 2, [[0, 0, 4097, 1]], []]
-    assert records.errors == [
-        None,
-        None,
-        "list.jsonl:8501: boxes[1] must have x1 < x2 and y1 < y2, got [5.0, 0.0, 5.0, 1.0]",
-    ]
+    assert values(records, "boxes") == [[[0, 0, 9000, 1]] * 2, [[0, 0, 4097, 1]], [[0, 0, 1, 1]]]
+    reason = "list.jsonl:8501: boxes[1] must have x1 < x2 and y1 < y2, got [5.0, 0.0, 5.0, 1.0]"
+    assert left_out_of(source) == {8500: (1, reason)}
 
 
 def test_only_image_and_label_are_the_same_samples_as_without_fields() -> None:
@@ -338,7 +336,6 @@ def test_integers_of_more_than_64_bits_next_to_floats() -> None:
             "keypoints[0] must have a visibility of 0, 1 or 2",
         ),
         ({"keypoints": {}}, {"keypoints": [[1, float("inf"), 0]]}, "keypoints[0] must have finite numbers"),
-        ({"weight": {"type": "number"}}, {"weight": float("nan")}, "weight must be finite, got nan"),
         (
             {"mask": {"kind": "polygons"}},
             {"mask": [[[1, 1, 2, 2]]]},
@@ -351,9 +348,15 @@ def test_integers_of_more_than_64_bits_next_to_floats() -> None:
         ),
     ],
 )
-def test_values_that_make_a_record_bad(fields: Any, values_of_row: Any, reason: str) -> None:
+def test_instances_that_are_left_out(fields: Any, values_of_row: Any, reason: str) -> None:
     source = lines(row(**values_of_row), fields=fields)
-    assert records_of(source, [0, 0]).errors == [f"list.jsonl:1: {reason}"] * 2
+    assert records_of(source, [0, 0]).errors == [None] * 2
+    assert left_out_of(source) == {0: (1, f"list.jsonl:1: {reason}")}
+
+
+def test_a_number_that_is_not_finite_makes_the_record_bad() -> None:
+    source = lines(row(weight=float("nan")), fields={"weight": {"type": "number"}})
+    assert records_of(source, [0, 0]).errors == ["list.jsonl:1: weight must be finite, got nan"] * 2
 
 
 # Errors at opening.
