@@ -564,6 +564,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     from gpuflow.config.resources import threads_of
     from gpuflow.loader.assemble import open_whole
     from gpuflow.loader.records import target_mapper
+    from gpuflow.loader.turned_images import TURNED_REMEDY
     from gpuflow.sources import fields_of
     from gpuflow.tools.scan import scan as findings
 
@@ -573,7 +574,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     program = config.any_program(first)
     require_record_fields(config, first, source)
     threads = threads_of(config.run)
-    bad, needed = 0, dict[str, int]()
+    bad, needed, turned = 0, dict[str, int](), 0
     with _bar() as bar:
         task = bar.add_task("samples", total=len(source), note="")
         found = findings(
@@ -587,11 +588,14 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
         )
         for finding in found:
             bad += finding.bad
+            turned += finding.kind == "turned"
             if finding.needs:
                 needed[finding.needs] = needed.get(finding.needs, 0) + 1
             print(json.dumps(finding.row()), flush=True)
             bar.update(task, note=f"{bad} bad")
     _err.print(f"{len(source):,} samples, {bad} bad")
+    if turned:
+        _err.print(f"{turned:,} turned: {TURNED_REMEDY}")
     if needed:
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(needed.items()))
         names = ", ".join(sorted({*program.decoder.formats, *needed}))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from gpuflow.pipeline.stage import Bounds, Decoder, ImageSpec
 
@@ -23,7 +23,8 @@ class Decode(Decoder):
         backend: `auto` decodes on the GPU if it can, and on the CPU otherwise.
         cpu_share: the fraction of each batch that the CPU decodes while the GPU decodes the rest. While the GPU waits
             for batches, it adapts until both need the same time; `run.deterministic` keeps it fixed.
-        orientation: `apply` rotates the image as its EXIF tag says; `ignore` does not, like PIL and torchvision.
+        orientation: `apply` rotates the image as its EXIF tag says; `ignore` does not, like PIL and torchvision. By
+            default it is ignored, too, and images with boxes, masks or keypoints that EXIF data turn are counted.
         max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
         max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
         background: the color [red, green, blue] under transparent pixels; without it alpha is ignored.
@@ -40,7 +41,7 @@ class Decode(Decoder):
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"
     cpu_share: Annotated[float, Bounds(least=0, most=1)] = 0.0
-    orientation: Literal["ignore", "apply"] = "ignore"
+    orientation: Literal["ignore", "apply"] | None = None
     max_pixels: Annotated[int, Bounds(least=1, limit=10**12)] = 179_000_000
     max_scans: Annotated[int, Bounds(least=1, limit=100_000)] = 100
     background: Annotated[tuple[int, int, int], Bounds(least=0, most=255)] | None = None
@@ -60,6 +61,9 @@ class Decode(Decoder):
     def faults(self) -> Iterator[tuple[str, str]]:
         if twice := {name for name in self.formats if self.formats.count(name) > 1}:
             yield "formats", f"must name each format once, and names {sorted(twice)[0]!r} twice"
+
+    def params(self) -> dict[str, Any]:
+        return super().params() | {"orientation": self.orientation or "ignore"}
 
     def output(self, spec: ImageSpec) -> ImageSpec:
         if spec.layout != "encoded":

@@ -31,6 +31,7 @@ class Headers:
     nothing, or if it was not read. engine [N]: whether the JPEG engines decode the file.
     sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
     scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
+    tags [N]: EXIF orientations that are not applied and that `decode` does not mention; else 1.
     progressive [N]: whether the file is a progressive JPEG, gray or in color. faults [N]: why a file is bad, or None.
     """
 
@@ -42,6 +43,7 @@ class Headers:
     intervals: NDArray[np.int64]
     progressive: NDArray[np.bool_]
     faults: list[BadSampleError | None]
+    tags: NDArray[np.uint8]
 
     @property
     def upright_sizes(self) -> NDArray[np.int64]:
@@ -51,12 +53,15 @@ class Headers:
 
 
 def read_headers(
-    payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool, formats: Collection[str] = ()
+    payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool | None, formats: Collection[str] = ()
 ) -> Headers:
-    """The header of each file. Unreadable files (of size 0) are faults of the stage `read`."""
-    count = len(payload)
+    """The header of each file. Unreadable files (of size 0) are faults of the stage `read`.
+
+    orientation: whether to read it. None: read it as `Headers.tags`, to count such files.
+    """
+    count, read = len(payload), orientation is not False
     engine, progressive, sizes, orientations, sampling, scans, intervals = scan_headers(
-        payload, max_scans=max_scans, orientation=orientation
+        payload, max_scans=max_scans, orientation=read
     )
     allowed = sizes.prod(axis=1) <= max_pixels
     engine, progressive = engine & allowed, progressive & allowed
@@ -71,7 +76,7 @@ def read_headers(
                 payload.sample(i),
                 max_pixels=max_pixels,
                 max_scans=max_scans,
-                orientation=orientation,
+                orientation=read,
                 formats=formats,
             )
         except BadSampleError as fault:
@@ -84,4 +89,7 @@ def read_headers(
             progressive[i] = header.format == "jpeg" and header.progressive and header.channels in _GRAY_OR_COLOR
         else:
             scans[i], intervals[i] = scan_start(payload.sample(i))
-    return Headers(sizes, orientations, engine, sampling, scans, intervals, progressive, faults)
+    tags = np.ones_like(orientations)
+    if orientation is None:
+        orientations, tags = tags, orientations
+    return Headers(sizes, orientations, engine, sampling, scans, intervals, progressive, faults, tags)

@@ -5,7 +5,7 @@ Constants that several decoders share are here, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import cv2
@@ -76,6 +76,10 @@ class Header:
     def decoded_size(self) -> tuple[int, int]:
         """(height, width) as the format's own decoder gives the image."""
         return self._size_after(self.turned)
+
+    def untagged(self) -> tuple[Header, int]:
+        """Return the header as it is without the EXIF orientation, and that orientation."""
+        return (self, 1) if self.orientation == 1 else (replace(self, orientation=1), self.orientation)
 
     def _size_after(self, orientation: int) -> tuple[int, int]:
         return (self.width, self.height) if orientation >= SWAPPED else (self.height, self.width)

@@ -115,7 +115,7 @@ class ChunkScanner:
             payload,
             max_pixels=decoder.max_pixels,
             max_scans=decoder.max_scans,
-            orientation=decoder.orientation == "apply",
+            orientation=None if decoder.orientation is None else decoder.orientation == "apply",
             formats=decoder.formats,
         )
         short = rows_are_short(headers.sizes, headers.orientations)

@@ -48,6 +48,7 @@ __all__ = [
     "compile_loops",
     "header_of",
     "runner_of",
+    "tagged_header_of",
 ]
 
 _KEPT_BYTES = 1 << 24
@@ -124,25 +125,26 @@ class CpuRunner:
             samples: the encoded bytes of each sample, uint8 [n_i].
             keys: the samples' random keys (N = len(samples)).
             slots: receives the results: [N, *slot_shape(program.result)] in the storage dtype.
-            sizes: receives the upright images' heights and widths, [N, 2], of samples with a valid header.
+            sizes: receives, of samples with a valid header, the upright images' heights and widths, and the EXIF
+                orientation if `decode` does not say what becomes of it, else 1: [N, 3].
 
         Returns:
             For each sample None, or why it is bad; the content of a bad sample's slot is undefined.
         """
         faults: list[BadSampleError | None] = [None] * len(samples)
         headers: list[Header | None] = [None] * len(samples)
-        decoder = self._program.decoder
+        decoder, tags = self._program.decoder, [1] * len(samples)
         if decoder.library is None:
             for i, data in enumerate(samples):
                 self.place = i
                 try:
-                    headers[i] = header_of(data, decoder)
+                    headers[i], tags[i] = tagged_header_of(data, decoder, tagged=sizes is not None)
                 except BadSampleError as fault:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
         upright = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
         if sizes is not None:
-            sizes[:] = upright
+            sizes[:] = np.column_stack([upright, np.array(tags, np.int64)])
         drawn = self.draw(keys, upright[:, 0], upright[:, 1])
         for i, header in enumerate(headers):
             self.place = i
@@ -369,15 +371,16 @@ class ViewsRunner:
         """
         faults: list[BadSampleError | None] = [None] * len(samples)
         headers: list[Header | None] = [None] * len(samples)
+        tags = [1] * len(samples)
         for i, data in enumerate(samples):
             self.place = i
             try:
-                headers[i] = header_of(data, self._program.decoder)
+                headers[i], tags[i] = tagged_header_of(data, self._program.decoder, tagged=sizes is not None)
             except BadSampleError as fault:
                 faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         upright = [header.upright_size if header else (1, 1) for header in headers]
         if sizes is not None:
-            sizes[:] = np.array(upright, np.int64).reshape(-1, 2)
+            sizes[:] = np.column_stack([np.array(upright, np.int64).reshape(-1, 2), np.array(tags, np.int64)])
         parts = self._parts(upright, keys, slots)
         for i, header in enumerate(headers):
             self.place = i
@@ -500,15 +503,28 @@ class CpuRunners:
         self._idle.clear()
 
 
-def header_of(data: NDArray[np.uint8], decoder: s.Decoder) -> Header:
-    """A file's header, within the decoder's limits. Raises BadSampleError."""
+def header_of(data: NDArray[np.uint8], decoder: s.Decoder, *, orientation: bool = False) -> Header:
+    """Return a file's header, within the decoder's limits. Raises BadSampleError.
+
+    orientation: read the EXIF orientation, also where the decoder does not apply it.
+    """
     return probe(
         data,
         max_pixels=decoder.max_pixels,
         max_scans=decoder.max_scans,
-        orientation=decoder.orientation == "apply",
+        orientation=orientation or decoder.orientation == "apply",
         formats=decoder.formats,
     )
+
+
+def tagged_header_of(data: NDArray[np.uint8], decoder: s.Decoder, *, tagged: bool) -> tuple[Header, int]:
+    """Return a file's header, and the EXIF orientation that `decode` ignores without saying so; else 1.
+
+    tagged: False if that is not of interest. Raises BadSampleError.
+    """
+    if not tagged or decoder.orientation is not None:
+        return header_of(data, decoder), 1
+    return header_of(data, decoder, orientation=True).untagged()
 
 
 def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:

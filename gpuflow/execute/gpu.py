@@ -180,7 +180,7 @@ class Prepared:
     entries [n, 7]: of the files of these rows, as `JpegBatch.of` takes them. memory: that holds these files.
     undecoded: which of these rows no call has taken yet; needs the runner's lock.
     plans: for each output the first pass's resampling or warp of these rows.
-    sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
+    sizes [N, 3]: of all samples of the chunk that have a valid header, as `CpuRunner.run` has them.
     draws: for each output and each pass of it the random parameters for these rows.
     others: the samples that the CPU decodes, finished or in progress, or None.
     faults: for each sample of the chunk None, or why it is bad.
@@ -372,7 +372,7 @@ class GpuRunner:
                 _Plan.of(own[0], tables.steps, fixed=passes.first.result.fixed) if plan is None else _Plan(plan, None)
                 for own, passes, plan in zip(draws, self._passes, tables.plans, strict=True)
             ],
-            sizes=headers.upright_sizes,
+            sizes=np.column_stack([headers.upright_sizes, headers.tags.astype(np.int64)]),
             draws=draws,
             others=work,
             faults=faults,

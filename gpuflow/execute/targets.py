@@ -71,6 +71,11 @@ class TargetMapper:
         """Whether `decode` applies orientations."""
         return self.program.decoder.orientation == "apply"
 
+    @property
+    def leaves_orientation_open(self) -> bool:
+        """Return whether fields have coordinates or masks, and `decode` does not say what EXIF orientations mean."""
+        return self.program.decoder.orientation is None and any(field.type in GEOMETRIC for field in self.fields)
+
     def compile_loops(self) -> None:
         """Compile the loops that draw masks, on this thread: see `gpuflow.execute.cpu.compile_loops`."""
         if any(field.type == "mask" for field in self.fields):

@@ -28,6 +28,7 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read_workers import ProcessReader, ProcessStorage
 from gpuflow.loader.records import target_mapper
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
+from gpuflow.loader.turned_images import TurnedImages
 from gpuflow.pipeline.rng import key64
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.runtime.ranks import Ranks
@@ -123,6 +124,7 @@ def build_loader(
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, config.on_error_of(name, drawn=listed and listed.drawn), len(source)),
         targets=targets,
+        turned=TurnedImages(source) if targets is not None and targets.leaves_orientation_open else None,
         record_values=program.record_values,
         left_out=left_out,
         labelled=has_labels(source),

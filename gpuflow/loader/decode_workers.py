@@ -35,7 +35,7 @@ class Outcome:
     """What became of a chunk's samples.
 
     faults [n]: None, or why a sample is bad. read_bytes, read_s: of the source. cpu_s: processor seconds in all.
-    sizes [n, 2]: see `CpuRunner.run`; None if they were not asked for.
+    sizes [n, 3]: see `CpuRunner.run`; None if they were not asked for.
     """
 
     faults: list[BadSampleError | None]
@@ -128,7 +128,7 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
             continue
         slots = slots_in(memory, program, start, len(indices), batch)
         try:
-            sizes = np.empty((len(indices), 2), np.int64) if wants_sizes else None
+            sizes = np.empty((len(indices), 3), np.int64) if wants_sizes else None
             outcome = _run(source, runner, pool, indices, keys, slots, sizes)
         except DecoderError:
             return  # the pool then does without this worker

@@ -42,6 +42,7 @@ class Progress:
     following: int = 1
     begun: bool = False
     warned_of_many_bad: bool = False
+    warned_of_turned: bool = False
 
     @property
     def upcoming(self) -> tuple[int, int]:
@@ -130,6 +131,7 @@ class EpochIterator(Iterator[Batch]):
             asked = _timed_event(stream) if stream is not None and self._plan.gpu is not None else None
             assembly = self._get()
             batch = self._batch(assembly, stream, asked)
+            self._warn_of_turned()
             self._warn_of_many_bad()  # which raises where warnings are errors
         except BaseException:
             self.end("an error was raised")
@@ -232,6 +234,12 @@ class EpochIterator(Iterator[Batch]):
                 "run.max_bad",
                 stacklevel=4,
             )
+
+    def _warn_of_turned(self) -> None:
+        turned = self._plan.turned
+        if turned is not None and turned.count and not self._progress.warned_of_turned:
+            self._progress.warned_of_turned = True
+            warnings.warn(turned.text, stacklevel=4)
 
     def close(self) -> None:
         """End the epoch, as `yield from` does with the iterator of a generator that is closed."""

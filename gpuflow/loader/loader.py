@@ -275,6 +275,8 @@ class Loader:
             `bytes` that it read, and `waiting`, the average number of samples that were ready for the next stage.
             `bad` and `bad_distinct`: since the loader was made, how often a sample was bad, and how many samples were.
             `instances_left_out`: of the samples that it reads, because their annotations are incomplete.
+            `turned_images`: how many images with boxes, masks or keypoints EXIF data turn, where `decode.orientation`
+            is not set; since the loader was made.
             Where they apply: `engine_images` and `cpu_images`, decoded by the GPU and for it by the CPU; `cpu_share`;
             `cache`, what came from `source.cache` and from the server since the source was opened; `processes`, the
             state of the worker processes.
@@ -286,6 +288,8 @@ class Loader:
             extra["cpu_share"] = round(plan.share.part, 4)
         if plan.targets is not None:
             extra["instances_left_out"] = plan.left_out
+        if plan.turned is not None:
+            extra["turned_images"] = plan.turned.count
         if (counts := cache_counts(plan.source)) is not None:
             extra["cache"] = counts
         if workers := self._feed.workers.counts():

@@ -76,7 +76,7 @@ class Feed:
         self._offload: CpuOffload | None = None
         if plan.share is not None:
             self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder, self.workers)
-        self._records = RecordMapper(plan.source, plan.targets) if plan.targets is not None else None
+        self._records = RecordMapper(plan.source, plan.targets, plan.turned) if plan.targets is not None else None
         self._resolver = BadSampleResolver(plan, self._reader, self._records)
         self._delivery = Delivery(plan, self._records, self._offload)
         offload_meters = [self._offload.meter] if self._offload is not None else []
@@ -334,7 +334,7 @@ class Feed:
 
     def _sizes(self, chunk: Chunk) -> Sizes:
         """Room for the sizes of a chunk's images, where its records need them."""
-        return None if self._records is None else np.empty((len(chunk), 2), np.int64)
+        return None if self._records is None else np.empty((len(chunk), 3), np.int64)
 
     @contextlib.contextmanager
     def _naming_files(self, chunk: Chunk) -> Iterator[None]:

@@ -12,6 +12,7 @@ from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.read_workers import ProcessReader
 from gpuflow.loader.sampler import Order, Steps
+from gpuflow.loader.turned_images import TurnedImages
 from gpuflow.pipeline.record_values import RecordValue
 from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
@@ -49,6 +50,7 @@ class LoaderPlan:
         timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
         targets: maps the fields of the source's records; None if it has no fields besides image and label.
+        turned: counts images that EXIF data turn, where that may matter for `targets`; None elsewhere.
         record_values: what stages take from these records.
         left_out: how many instances of its samples the source leaves out, because their annotations are incomplete.
         labelled: whether the source has labels; without them a batch is the pair (images, targets).
@@ -80,6 +82,7 @@ class LoaderPlan:
     timeout_seconds: float = 120.0
     bad: BadSamples
     targets: TargetMapper | None = None
+    turned: TurnedImages | None = None
     record_values: tuple[RecordValue, ...] = ()
     left_out: int = 0
     labelled: bool = True

@@ -15,6 +15,7 @@ from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute import packing
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
+from gpuflow.loader.turned_images import TurnedImages
 from gpuflow.pipeline.records import Column, Field, Ragged, Records
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
@@ -51,8 +52,8 @@ def target_mapper(config: Config, name: str, fields: tuple[Field, ...]) -> Targe
 class RecordMapper:
     """Reads and maps the records of one loader, on any thread."""
 
-    def __init__(self, source: Source, mapper: TargetMapper) -> None:
-        self._source, self._mapper = source, mapper
+    def __init__(self, source: Source, mapper: TargetMapper, turned: TurnedImages | None = None) -> None:
+        self._source, self._mapper, self._turned = source, mapper, turned
         mapper.compile_loops()
 
     def add(
@@ -67,7 +68,7 @@ class RecordMapper:
     ) -> None:
         """Map the records of n samples, rows [start, start + n) of a batch, and add them to it.
 
-        sizes [n, 2]: of the upright images. faults [n]: why samples are bad already, which gets the bad records, too.
+        sizes [n, 3]: as `CpuRunner.run` has them. faults [n]: why samples are bad; gets the bad records, too.
         records: of the n samples, if they are read already.
         """
         sound = np.array([i for i, fault in enumerate(faults) if fault is None], np.int64)
@@ -77,7 +78,10 @@ class RecordMapper:
             records = records_of(self._source, [indices[i] for i in sound.tolist()])
         else:
             records = records.take(sound)
-        targets = self._mapper.map(records, keys.take(sound), sizes[sound])
+        if self._turned is not None:
+            for i in sound[sizes[sound, 2] != 1].tolist():
+                self._turned.add(indices[i], int(sizes[i, 2]))
+        targets = self._mapper.map(records, keys.take(sound), sizes[sound, :2])
         for i, error in zip(sound.tolist(), targets.errors, strict=True):
             if error is not None:
                 faults[i] = BadSampleError("record", error)

@@ -190,7 +190,7 @@ class Decoder(Stage):
     color: str
     backend: str
     cpu_share: float
-    orientation: str
+    orientation: str | None
     max_pixels: int
     max_scans: int
     background: tuple[int, int, int] | None

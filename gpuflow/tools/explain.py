@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import assert_never
 
+import numpy as np
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,10 +15,12 @@ from rich.text import Text
 from gpuflow.config import Config
 from gpuflow.config.resources import decode_processes_of, threads_of
 from gpuflow.decode.codecs import decoder_description
-from gpuflow.errors import SourceError
+from gpuflow.errors import BadSampleError, SourceError
+from gpuflow.execute.cpu import header_of
 from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
+from gpuflow.loader.turned_images import turned_text
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,
@@ -27,6 +31,7 @@ from gpuflow.pipeline.program import (
     Step,
     WarpStep,
 )
+from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.pipeline.stage import Decoder, Policy
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.sources import (
@@ -39,10 +44,14 @@ from gpuflow.sources import (
     is_read_remotely,
     left_out_of,
 )
+from gpuflow.sources.choose import spread
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
 
 __all__ = ["explain"]
+
+_LOOKED_AT = 100
+"""Images of a source whose headers are read for their EXIF orientations."""
 
 
 def explain(config: Config) -> RenderableType:
@@ -111,14 +120,15 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
-    where, samples, remote, fingerprint, fields, left_out = _source(config, name)
+    where, samples, remote, fingerprint, fields, *faults = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     megabytes = size * slot_bytes_of(program) / 1e6
     yield Text(f"  source         {where}")
     if fields:
         yield Text(f"  fields         {fields}")
-    if left_out:
-        yield Text(f"  left out       {left_out}")
+    for heading, fault in zip(("left out", "turned"), faults, strict=True):
+        if fault:
+            yield Text(f"  {heading:14} {fault}")
     if fingerprint:
         yield Text(f"  fingerprint    {fingerprint}; ranks of a process group compare it, this command does not")
     yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
@@ -169,22 +179,40 @@ def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> st
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str]:
-    """A description of the source, its number of samples, whether it is read remotely, its fingerprint, its fields and
-    which instances it leaves out."""
+def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str, str]:
+    """Return a description of the source, its number of samples, whether it is read remotely, its fingerprint, its
+    fields, which instances it leaves out and which images EXIF data turn."""
     where = config.source.where
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0, is_remote(where), "", "", ""
+        return f"{where}: {error}", 0, is_remote(where), "", "", "", ""
     part = config.split_of(name)
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     split = "" if part is None else f", split {part}{unstratified}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
-    remote, found = is_read_remotely(source), (fingerprint_of(source), _fields(config, source), _left_out(source))
-    return text, len(source), remote, *found
+    remote, fields = is_read_remotely(source), _fields(config, source)
+    turned = "" if remote else _turned(config, name, source)
+    return text, len(source), remote, fingerprint_of(source), fields, _left_out(source), turned
+
+
+def _turned(config: Config, name: str, source: Source) -> str:
+    """Return how many of some images EXIF data turn, where their fields have coordinates; empty for none."""
+    decoder = config.any_program(name).decoder
+    if decoder.orientation is not None or all(field.type not in GEOMETRIC for field in fields_of(source)):
+        return ""
+    chosen, turned = spread(len(source), _LOOKED_AT), list[tuple[int, int]]()
+    for index in chosen:
+        payload = source.read([index], lambda size: np.empty(size, np.uint8))
+        with suppress(BadSampleError):
+            tag = header_of(payload.sample(0), decoder, orientation=True).orientation
+            turned += [(index, tag)] if tag != 1 else []
+    if not turned:
+        return ""
+    index, tag = turned[0]
+    return turned_text(f"{len(turned)} of {len(chosen)} images that were looked at", source.path(index), tag)
 
 
 def _left_out(source: Source) -> str:

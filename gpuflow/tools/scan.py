@@ -48,7 +48,8 @@ class Finding:
     """One sample to look at.
 
     kind: `unreadable`, `corrupt`, `oversize`, `format`, `record` (its boxes, its mask or another field) or `timeout`,
-    which are bad; `cmyk` or `misnamed`, which decode all the same, and `incomplete`, of which instances are left out.
+    which are bad; `cmyk` or `misnamed`, which decode all the same; `incomplete`, of which instances are left out; and
+    `turned`, whose boxes, masks or keypoints may be those of the upright photograph.
     needs: of the kind `format`, what `decode.formats` must name for it to be decoded.
     """
 
@@ -238,29 +239,32 @@ class _Scanner:
             if decoder.library is not None:
                 decoder.decode(data)
                 return [], None
-            header = self._probe(data, decoder.formats)
+            header, tag = self._probe(data, decoder.formats)
             cpu_decoder.decode(data, header)
         except BadSampleError as fault:
             if fault.code == "sample.format":
                 return [self._unnamed(index, path, data, fault)], None
             kind = "oversize" if fault.code == "sample.too_large" else "corrupt"
             return [Finding(index, path, kind, True, fault.reason)], None
-        return list(_odd(index, path, header)), header.upright_size
+        turned = f"EXIF orientation {tag}, which decode ignores by default; the annotations may be of the upright image"
+        findings = [Finding(index, path, "turned", False, turned)] if tag != 1 else []
+        return [*_odd(index, path, header), *findings], header.upright_size
 
-    def _probe(self, data: NDArray[np.uint8], formats: Collection[str]) -> Header:
-        decoder = self._decoder
-        return probe(
+    def _probe(self, data: NDArray[np.uint8], formats: Collection[str]) -> tuple[Header, int]:
+        decoder, tagged = self._decoder, self._mapper is not None and self._mapper.leaves_orientation_open
+        header = probe(
             data,
             max_pixels=decoder.max_pixels,
             max_scans=decoder.max_scans,
             formats=formats,
-            orientation=decoder.orientation == "apply",
+            orientation=tagged or decoder.orientation == "apply",
         )
+        return header.untagged() if tagged else (header, 1)
 
     def _unnamed(self, index: int, path: str, data: NDArray[np.uint8], fault: BadSampleError) -> Finding:
         """A file of a format that `decode.formats` does not name; corrupt if its header is bad all the same."""
         try:
-            needs = self._probe(data, LABELS).format
+            needs = self._probe(data, LABELS)[0].format
         except BadSampleError as other:
             return Finding(index, path, "corrupt", True, other.reason)
         return Finding(index, path, "format", True, fault.reason, needs)
