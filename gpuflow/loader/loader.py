@@ -102,8 +102,13 @@ class Loader:
 
     @property
     def rank(self) -> int:
-        """Which of the ranks this is."""
+        """Return which of the ranks this is, from 0."""
         return self._steps.rank
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks share each epoch."""
+        return self._steps.world_size
 
     @property
     def samples_per_step(self) -> int:

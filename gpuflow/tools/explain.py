@@ -190,7 +190,8 @@ def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str, s
         return f"{where}: {error}", 0, is_remote(where), "", "", "", ""
     part = config.split_of(name)
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
-    split = "" if part is None else f", split {part}{unstratified}"
+    moves = "; adding or removing files moves samples between the parts" if config.source.fractions else ""
+    split = "" if part is None else f", split {part}{unstratified}{moves}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
     remote, fields = is_read_remotely(source), _fields(config, source)

@@ -390,11 +390,11 @@ def test_refuses_a_number_of_ranks_if_nothing_says_which_one_this_is(
     with pytest.raises(ValueError, match=r"^rank must be given with world_size=2: nothing says which rank this proc"):
         gpuflow.load(config, world_size=2)
     with gpuflow.load(config, world_size=1) as loader:
-        assert loader.rank == 0
+        assert (loader.rank, loader.world_size) == (0, 1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with gpuflow.load(config, world_size=2) as loader:
-        assert loader.rank == 1
+        assert (loader.rank, loader.world_size) == (1, 2)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0.5, 2), (0, "2"), (0, 2.0)])

@@ -137,8 +137,10 @@ def test_says_how_samples_are_drawn(config: Path, tmp_path: Path) -> None:
 
 def test_splits_are_counted(config: Path) -> None:
     text = explained(config, "source.split={train: 0.75, val: 0.25}")
-    assert "9 samples, 3 classes" in text
-    assert "3 samples, 3 classes" in text
+    moves = "adding or removing files moves samples between the parts"
+    assert f"9 samples, 3 classes, split train; {moves}" in text
+    assert f"3 samples, 3 classes, split val; {moves}" in text
+    assert moves not in explained(config)
 
 
 def test_serving_may_end_with_the_images(config: Path) -> None:
