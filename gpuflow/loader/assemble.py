@@ -122,7 +122,7 @@ def build_loader(
         threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
-        bad=_bad_samples(config, config.on_error_of(name, drawn=listed and listed.drawn), len(source)),
+        bad=_bad_samples(config, config.on_error_of(name, drawn=None if listed is None else listed.drawn), len(source)),
         targets=targets,
         turned=TurnedImages(source) if targets is not None and targets.leaves_orientation_open else None,
         record_values=program.record_values,
@@ -237,7 +237,7 @@ def _mixed_order(spec: SourceSpec, source: MixSource, batch_size: int) -> MixedO
 def _left_out(config: Config, name: str, source: Source) -> int:
     """Return how many instances the source leaves out. Raises SourceError if `targets.invalid` is `raise`."""
     left_out = left_out_of(source).values()
-    count = sum(each.count for each in left_out)
+    count = sum(each.instances for each in left_out)
     if count and config.pipelines[name].targets.invalid == "raise":
         raise SourceError(
             f"{config.path}: pipelines.{name}.targets.invalid is raise, and {count:,} instances of {len(left_out):,} "

@@ -101,8 +101,7 @@ class SamplerDraws:
     def drawn(self) -> bool:
         """Return False if the DataLoader gives each sample once, as without `shuffle`, a sampler and `drop_last`."""
         batches = self._dataloader.batch_sampler
-        ordered = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
-        return not ordered or batches.drop_last
+        return type(batches) is not BatchSampler or type(batches.sampler) is not SequentialSampler or batches.drop_last
 
     def _batches(self) -> tuple[NDArray[np.int64], list[int]]:
         dataloader, count = self._dataloader, len(self)

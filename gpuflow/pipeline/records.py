@@ -156,7 +156,7 @@ def taken(column: Column, samples: NDArray[np.int64]) -> Column:
 class LeftOut(NamedTuple):
     """How many instances of a sample are left out, because their annotations are incomplete, and why the first is."""
 
-    count: int
+    instances: int
     reason: str
 
 

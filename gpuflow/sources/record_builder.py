@@ -217,7 +217,7 @@ class RecordBuilder:
         left_out = dict[int, LeftOut]()
         for sample, reason in chain.from_iterable(found.values() for found in invalid.values()):
             known = left_out.get(sample)
-            left_out[sample] = LeftOut(1, reason) if known is None else LeftOut(known.count + 1, known.reason)
+            left_out[sample] = LeftOut(1, reason) if known is None else LeftOut(known.instances + 1, known.reason)
         return RecordTable(tuple(fields), stores, self._bad, storages, left_out=left_out)
 
     def _groups(self) -> dict[str, str]:

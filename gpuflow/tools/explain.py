@@ -221,7 +221,7 @@ def _left_out(source: Source) -> str:
     found = left_out_of(source).values()
     if not found:
         return ""
-    count, first = sum(each.count for each in found), next(iter(found)).reason
+    count, first = sum(each.instances for each in found), next(iter(found)).reason
     return f"{count:,} instances of {len(found):,} samples, whose annotations are incomplete; the first: {first}"
 
 

@@ -219,7 +219,7 @@ class _Scanner:
                 return
             findings, size = self._look(index, payload.errors[i], payload.sample(i), decoder)
             if left_out := self._left_out.get(index):
-                text = f"{left_out.count} instance(s) left out; the first: {left_out.reason}"
+                text = f"{left_out.instances} instance(s) left out; the first: {left_out.reason}"
                 findings.append(Finding(index, self._source.path(index), "incomplete", False, text))
             reason = errors[i]
             if reason is None and size is not None and self._mapper is not None:

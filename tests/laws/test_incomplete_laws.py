@@ -157,12 +157,12 @@ def test_complete_instances_are_those_of_a_file_without_the_others(kind: str, se
     source = open_source(spec)
     assert values_of(source) == values_of(expected) and not left_out_of(expected)
     missing = [len(rows) - len(kept) for rows, kept in zip(whole, sound, strict=True)]
-    assert {i: left_out.count for i, left_out in left_out_of(source).items()} == {
+    assert {i: left_out.instances for i, left_out in left_out_of(source).items()} == {
         i: n for i, n in enumerate(missing) if n
     }
     mixed = open_source(SourceSpec(mix=({"source": source_keys(spec)}, {"source": source_keys(spec)})))
     assert {i % COUNT for i in left_out_of(mixed)} == set(left_out_of(source))
-    assert sum(each.count for each in left_out_of(mixed).values()) == 2 * sum(missing)
+    assert sum(each.instances for each in left_out_of(mixed).values()) == 2 * sum(missing)
 
 
 def source_keys(spec: SourceSpec) -> dict[str, Any]:

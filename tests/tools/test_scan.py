@@ -178,7 +178,7 @@ def test_a_scan_that_is_left_ends_its_threads() -> None:
         findings.close()  # type: ignore[attr-defined]
 
 
-def test_a_bad_record_is_a_bad_sample(tmp_path: Path) -> None:
+def test_an_incomplete_annotation_is_a_finding_and_no_bad_sample(tmp_path: Path) -> None:
     files = make_photos(tmp_path / "photos", classes=1, each=4)
     truncate(files[3])
     boxes = [[[0, 0, 1, 1]], [[2, 0, 1, 1]], [], [[2, 0, 1, 1]]]
@@ -188,10 +188,12 @@ def test_a_bad_record_is_a_bad_sample(tmp_path: Path) -> None:
     source = open_source(SourceSpec(listing=str(listing), fields={"boxes": {}}))
     found = list(scan(source, DECODER, threads=2))  # type: ignore[arg-type]
     assert [(finding.index, finding.kind, finding.bad) for finding in found] == [
-        (1, "record", True),
+        (1, "incomplete", False),
         (3, "corrupt", True),
+        (3, "incomplete", False),
     ]
-    assert found[0].reason == f"{listing}:2: boxes[0] must have x1 < x2 and y1 < y2, got [2.0, 0.0, 1.0, 1.0]"
+    reason = f"{listing}:2: boxes[0] must have x1 < x2 and y1 < y2, got [2.0, 0.0, 1.0, 1.0]"
+    assert found[0].reason == f"1 instance(s) left out; the first: {reason}"
 
 
 def test_a_record_must_fit_its_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +207,13 @@ def test_a_record_must_fit_its_image(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Image.new("L", (width, height)).save("mask.png")
     Image.new("L", (width + 1, height)).save("wide.png")
     Path("text.png").write_text("x")
-    runs = {"size": [height, width], "counts": [height * width]}
+    runs = {"size": [height, width], "counts": [0, height * width]}
     sound = {"boxes": [[1, 1, 9, 9]], "levels": "mask.png", "runs": [runs], "lines": [[[1, 1, 9, 1, 9, 9]]]}
     rows = [{"path": f"photos/{file.relative_to(tmp_path / 'photos')}", **sound} for file in files]
     rows[1]["boxes"] = [[width, 1, width + 9, 9]]
     rows[2]["levels"] = "wide.png"
     rows[3]["levels"] = "text.png"
-    rows[4]["runs"] = [{"size": [height, width + 1], "counts": [height * (width + 1)]}]
+    rows[4]["runs"] = [{"size": [height, width + 1], "counts": [0, height * (width + 1)]}]
     rows[5]["lines"] = [[[1, 1, 2e6, 1, 9, 9]]]
     Path("list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     masks = "levels: {type: mask}, runs: {type: mask, kind: rle}, lines: {type: mask, kind: polygons}"
