@@ -553,7 +553,7 @@ def _plot(figure: str, results: Path) -> None:
 
 @app.command()
 def scan(path: ConfigFile, overrides: Overrides = None) -> None:
-    """Read and decode the whole source once; print what is corrupt, oversize, CMYK or misnamed as JSON lines.
+    """Read and decode the whole source once; print bad, CMYK and misnamed samples as JSON lines.
 
     Files of a format that `decode.formats` must name say so in `needs`, and the last line gives the key to add.
 

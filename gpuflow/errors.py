@@ -80,6 +80,7 @@ Code = Literal[
     "stage.size",
     "sample.bad",
     "sample.format",
+    "sample.unsupported",
     "sample.too_large",
     "import.source",
     "import.stage",
@@ -102,6 +103,7 @@ Code = Literal[
     stage.size            images of varying size at the end of a pipeline
     sample.bad            an encoded image that cannot become a tensor
     sample.format         an encoded image of a format that `decode.formats` would have to name
+    sample.unsupported    an encoded image that may be sound, but of a kind that gpuflow does not decode
     sample.too_large      an encoded image of more pixels than `max_pixels`, or more scans than `max_scans`
     import.source         another library's transforms that cannot be read
     import.stage          a transform of another library that no stage equals

@@ -1,4 +1,4 @@
-"""decode: decodes bytes to a uint8 image. Detects the format by content, not extension: JPEG, PNG, WebP, BMP.
+"""decode: decodes bytes to a uint8 image. Detects the format by content, not extension: JPEG, PNG, WebP, BMP, PNM.
 
 Others, which it decodes if `formats` names them, are those of `gpuflow/decode/optional_headers.py`.
 """
@@ -16,7 +16,7 @@ __all__ = ["Decode"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decode(Decoder):
-    """Decode a JPEG, PNG, WebP or BMP to an image of 8 bits a channel. The first stage of each pipeline.
+    """Decode a JPEG, PNG, WebP, BMP or PNM to an image of 8 bits a channel. The first stage of each pipeline.
 
     Args:
         color: the order of the channels, or `gray` for one channel of luma. CMYK and gray files are converted.

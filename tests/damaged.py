@@ -85,7 +85,7 @@ def damages(data: bytes, rng: random.Random) -> Iterator[bytes]:
 
 @cache
 def pool(count: int = 220, seed: int = 0) -> tuple[bytes, ...]:
-    """Files, about a third of them sound, in any order: JPEG, PNG, WebP and BMP of several sizes."""
+    """Files, about a third of them sound, in any order: JPEG, PNG, WebP, BMP and PNM of several sizes."""
     rng = random.Random(seed)
     found: list[bytes] = []
     for number in range(24):

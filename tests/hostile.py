@@ -47,11 +47,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "decode: empty: the file has no bytes"),
     "text": (
         b"hello, world",
-        "decode: not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP and BMP",
+        "decode: not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP, BMP and PNM",
     ),
     "gif": (
         encode(photo(8, 8), "GIF"),
-        "decode: GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP; "
+        "decode: GIF is not supported; gpuflow decodes JPEG, PNG, WebP, BMP and PNM; "
         "to have it decoded, name it in decode.formats: [gif]",
     ),
     "cut short": (

@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
-from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, Header, refuse, require_memory, stored, upright
+from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, UNSUPPORTED, Header, refuse, require_memory, stored, upright
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.decode.optional_decoders import decode_optional
 from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
 from gpuflow.decode.png_data import has_too_much_data, png_chunks
+from gpuflow.decode.pnm import decode_pnm, is_pnm, read_pnm
 from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "check_scans",
     "decoder_description",
     "engine_sampling",
+    "format_of",
     "imdecode",
     "probe",
     "scan_start",
@@ -101,11 +103,13 @@ def probe(
     if len(view) == 0:
         refuse("empty: the file has no bytes")
     magic = bytes(view[:12])
-    read = next((reader for test, reader in _READERS if test(magic)), None)
+    read = next((reader for _, test, reader in _READERS if test(magic)), None)
     if read is None:
-        name = format_by_content(view)
-        if name is None:
-            refuse(_unknown_format(magic))
+        name, label = format_of(view)
+        if not label:
+            refuse(f"not an image: begins with {magic[:4].hex(' ')}; {_KNOWN}")
+        if not name:
+            refuse(f"{label} is not supported; {_KNOWN}, so convert this file", UNSUPPORTED)
         if name not in formats:
             refuse(_not_named(name), "sample.format")
         read = READERS[name]
@@ -125,16 +129,66 @@ def probe(
     return header
 
 
-def _unknown_format(magic: bytes) -> str:
-    for start, name in {b"%PDF": "PDF", b"8BPS": "PSD", b"P6": "PPM"}.items():
-        if magic.startswith(start):
-            return f"{name} is not supported; {_KNOWN}"
-    if magic[4:8] == b"ftyp":
-        return f"AVIF/HEIF of an unknown kind is not supported; {_KNOWN}"
-    return f"not an image: begins with {magic[:4].hex(' ')}; {_KNOWN}"
+def format_of(view: memoryview) -> tuple[str, str]:
+    """Return the name of a file's format by its content, and what people call it.
+
+    The name is empty if gpuflow does not decode the format; both are if the format is unknown.
+    """
+    magic = bytes(view[:12])
+    name = next((name for name, test, _ in _READERS if test(magic)), None) or format_by_content(view)
+    if name is not None:
+        return name, LABELS.get(name, name.upper())
+    if _is_tga(view):
+        return "", "TGA"
+    return "", next((label for at, mark, label in _OTHERS if view[at : at + len(mark)] == mark), "")
 
 
-_KNOWN = "gpuflow decodes JPEG, PNG, WebP and BMP"
+_OTHERS = (
+    (0, b"%PDF", "PDF"),
+    (0, b"%!PS", "PostScript"),
+    (0, b"\xc5\xd0\xd3\xc6", "EPS"),
+    (0, b"8BPS", "PSD"),
+    (0, b"\0\0\1\0", "ICO"),
+    (0, b"\0\0\2\0", "CUR"),
+    (0, b"icns", "ICNS"),
+    (0, b"qoif", "QOI"),
+    (0, b"DDS ", "DDS"),
+    (0, b"\1\xda", "SGI"),
+    *((0, bytes((10, version, 1)), "PCX") for version in (0, 2, 3, 4, 5)),
+    (0, b"\x59\xa6\x6a\x95", "Sun raster"),
+    (0, b"v/1\1", "OpenEXR"),
+    (0, b"#?", "Radiance HDR"),
+    (0, b"II\xbc", "JPEG XR"),
+    (0, b"BPG\xfb", "BPG"),
+    (0, b"FLIF", "FLIF"),
+    (0, b"gimp xcf", "XCF"),
+    (0, b"SIMPLE  =", "FITS"),
+    (0, b"P7\n", "PAM"),
+    (0, b"PF\n", "PFM"),
+    (0, b"Pf\n", "PFM"),
+    (0, b"/* XPM */", "XPM"),
+    (0, b"<svg", "SVG"),
+    (0, b"\x93NUMPY", "a NumPy array"),
+    (128, b"DICM", "DICOM"),
+    (4, b"ftyp", "AVIF/HEIF of an unknown kind"),
+)
+"""Other formats of images: where their mark stands, the mark, and what people call them."""
+
+
+def _is_tga(view: memoryview) -> bool:
+    """Return True for a TGA, which begins without a mark: version 2 ends with one, version 1 has a plausible header."""
+    if bytes(view[-18:-2]) == b"TRUEVISION-XFILE":
+        return True
+    if len(view) <= _TGA_BYTES:
+        return False
+    palette, kind, bits, flags = view[1], view[2], view[16], view[17]
+    sides = bool(view[12] | view[13]) and bool(view[14] | view[15])
+    known = kind in ((1, 9) if palette else (2, 3, 10, 11)) and bits in (8, 15, 16, 24, 32)
+    return known and palette <= 1 and flags < 64 and sides and (palette == 1 or not any(view[3:8]))
+
+
+_TGA_BYTES = 18
+_KNOWN = "gpuflow decodes JPEG, PNG, WebP, BMP and PNM"
 
 
 def _not_named(name: str) -> str:
@@ -187,7 +241,7 @@ def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
         refuse("damaged header: a scan begins before the image's size is given")
     kind, bits, height, width, channels = frame
     if bits != 8:
-        refuse(f"{bits} bits per channel; gpuflow decodes images of 8 bits, so convert this one")
+        refuse(f"{bits} bits per channel; gpuflow decodes images of 8 bits, so convert this one", UNSUPPORTED)
     if bytes(view[-2:]) != b"\xff\xd9" and bytes(view[at:]).rfind(b"\xff\xd9") < 0:
         refuse(f"truncated: no end-of-image marker within {len(view)} bytes")
     if kind != 0xC0 or view[at + 4] != channels:
@@ -340,7 +394,7 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
         if name == b"IEND":
             break
         if name == b"acTL":
-            refuse(ANIMATION)
+            refuse(ANIMATION, UNSUPPORTED)
         ended = ended or (previous == b"IDAT" and name != b"IDAT")  # libpng reads pixels only from the first IDATs
         others += ended or name != b"IDAT"
         if others > _MAX_OTHER_CHUNKS:
@@ -411,12 +465,14 @@ def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _PNG_ALPHA = 4
 """PNG's colour types from this value on have an alpha channel."""
-_READERS: tuple[tuple[Callable[[bytes], bool], Reader], ...] = (
-    (lambda magic: magic.startswith(b"\xff\xd8\xff"), _read_jpeg),
-    (lambda magic: magic.startswith(_PNG_MAGIC), _read_png),
-    (lambda magic: magic.startswith(b"RIFF") and magic[8:12] == b"WEBP", _read_webp),
-    (lambda magic: magic.startswith(b"BM"), _read_bmp),
+_READERS: tuple[tuple[str, Callable[[bytes], bool], Reader], ...] = (
+    ("jpeg", lambda magic: magic.startswith(b"\xff\xd8\xff"), _read_jpeg),
+    ("png", lambda magic: magic.startswith(_PNG_MAGIC), _read_png),
+    ("webp", lambda magic: magic.startswith(b"RIFF") and magic[8:12] == b"WEBP", _read_webp),
+    ("bmp", lambda magic: magic.startswith(b"BM"), _read_bmp),
+    ("pnm", is_pnm, read_pnm),
 )
+"""The formats that are always decoded: their name, a test of a file's first bytes, and what reads the header."""
 
 
 def _tiff_orientation(block: memoryview) -> int:
@@ -515,7 +571,7 @@ class CpuDecoder:
     def _decode(
         self, data: NDArray[np.uint8], header: Header, region: tuple[int, int, int, int] | None
     ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
-        if header.format in LABELS and header.format != "png16":
+        if header.format == "pnm" or (header.format in LABELS and header.format != "png16"):
             return self._by_optional(data, header), (0, 0)
         height, width = header.height, header.width
         if region is not None:
@@ -557,9 +613,12 @@ class CpuDecoder:
         return image
 
     def _by_optional(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
-        """Decode a whole file of a format that `decode.formats` named, and turn it as its header says."""
+        """Decode a whole PNM, or a file of a format that `decode.formats` named, and turn it as its header says."""
         composited = self._background is not None and header.alpha
-        decoded = decode_optional(data, header, alpha=composited)
+        if header.format == "pnm":
+            decoded = decode_pnm(data, header)
+        else:
+            decoded = decode_optional(data, header, alpha=composited)
         if decoded.shape[2] >= 3:
             decoded = decoded[..., [2, 1, 0, 3][: decoded.shape[2]]]
         image = _in_color(decoded, self._background if composited else None, self._color)
@@ -636,14 +695,25 @@ def check_animation(data: NDArray[np.uint8]) -> None:
     """Raise BadSampleError if these bytes are an animated PNG. Checks nothing else."""
     view = data.data
     if bytes(view[:8]) == _PNG_MAGIC and any(name == b"acTL" for name, _, _ in islice(png_chunks(view), _MAX_CHUNKS)):
-        refuse(ANIMATION)
+        refuse(ANIMATION, UNSUPPORTED)
+
+
+_BY_OPENCV = ("jpeg", "png", "webp", "bmp")
+_OPENCV_BYTES = 32
+"""OpenCV takes no WebP of fewer bytes for one. Zeros after the end of a file change no decoder's pixels."""
 
 
 def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:
-    """Decode with OpenCV: the image, uint8 HWC or HW, or None if OpenCV returns None or raises an error.
+    """Decode a JPEG, PNG, WebP or BMP with OpenCV: uint8 HWC or HW, or None if OpenCV returns None or raises an error.
+
+    OpenCV chooses a decoder by the content, and has some for formats that nothing here checks. Those get no file.
 
     Raises MemoryError if there is not enough memory for the image.
     """
+    if format_of(data.data)[0] not in _BY_OPENCV:
+        return None
+    if len(data) < _OPENCV_BYTES:
+        data = np.pad(data, (0, _OPENCV_BYTES - len(data)))
     try:
         image: NDArray[np.uint8] | None = cv2.imdecode(data, flags)  # type: ignore[assignment]  # it may be None
     except cv2.error as error:

@@ -20,6 +20,7 @@ __all__ = [
     "FLIPPED_Y",
     "OPENCV_FLAGS",
     "SWAPPED",
+    "UNSUPPORTED",
     "Header",
     "refuse",
     "require_memory",
@@ -40,6 +41,7 @@ _JPEG_BYTES, _COEFFICIENT_BYTES = 3, 2
 OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
 """OpenCV's flag for each `color` of the stage `decode`."""
 ANIMATION = "an animation; gpuflow decodes still images"
+UNSUPPORTED: Code = "sample.unsupported"
 
 
 @dataclass(frozen=True, slots=True)

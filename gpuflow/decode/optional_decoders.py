@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.header import Header, refuse, require_memory
+from gpuflow.decode.header import UNSUPPORTED, Header, refuse, require_memory
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault, reason_of
 
@@ -113,7 +113,7 @@ def _levels(image: Any, alpha: bool) -> NDArray[np.uint8]:
         white_is_zero = image.format == "TIFF" and image.tag_v2.get(_INTERPRETATION_TAG) == _WHITE_IS_ZERO
         return 255 - levels if white_is_zero else levels  # Pillow inverts only levels of up to 8 bits
     if image.mode in ("I", "F", "LAB", "HSV"):
-        refuse(f"pixels of Pillow's mode {image.mode}, which have no 8-bit levels; convert this image")
+        refuse(f"pixels of Pillow's mode {image.mode}, which have no 8-bit levels; convert this image", UNSUPPORTED)
     opaque = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
     mode = "RGBA" if alpha and image.has_transparency_data else opaque
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))

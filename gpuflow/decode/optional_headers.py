@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpuflow.decode.header import ANIMATION, Header, refuse, upright
+from gpuflow.decode.header import ANIMATION, UNSUPPORTED, Header, refuse, upright
 
 __all__ = ["LABELS", "READERS", "Reader", "format_by_content"]
 
@@ -96,12 +96,17 @@ def _read_tiff(view: memoryview, orientation: bool, max_scans: int) -> Header:
     forms = {int(form) for form in tags.get(339, ())} or {1}
     if forms != {1}:
         numbers = {2: "signed", 3: "floating-point"}.get(max(forms), "other")
-        refuse(f"{numbers} samples; only unsigned samples have levels, so convert this TIFF")
+        refuse(f"{numbers} samples; only unsigned samples have levels, so convert this TIFF", UNSUPPORTED)
     bits = {int(number) for number in tags.get(258, (1,))}
     if len(bits) != 1 or not bits <= _TIFF_BITS:
-        refuse(f"{', '.join(map(str, sorted(bits)))} bits per channel; a TIFF of 1, 2, 4, 8 or 16 is decoded")
+        refuse(
+            f"{', '.join(map(str, sorted(bits)))} bits per channel; a TIFF of 1, 2, 4, 8 or 16 is decoded", UNSUPPORTED
+        )
     if color not in _TIFF_COLORS or not _TIFF_COLORS[color] <= channels <= _TIFF_COLORS[color] + 1:
-        refuse(f"color space {color} with {channels} channels; gray, RGB, palette, CMYK and YCbCr TIFFs are decoded")
+        refuse(
+            f"color space {color} with {channels} channels; gray, RGB, palette, CMYK and YCbCr TIFFs are decoded",
+            UNSUPPORTED,
+        )
     width, height, turn = first(256, 0), first(257, 0), first(274, 1)
     tile = first(322, 0) * first(323, 0)
     if tile > width * height + _TILE_PIXELS:
@@ -232,7 +237,7 @@ def _read_heif(name: str) -> Reader:
 
     def read(view: memoryview, orientation: bool, max_scans: int) -> Header:
         if bytes(view[8:12]) in _SEQUENCES:
-            refuse(ANIMATION)
+            refuse(ANIMATION, UNSUPPORTED)
         meta = next((box for box in _boxes(view) if box.kind == b"meta"), None)
         if meta is None:
             refuse(_truncated(view, "the list of images"))
@@ -266,10 +271,13 @@ def _cropped(view: memoryview, box: _Box, name: str, coded_width: int, coded_hei
     """(width, height) that `clap` leaves. HEIC encoders fill images up to whole blocks and then crop them."""
     columns, divisor, rows, divisor_of_rows = struct.unpack_from(">4I", view, box.start)
     if name == "avif":
-        refuse("cropped by its header (clap), which Pillow's AVIF decoder does not do; convert this image")
+        refuse("cropped by its header (clap), which Pillow's AVIF decoder does not do; convert this image", UNSUPPORTED)
     width, height = columns // max(1, divisor), rows // max(1, divisor_of_rows)
     if coded_width * coded_height > 4 * width * height + _CROPPED_PIXELS:
-        refuse(f"cropped by its header to {width}x{height} of {coded_width}x{coded_height} pixels; convert this image")
+        refuse(
+            f"cropped by its header to {width}x{height} of {coded_width}x{coded_height} pixels; convert this image",
+            UNSUPPORTED,
+        )
     return width, height
 
 
@@ -363,7 +371,7 @@ def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
     at = _jp2_start(view)
     right, lower, left, upper, columns, rows, first_x, first_y, channels = struct.unpack_from(">8IH", view, at + 8)
     if channels > _JP2_CHANNELS:
-        refuse(f"{channels} channels; a JPEG 2000 of at most {_JP2_CHANNELS} is decoded")
+        refuse(f"{channels} channels; a JPEG 2000 of at most {_JP2_CHANNELS} is decoded", UNSUPPORTED)
     if not columns or not rows:
         refuse("damaged header: tiles without pixels")
     tiles = -(-(right - first_x) // columns) * -(-(lower - first_y) // rows)
@@ -463,7 +471,7 @@ def _read_jxl(view: memoryview, orientation: bool, max_scans: int) -> Header:
                 bits.size()
             preview = bool(bits.take(1))
             if preview or bits.take(1):
-                refuse("a preview; gpuflow decodes JPEG XL without one" if preview else ANIMATION)
+                refuse("a preview; gpuflow decodes JPEG XL without one" if preview else ANIMATION, UNSUPPORTED)
         if bits.take(1):  # floating-point samples
             bits.choose((32, 0), (16, 0), (24, 0), (1, 6))
             bits.take(4)

@@ -31,6 +31,7 @@ _SUFFIXES = {
     "png": ("png",),
     "webp": ("webp",),
     "bmp": ("bmp",),
+    "pnm": ("pnm", "ppm", "pgm", "pbm"),
     "tiff": ("tif", "tiff"),
     "gif": ("gif",),
     "avif": ("avif",),
@@ -40,6 +41,8 @@ _SUFFIXES = {
     "png16": ("png",),
     "webp_animated": ("webp",),
 }
+_KINDS = {"sample.too_large": "oversize", "sample.unsupported": "unsupported"}
+"""The kind of a finding for each code that has one; others are `corrupt`."""
 _KNOWN_SUFFIXES = {suffix for several in _SUFFIXES.values() for suffix in several}
 
 
@@ -47,9 +50,9 @@ _KNOWN_SUFFIXES = {suffix for several in _SUFFIXES.values() for suffix in severa
 class Finding:
     """One sample to look at.
 
-    kind: `unreadable`, `corrupt`, `oversize`, `format`, `record` (its boxes, its mask or another field) or `timeout`,
-    which are bad; `cmyk` or `misnamed`, which decode all the same; `incomplete`, of which instances are left out; and
-    `turned`, whose boxes, masks or keypoints may be those of the upright photograph.
+    kind: `unreadable`, `corrupt`, `unsupported`, `oversize`, `format`, `record` (its boxes, its mask or another field)
+    or `timeout`, which are bad; `cmyk` or `misnamed`, which decode all the same; `incomplete`, of which instances are
+    left out; and `turned`, whose boxes, masks or keypoints may be those of the upright photograph.
     needs: of the kind `format`, what `decode.formats` must name for it to be decoded.
     """
 
@@ -244,8 +247,7 @@ class _Scanner:
         except BadSampleError as fault:
             if fault.code == "sample.format":
                 return [self._unnamed(index, path, data, fault)], None
-            kind = "oversize" if fault.code == "sample.too_large" else "corrupt"
-            return [Finding(index, path, kind, True, fault.reason)], None
+            return [Finding(index, path, _KINDS.get(fault.code, "corrupt"), True, fault.reason)], None
         turned = f"EXIF orientation {tag}, which decode ignores by default; the annotations may be of the upright image"
         findings = [Finding(index, path, "turned", False, turned)] if tag != 1 else []
         return [*_odd(index, path, header), *findings], header.upright_size
@@ -262,11 +264,11 @@ class _Scanner:
         return header.untagged() if tagged else (header, 1)
 
     def _unnamed(self, index: int, path: str, data: NDArray[np.uint8], fault: BadSampleError) -> Finding:
-        """A file of a format that `decode.formats` does not name; corrupt if its header is bad all the same."""
+        """A file of a format that `decode.formats` does not name; of another kind if its header is bad all the same."""
         try:
             needs = self._probe(data, LABELS)[0].format
         except BadSampleError as other:
-            return Finding(index, path, "corrupt", True, other.reason)
+            return Finding(index, path, _KINDS.get(other.code, "corrupt"), True, other.reason)
         return Finding(index, path, "format", True, fault.reason, needs)
 
 

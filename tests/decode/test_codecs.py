@@ -297,7 +297,7 @@ def test_a_decoder_frees_memory_after_a_huge_image() -> None:
 JPEG, PNG, WEBP, BMP = (GOOD[name] for name in ("jpeg 4:2:0", "png", "webp", "bmp"))
 SCAN = JPEG.index(b"\xff\xda")
 FRAME = JPEG.index(b"\xff\xc0")
-KNOWN = "gpuflow decodes JPEG, PNG, WebP and BMP"
+KNOWN = "gpuflow decodes JPEG, PNG, WebP, BMP and PNM"
 NAME_IT = f"{KNOWN}; to have it decoded, name it in decode.formats:"
 TINY_FRAME = segment(0xC0, struct.pack(">BHHB", 8, 8, 8, 3) + bytes((1, 0x11, 0, 2, 0x11, 1, 3, 0x11, 1)))
 
@@ -318,11 +318,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "gif": (encode(PIXELS, "GIF"), f"GIF is not supported; {NAME_IT} [gif]"),
     "tiff": (encode(PIXELS, "TIFF"), f"TIFF is not supported; {NAME_IT} [tiff]"),
     "tiff, big-endian": (b"MM\0*\0\0\0\x08", f"TIFF is not supported; {NAME_IT} [tiff]"),
-    "pdf": (b"%PDF-1.4", f"PDF is not supported; {KNOWN}"),
-    "psd": (b"8BPS\0\x01", f"PSD is not supported; {KNOWN}"),
-    "ppm": (encode(PIXELS, "PPM"), f"PPM is not supported; {KNOWN}"),
+    "pdf": (b"%PDF-1.4", f"PDF is not supported; {KNOWN}, so convert this file"),
     "avif": (b"\0\0\0\x1cftypavif", f"AVIF is not supported; {NAME_IT} [avif]"),
-    "a film": (b"\0\0\0\x1cftypisom", f"AVIF/HEIF of an unknown kind is not supported; {KNOWN}"),
+    "a film": (b"\0\0\0\x1cftypisom", f"AVIF/HEIF of an unknown kind is not supported; {KNOWN}, so convert this file"),
     "jpeg, no more than its magic": (JPEG[:3], "truncated: the header breaks off after 3 bytes"),
     "jpeg, half a header": (JPEG[: FRAME + 5], f"truncated: the header breaks off after {FRAME + 5} bytes"),
     "jpeg, half a scan": (

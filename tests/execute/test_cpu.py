@@ -134,7 +134,7 @@ def test_nothing_but_bad_samples() -> None:
     _, faults = run(program_of(*TRAIN), [b"", b"no", b"\xff\xd8\xff"])
     assert list(map(str, faults)) == [
         "decode: empty: the file has no bytes",
-        "decode: not an image: begins with 6e 6f; gpuflow decodes JPEG, PNG, WebP and BMP",
+        "decode: not an image: begins with 6e 6f; gpuflow decodes JPEG, PNG, WebP, BMP and PNM",
         "decode: truncated: the header breaks off after 3 bytes",
     ]
 

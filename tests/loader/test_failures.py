@@ -102,12 +102,12 @@ KINDS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "text": (
         become_text,
         "decode",
-        r"not an image: begins with 3c 68 74 6d; gpuflow decodes JPEG, PNG, WebP and BMP",
+        r"not an image: begins with 3c 68 74 6d; gpuflow decodes JPEG, PNG, WebP, BMP and PNM",
     ),
     "gif": (
         become_gif,
         "decode",
-        r"GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP; "
+        r"GIF is not supported; gpuflow decodes JPEG, PNG, WebP, BMP and PNM; "
         r"to have it decoded, name it in decode.formats: \[gif\]",
     ),
 }

@@ -70,7 +70,7 @@ def test_bad_images_are_refused_each_for_its_own_reason() -> None:
         reasons[name] = caught.value.reason
     assert reasons == {
         "empty file": "empty: the file has no bytes",
-        "text": "not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP and BMP",
+        "text": "not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP, BMP and PNM",
         "jpeg cut short": f"truncated: no end-of-image marker within {len(named('bad')['jpeg cut short'].data)} bytes",
         "jpeg of 60000x60000": "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
     }

@@ -97,8 +97,8 @@ def test_findings_come_in_order(threads: int, folder: Path) -> None:
         "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
         "CMYK JPEG; it is converted to RGB, other decoders may refuse it",
         "is PNG but is named .jpg",
-        "not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP and BMP",
-        "GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP; "
+        "not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP, BMP and PNM",
+        "GIF is not supported; gpuflow decodes JPEG, PNG, WebP, BMP and PNM; "
         "to have it decoded, name it in decode.formats: [gif]",
     ]
     assert [f.needs for f in findings] == [""] * 6 + ["gif"]
