@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.decode.codecs import format_of
 from gpuflow.decode.header import SWAPPED, stored
 from gpuflow.errors import is_system_fault
 from gpuflow.execute.jit import loops_of
@@ -24,6 +26,8 @@ _SCALE = 5
 """pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
 _FARTHEST = 2**20
 """The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
+_PILLOW = {"png": "PNG", "bmp": "BMP", "gif": "GIF", "jpeg": "JPEG", "pnm": "PPM", "tiff": "TIFF"}
+"""Pillow's names of the formats that a mask may have."""
 _BITS_TAG, _ORIENTATION_TAG = 0x0102, 0x0112
 _FULL, _TOP_LEVELS = 255, {2: 3, 4: 15}
 """The highest level of 8 bits, and of fewer bits."""
@@ -35,13 +39,17 @@ def compile_loops() -> None:
 
 
 def decode_mask(
-    mask: MaskFile | NDArray[np.uint8], size: tuple[int, int], *, upright: bool = False
+    mask: MaskFile | NDArray[np.uint8], size: tuple[int, int], formats: Sequence[str] = (), *, upright: bool = False
 ) -> NDArray[np.uint8]:
-    """The levels of a mask, uint8 [height, width], with 0 for black as in Pillow; of a palette, its indices.
+    """Return the levels of a mask, uint8 [height, width], with 0 for black as in Pillow; of a palette, its indices.
 
+    A file must be a PNG by its content. No other decoder of Pillow reads it.
+
+    formats: what a file may be besides, as `FieldSpec.formats` names it.
     upright: apply the Orientation tag of a TIFF, as `decode: {orientation: apply}` does for images.
 
-    Raises ValueError if it is no image of one 8-bit channel, or not of this size, and faults of the environment.
+    Raises ValueError if it is of another format, has not one 8-bit channel, or is not of this size; and faults of the
+    environment.
     """
     if isinstance(mask, np.ndarray):
         if mask.shape != size:
@@ -50,7 +58,7 @@ def decode_mask(
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(mask.data)) as image:
+        with Image.open(io.BytesIO(mask.data), formats=[_PILLOW[name] for name in ("png", *formats)]) as image:
             turned, top = _orientation(image), _top_level(image, mask.data)
             mode, found = image.mode, image.size[::-1]
             if turned >= SWAPPED and not upright:
@@ -61,7 +69,7 @@ def decode_mask(
                     levels = stored(levels[..., None], turned)[..., 0]
                 return levels if top == _FULL else _rescaled(levels, top)
     except UnidentifiedImageError:
-        raise ValueError("must be an image file, such as PNG") from None
+        raise ValueError(_unreadable(mask.data, formats)) from None
     except Exception as error:  # Pillow's readers raise many kinds, such as SyntaxError and DecompressionBombError
         if is_system_fault(error):
             raise
@@ -69,6 +77,15 @@ def decode_mask(
     if mode not in ("L", "P", "1"):
         raise ValueError(f"must have one channel of 8 bits, got an image of mode {mode}")
     raise ValueError(_other_size(found, size))
+
+
+def _unreadable(data: bytes, formats: Sequence[str]) -> str:
+    """Return why Pillow finds none of the allowed formats in a file, and what to do."""
+    name, label = format_of(memoryview(data))
+    if name in ("png", *formats):
+        return f"cannot be decoded: the header of the {label} is damaged"
+    action = f"name it in the field's formats: [{name}], or " if name in _PILLOW else ""
+    return f"must be a PNG, got {label or f'bytes that begin with {data[:4]!r}'}; {action}convert it to PNG"
 
 
 def _orientation(image: ImageFile.ImageFile) -> int:

@@ -107,7 +107,7 @@ class TargetMapper:
                     try:
                         rows = None if boxes is None or not field.instances else len(boxes[i])
                         mask = records.columns[field.name][i]
-                        _check_masks(mask, (size[0], size[1]), rows, upright=self.upright)
+                        _check_masks(mask, (size[0], size[1]), rows, field.formats, upright=self.upright)
                     except ValueError as error:
                         errors[i] = f"{field.name} {error}"
         return errors
@@ -198,9 +198,9 @@ class TargetMapper:
         for i, (value, sample) in enumerate(zip(column, masks, strict=True)):
             try:
                 if not field.instances:
-                    made.append(sample.levels(value, field.fill))
+                    made.append(sample.levels(value, field.formats, field.fill))
                 elif isinstance(value, MaskFile):
-                    made.append(sample.levels_of_instances(value, kept[i]))
+                    made.append(sample.levels_of_instances(value, field.formats, kept[i]))
                 else:
                     made.append(sample.instances(value, kept[i], None if room is None else room[i]))
             except ValueError as error:
@@ -220,14 +220,16 @@ class _Masks:
     result: tuple[int, int]
     upright: bool
 
-    def levels(self, mask: MaskFile | NDArray[np.uint8], fill: int = 0) -> NDArray[np.uint8]:
-        """[H, W]. fill: the level of pixels outside the image. Raises ValueError."""
-        return self.map.apply(self._decoded(mask), fill)
+    def levels(self, mask: MaskFile | NDArray[np.uint8], formats: Sequence[str], fill: int = 0) -> NDArray[np.uint8]:
+        """[H, W]. formats: see `Field`. fill: the level of pixels outside the image. Raises ValueError."""
+        return self.map.apply(self._decoded(mask, formats), fill)
 
-    def levels_of_instances(self, mask: MaskFile, kept: NDArray[np.bool_] | None) -> NDArray[np.uint8]:
+    def levels_of_instances(
+        self, mask: MaskFile, formats: Sequence[str], kept: NDArray[np.bool_] | None
+    ) -> NDArray[np.uint8]:
         """[M, H, W] of 0 and 1, of the kept instances alone; instance i is the level i + 1. Raises ValueError."""
-        result = self.levels(mask)
-        highest = _highest_level(self._decoded(mask), None if kept is None else len(kept))
+        result = self.levels(mask, formats)
+        highest = _highest_level(self._decoded(mask, formats), None if kept is None else len(kept))
         levels = 1 + (np.arange(highest) if kept is None else np.flatnonzero(kept))
         instances: NDArray[np.uint8] = (result == levels[:, None, None]).astype(np.uint8)
         return instances
@@ -250,22 +252,30 @@ class _Masks:
                 target &= 1
         return result
 
-    def _decoded(self, mask: MaskFile | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def _decoded(self, mask: MaskFile | NDArray[np.uint8], formats: Sequence[str]) -> NDArray[np.uint8]:
         height, width = self.size
-        return decode_mask(mask, (height, width), upright=self.upright)
+        return decode_mask(mask, (height, width), formats, upright=self.upright)
 
 
-def _check_masks(masks: Any, size: tuple[int, int], rows: int | None = None, *, upright: bool = False) -> None:
+def _check_masks(
+    masks: Any,
+    size: tuple[int, int],
+    rows: int | None = None,
+    formats: Sequence[str] = (),
+    *,
+    upright: bool = False,
+) -> None:
     """Raise ValueError unless a mask, or each of those of instances, belongs to an image of this size.
 
-    rows: how many boxes the image has, if the levels of a mask are its instances. upright: as `decode_mask` has it.
+    rows: how many boxes the image has, if the levels of a mask are its instances. formats, upright: as `decode_mask`
+    has them.
     """
     if isinstance(masks, list | tuple):
         for i, mask in enumerate(masks):
             if (fault := mask_fault(mask, size)) is not None:
                 raise ValueError(f"[{i}] {fault}")
     else:
-        _highest_level(decode_mask(masks, size, upright=upright), rows)
+        _highest_level(decode_mask(masks, size, formats, upright=upright), rows)
 
 
 def _highest_level(levels: NDArray[np.uint8], rows: int | None) -> int:

@@ -48,6 +48,7 @@ class Field:
     classes: the names of these labels; a label is an index into them.
     instances: of a mask: whether each sample has one mask for each box; otherwise it has one mask of levels.
     fill: of a mask of levels: the level of pixels that lie outside the image.
+    formats: of a mask: the formats besides PNG that its files may have, as `FieldSpec.formats` names them.
     flip_pairs: of keypoints: pairs of their numbers that change places in horizontal flips.
     """
 
@@ -57,6 +58,7 @@ class Field:
     classes: tuple[str, ...] = ()
     instances: bool = False
     fill: int = 0
+    formats: tuple[str, ...] = ()
     flip_pairs: tuple[tuple[int, int], ...] = ()
 
 

@@ -14,6 +14,7 @@ __all__ = ["TYPES", "FieldSpec", "Fields", "classes_of_boxes", "field_problems",
 
 Type = Literal["image", "label", "boxes", "mask", "keypoints", "number", "text", "any"]
 TYPES: tuple[Type, ...] = get_args(Type)
+MaskFormat = Literal["bmp", "gif", "jpeg", "pnm", "tiff"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class FieldSpec:
             `|` in a cell of CSV and in a `.cls` member, where they may also be a list in JSON.
         fill: of a mask of the kind `file`: the level of what padding, warps and other stages add around the image, such
             as the 255 that a loss ignores; by default 0.
+        formats: of a mask of the kind `file`: which formats its files may have besides PNG. By default none: each is
+            one more library that reads what strangers send.
         flip_pairs: of keypoints: pairs of their numbers, from 0, that change places where an image is flipped
             horizontally, such as the left eye and the right one; by default none.
     """
@@ -47,6 +50,7 @@ class FieldSpec:
     classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
     separator: str | None = None
     fill: Annotated[int, Bounds(least=0, most=255)] | None = None
+    formats: tuple[MaskFormat, ...] | None = None
     flip_pairs: Annotated[tuple[tuple[int, int], ...], Bounds(least=0)] | None = None
 
     @property
@@ -61,7 +65,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "image": ("column",),
     "label": ("column", "kind", "classes", "separator"),
     "boxes": ("column", "format", "labels", "classes"),
-    "mask": ("column", "kind", "fill"),
+    "mask": ("column", "kind", "fill", "formats"),
     "keypoints": ("column", "flip_pairs"),
     "number": ("column",),
     "text": ("column",),
@@ -98,6 +102,8 @@ def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
             keys["type"] = name
         if keys.get("classes") is not None and not isinstance(keys["classes"], int):
             keys["classes"] = tuple(keys["classes"])
+        if keys.get("formats") is not None:
+            keys["formats"] = tuple(keys["formats"])
         if keys.get("flip_pairs") is not None:
             keys["flip_pairs"] = tuple(map(tuple, keys["flip_pairs"]))
         pairs.append((name, FieldSpec(**keys)))
@@ -164,9 +170,14 @@ def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
         yield Problem.of("separator", rule, action=action, code="config.conflict")
     if spec.separator == "":
         yield Problem.of("separator", "must have at least one character", spec.separator, code="config.range")
-    if spec.fill is not None and spec.type == "mask" and not spec.is_mask_file:
-        rule = f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1"
-        yield Problem.of("fill", rule, action="remove it", code="config.conflict")
+    for key in ("fill", "formats") if spec.type == "mask" and not spec.is_mask_file else ():
+        if getattr(spec, key) is not None:
+            rule = f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1"
+            yield Problem.of(key, rule, action="remove it", code="config.conflict")
+    for name in spec.formats or ():
+        if name not in (known := get_args(MaskFormat)):
+            rule, action = f"must be among {', '.join(known)}", suggest(name, known, else_all=False)
+            yield Problem.of("formats", rule, name, action, code="config.range")
     if len(set(numbers := list(chain.from_iterable(spec.flip_pairs or ())))) < len(numbers):
         rule = "must name each keypoint at most once"
         yield Problem.of("flip_pairs", rule, spec.flip_pairs, code="config.range")

@@ -211,6 +211,7 @@ class RecordBuilder:
                     classes=classes,
                     instances=instances,
                     fill=spec.fill or 0,
+                    formats=spec.formats or (),
                     flip_pairs=spec.flip_pairs or (),
                 )
             )

@@ -173,7 +173,7 @@ def gray_tiff(levels: NDArray[np.uint8], bits: int, *, white_is_zero: bool = Fal
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_gray_levels_of_a_tiff_are_what_the_file_holds(bits: int) -> None:
     levels = (np.arange(40).reshape(5, 8) % 2**bits).astype(np.uint8)
-    np.testing.assert_array_equal(decode_mask(MaskFile(gray_tiff(levels, bits)), (5, 8)), levels)
+    np.testing.assert_array_equal(decode_mask(MaskFile(gray_tiff(levels, bits)), (5, 8), ("tiff",)), levels)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -187,7 +187,7 @@ def test_levels_of_a_file_that_stores_white_as_0_are_from_black_to_white_as_pill
             b"P1\n8 5\n" + " ".join(map(str, stored.ravel())).encode(),
         ]
     for data in files:
-        np.testing.assert_array_equal(decode_mask(MaskFile(data), (5, 8)), levels)
+        np.testing.assert_array_equal(decode_mask(MaskFile(data), (5, 8), ("pnm", "tiff")), levels)
         if bits in (1, 8):  # Pillow scales 2 and 4 bits to 8
             with Image.open(io.BytesIO(data)) as image:
                 np.testing.assert_array_equal(np.array(image), levels)
@@ -199,7 +199,7 @@ def test_gray_levels_of_a_pgm_are_what_the_file_holds() -> None:
         binary = b"P5\n16 16\n%d\n" % top + levels.tobytes()
         plain = b"P2\n16 16\n%d\n" % top + " ".join(map(str, levels.ravel())).encode()
         for data in (binary, plain):
-            np.testing.assert_array_equal(decode_mask(MaskFile(data), (16, 16)), levels)
+            np.testing.assert_array_equal(decode_mask(MaskFile(data), (16, 16), ("pnm",)), levels)
 
 
 @pytest.mark.parametrize("orientation", ["ignore", "apply"])
@@ -208,7 +208,7 @@ def test_a_tiffs_orientation_turns_a_mask_where_it_turns_its_image(tag: int, ori
     data = encode(np.arange(35, dtype=np.uint8).reshape(5, 7), "TIFF", tiffinfo={0x0112: tag})
     size = (7, 5) if tag >= 5 and orientation == "apply" else (5, 7)
     program = program_of(Decode(color="gray", formats=("tiff",), orientation=orientation), CenterCrop(size=size))
-    mapper = TargetMapper(program, (Field(name="mask", type="mask"),), TargetRules())
+    mapper = TargetMapper(program, (Field(name="mask", type="mask", formats=("tiff",)),), TargetRules())
     records, keys, sizes = Records({"mask": [MaskFile(data)]}, [None]), keys_of(1), np.array([size])
     targets = mapper.map(records, keys, sizes)
     assert list(targets.errors) == mapper.check(records, sizes) == [None]
@@ -223,13 +223,19 @@ def test_xmp_data_turn_no_mask(upright: bool) -> None:
     data = encode(levels, "TIFF", tiffinfo={700: b'<x tiff:Orientation="3"/>'})
     with Image.open(io.BytesIO(data)) as image:
         assert np.array_equal(np.asarray(image), levels[::-1, ::-1])
-    np.testing.assert_array_equal(decode_mask(MaskFile(data), (5, 7), upright=upright), levels)
+    np.testing.assert_array_equal(decode_mask(MaskFile(data), (5, 7), ("tiff",), upright=upright), levels)
 
 
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
-        (MaskFile(b"GIF"), "must be an image file, such as PNG"),
+        (MaskFile(b"GIF"), r"^must be a PNG, got bytes that begin with b'GIF'; convert it to PNG$"),
+        (
+            MaskFile(b"GIF89a"),
+            r"^must be a PNG, got GIF; name it in the field's formats: \[gif\], or convert it to PNG$",
+        ),
+        (MaskFile(b"%!PS-Adobe-3.0 EPSF-3.0\n"), r"^must be a PNG, got PostScript; convert it to PNG$"),
+        (MaskFile(b"\x89PNG\r\n\x1a\n" + bytes(30)), "^cannot be decoded: the header of the PNG is damaged$"),
         (encoded(Image.new("RGB", (7, 5))), "must have one channel of 8 bits, got an image of mode RGB"),
         (encoded(Image.new("L", (5, 7))), "has 7x5 pixels, and its image 5x7"),
         (MaskFile(encoded(Image.effect_noise((7, 5), 9)).data[:60]), "cannot be decoded: "),
@@ -245,12 +251,12 @@ def test_xmp_data_turn_no_mask(upright: bool) -> None:
 )
 def test_files_at_fault(mask: MaskFile, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        decode_mask(mask, (5, 7))
+        decode_mask(mask, (5, 7), ("pnm",))
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "Too many open files"), MemoryError()], ids=repr)
 def test_a_fault_of_the_environment_is_none_of_the_file(fault: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise fault
 
     monkeypatch.setattr(Image, "open", fail)

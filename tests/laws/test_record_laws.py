@@ -162,7 +162,7 @@ REASONS = {
     "outside": "boxes[0] lies outside the image of",
     "labels": "box_labels has 2 rows, and boxes has 3",
     "size": "levels has 7x7 pixels, and its image",
-    "file": "levels must be an image file, such as PNG",
+    "file": "levels must be a PNG, got bytes that begin with ",
     "instances": "masks has 2 rows, and boxes has 3",
     "points": "points has 2 rows, and boxes has 3",
 }

@@ -183,7 +183,7 @@ def test_every_problem_of_a_file_is_located(tmp_path: Path) -> None:
         "8: source.fields.m.type must be one of image, label, boxes, mask, keypoints, number, text, any, got 'maks'; "
         "did you mean 'mask'?",
         "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, separator, fill, "
-        "flip_pairs, got 3",
+        "formats, flip_pairs, got 3",
     ]
     path.write_text(HEAD + "  listing: train.csv\n  fields:\n    boxes: {}\n    box: {}\n    text: {format: xywh}\n")
     with pytest.raises(ConfigError) as caught:
