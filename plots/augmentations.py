@@ -107,7 +107,7 @@ def _draw_picture(axes: Any, left: float, top: float, picture: _Picture, *, head
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[_Picture]]]:
     """What the file says about itself, and the pictures of each stage."""
-    with np.load(path) as file:
+    with np.load(path, allow_pickle=False) as file:
         if "about" not in file:
             raise ValueError(f"{path} must have the array `about`; make it with experiments/augment/pictures.py")
         about = json.loads(str(file["about"]))

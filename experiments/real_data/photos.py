@@ -232,7 +232,7 @@ def _write(kind: Kind, out: Path, pictures: Sequence[Path], names: int, seed: in
 
 @functools.lru_cache(maxsize=16)
 def _picture(path: Path) -> Image.Image:
-    with Image.open(path) as image:
+    with Image.open(path, formats=["JPEG", "PNG", "WEBP", "BMP", "TIFF"]) as image:
         return image.convert("RGB")
 
 

@@ -305,7 +305,7 @@ def make_photographs(size: str) -> Path:
     made = directory.with_name(f"{size}.partial")
     made.mkdir(exist_ok=True)
     for number, path in enumerate(sorted((DATA / "samples").glob("*/*.jpg"))):
-        with Image.open(path) as image:
+        with Image.open(path, formats=["JPEG"]) as image:
             photo = image.convert("RGB")
         scale = max(width / photo.width, height / photo.height)
         sides = max(width, round(photo.width * scale)), max(height, round(photo.height * scale))

@@ -16,8 +16,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.codecs import MAX_SCANS, check_animation, check_scans, imdecode, probe
-from gpuflow.decode.header import require_memory
+from gpuflow.decode.codecs import MAX_SCANS, check_animation, check_scans, format_of, imdecode, probe
+from gpuflow.decode.header import UNSUPPORTED, require_memory
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
@@ -28,8 +28,8 @@ CANNOT_DECODE = "the data is damaged, or of a format or size that torchpipe does
 """The reason of a bad sample that torchpipe's operators, or OpenCV in their place, cannot decode."""
 DAMAGED = "the data is damaged; the pixels of torchpipe's GPU decoder would depend on images decoded before"
 
-_UNKNOWN = ((8, b"WEBP", "WebP"), (4, b"ftyp", "AVIF"))
-"""Formats that torchpipe's build of OpenCV does not decode: (offset, four bytes at it, name)."""
+_FORMATS = ("jpeg", "png", "bmp")
+"""The formats that torchpipe's operators get. Its build of OpenCV has decoders for others, which nothing checks."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -47,7 +47,7 @@ class Preset(s.Decoder):
     max_pixels: ClassVar[int] = 1 << 30  # type: ignore[misc]
     max_scans: ClassVar[int] = MAX_SCANS  # type: ignore[misc]
     background: ClassVar[None] = None  # type: ignore[misc]
-    formats: ClassVar[tuple[str, ...]] = ()  # type: ignore[misc]
+    formats: ClassVar[tuple[str, ...]] = ("png16",)  # type: ignore[misc]
 
     name: Literal["torchpipe_cpu", "torchpipe_gpu"]
     height: int
@@ -95,9 +95,10 @@ class Preset(s.Decoder):
         """
         if len(data) == 0:
             raise BadSampleError(self.stage_name, "empty: the file has no bytes")
-        for at, mark, form in _UNKNOWN:
-            if data[at : at + len(mark)].tobytes() == mark:
-                raise BadSampleError(self.stage_name, f"{form} is not supported: torchpipe does not decode it")
+        name, label = format_of(data.data)
+        if name not in _FORMATS:
+            reason = f"{label} is not supported: a preset decodes JPEG, PNG and BMP" if label else CANNOT_DECODE
+            raise BadSampleError(self.stage_name, reason, UNSUPPORTED if label else "sample.bad")
         check_animation(data)
         check_scans(data)
         if self.device == "cuda" and data[:2].tobytes() == b"\xff\xd8":

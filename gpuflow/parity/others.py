@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gpuflow.config import Config
-from gpuflow.decode.codecs import CpuDecoder, probe
+from gpuflow.decode.codecs import CpuDecoder, imdecode, probe
 from gpuflow.decode.header import OPENCV_FLAGS
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.decode.preset import Preset
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "OpenCv", "Reference", "TorchpipeOperators"]
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM")
 """Pillow's names of the formats that gpuflow decodes."""
 
 
@@ -201,7 +201,7 @@ class OpenCv:
             yield pixels if pixels is not None else BadSampleError("decode", "OpenCV: no image")
 
     def _image(self, program: Program, data: Encoded, keys: s.Keys) -> torch.Tensor | None:
-        image: Any = cv2.imdecode(data, OPENCV_FLAGS[program.decoder.color])
+        image: Any = imdecode(data, OPENCV_FLAGS[program.decoder.color])
         if image is None:
             return None
         image = image.reshape(*image.shape[:2], -1)

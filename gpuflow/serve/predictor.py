@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVa
 import torch
 
 from gpuflow.config.resources import serving_processes_of, threads_of
-from gpuflow.decode.optional_headers import LABELS
 from gpuflow.decode.preset import Preset
 from gpuflow.engines import (
     Engine,
@@ -121,8 +120,7 @@ class Predictor:
         timeout_seconds: limit for each answer.
 
     gives_images: whether the graph can return the model's input. has_preset: whether a preset decodes. formats: what
-    its decoder takes besides the ordinary formats: what `decode.formats` names, or for a preset all that gpuflow knows;
-    its operators take others, too.
+    its decoder takes besides the ordinary formats, as `decode.formats` names it.
     """
 
     def __init__(
@@ -139,8 +137,7 @@ class Predictor:
         self.classes, self.preprocessing = classes, graph.preprocessing
         first_stage = pipeline.stages[0] if pipeline is not None else None
         self.has_preset = isinstance(first_stage, Preset)
-        named = first_stage.formats if isinstance(first_stage, Decoder) else ()
-        self.formats = tuple(LABELS) if self.has_preset else named
+        self.formats = first_stage.formats if isinstance(first_stage, Decoder) else ()
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
         first, last = (dict(node.parameters) for node in (graph.nodes[0], graph.nodes[-1]))

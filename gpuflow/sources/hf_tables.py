@@ -173,7 +173,8 @@ class _ParquetTable:
 def _parquet_file(shard: Shard, local: LocalStorage, metadata: Any = None) -> Iterator[Any]:
     """A Parquet file, open. Raises SourceError at the end if it has changed since it was found."""
     try:
-        with pyarrow().parquet.ParquetFile(local.place(shard.path), metadata=metadata) as file:
+        place = local.place(shard.path)
+        with pyarrow().parquet.ParquetFile(place, metadata=metadata, page_checksum_verification=True) as file:
             yield file
     finally:  # after the read: what was read before a change is right
         [now] = local.inspect([shard.path])

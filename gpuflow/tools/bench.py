@@ -147,6 +147,8 @@ class _Samples:
         from PIL import Image
         from torchvision.io import ImageReadMode, decode_image
 
+        from gpuflow.parity.others import FORMATS
+
         path = self.source.path(index)
         if os.path.isfile(path):
             with open(path, "rb") as file:
@@ -154,7 +156,7 @@ class _Samples:
         else:
             data = self.source.read([index], lambda size: np.empty(size, np.uint8)).sample(0).tobytes()
         if self._pil:
-            image: Any = Image.open(io.BytesIO(data)).convert("RGB")
+            image: Any = Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
         else:
             image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
         for transform in self._transforms:

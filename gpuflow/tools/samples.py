@@ -147,7 +147,7 @@ def load_photos() -> dict[str, Image.Image]:
     photos = {}
     for name, (package, file) in PHOTOS.items():
         if (path := roots[package] / file).exists():
-            with Image.open(path) as image:
+            with Image.open(path, formats=("JPEG", "PNG")) as image:
                 photos[name] = image.convert("RGB")
     return photos
 

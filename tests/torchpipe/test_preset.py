@@ -193,8 +193,8 @@ def test_it_decodes_as_opencv_does(color: str) -> None:
     [
         (b"", "empty: the file has no bytes"),
         (b"hello, world", CANNOT_DECODE),
-        (HOSTILE["webp"], "WebP is not supported: torchpipe does not decode it"),
-        (encode(photo(9, 9), "AVIF"), "AVIF is not supported: torchpipe does not decode it"),
+        (HOSTILE["webp"], "WEBP is not supported: a preset decodes JPEG, PNG and BMP"),
+        (encode(photo(9, 9), "AVIF"), "AVIF is not supported: a preset decodes JPEG, PNG and BMP"),
         (BAD["huge"][0], CANNOT_DECODE),
     ],
     ids=["empty", "text", "webp", "avif", "huge"],
@@ -249,7 +249,7 @@ def test_explain_and_scan(tmp_path: Path) -> None:
     source = MemorySource([HOSTILE["png"], HOSTILE["webp"], b"no image"])
     found = list(scan(source, config.programs["train"].decoder, threads=1))
     assert [(finding.index, finding.kind, finding.bad) for finding in found] == [
-        (1, "corrupt", True),
+        (1, "unsupported", True),
         (2, "corrupt", True),
     ]
 

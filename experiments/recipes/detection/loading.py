@@ -208,7 +208,7 @@ class Photographs(Dataset[Any]):
         from torchvision.transforms.v2 import functional
 
         image, annotations = self._images[index], self._annotations[index]
-        with Image.open(self._folder / image["file_name"]) as file:
+        with Image.open(self._folder / image["file_name"], formats=["JPEG"]) as file:
             pixels = functional.pil_to_tensor(file.convert("RGB"))
         size = (image["height"], image["width"])
         boxes = tv_tensors.BoundingBoxes([one["bbox"] for one in annotations], format="XYWH", canvas_size=size)
