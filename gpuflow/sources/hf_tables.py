@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
@@ -121,7 +122,7 @@ def open_table(storage: Storage, path: str) -> Table:
     kind = _ArrowTable if path.lower().endswith(".arrow") else _ParquetTable
     try:
         return kind(shard)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # that of a column's name
         raise broken(path, kind.form, error) from error
 
 
@@ -149,8 +150,13 @@ class _ArrowTable:
         self.rows = sum(batch.num_rows for batch in self.batches([]))
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        for batch in pyarrow().ipc.open_stream(self.mapped):
-            yield batch.select(list(columns)) if columns else batch
+        pa = pyarrow()
+        file = pa.BufferReader(self.mapped)
+        for batch in pa.ipc.open_stream(file):
+            _check_buffers(batch)
+            yield _checked(batch.select(list(columns)) if columns else batch, bool(columns))
+        if file.tell() != self.mapped.size:
+            raise pa.ArrowInvalid("it has an end before its last bytes")
 
 
 @final
@@ -162,11 +168,40 @@ class _ParquetTable:
         with _parquet_file(shard, LocalStorage()) as file:
             self.schema, self.metadata = file.schema_arrow, file.metadata
         self.rows = self.metadata.num_rows
+        if self.rows != sum(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)):
+            raise pyarrow().ArrowInvalid(f"its row groups have not the file's {self.rows:,} rows together")
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
         with _parquet_file(self.shard, LocalStorage(), self.metadata) as file:
             for group in range(file.num_row_groups):
-                yield from file.read_row_group(group, columns=list(columns), use_threads=False).to_batches()
+                yield from _row_group(file, group, columns).to_batches()
+
+
+def _checked(batch: Any, full: bool = True) -> Any:
+    """Return a record batch, or a table, whose offsets, lengths and texts are sound. Raises ArrowInvalid for others.
+
+    Arrow itself takes them as they are in the file: a damaged one changes other samples, or ends the process.
+
+    full: check them all; else only that the columns have as many rows as the batch.
+    """
+    batch.validate(full=full)
+    return batch
+
+
+def _check_buffers(batch: Any) -> None:
+    """Raise ArrowInvalid if two buffers of a record batch overlap, as they do if the place of one is damaged."""
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
+    spans = sorted((buffer.address, buffer.address + buffer.size) for buffer in buffers)
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        raise pyarrow().ArrowInvalid("two of its columns lie in the same bytes")
+
+
+def _row_group(file: Any, group: int, columns: Sequence[str]) -> Any:
+    """Return columns of a row group as a table, which agrees with what the file says of it. Raises ArrowInvalid."""
+    table = _checked(file.read_row_group(group, columns=list(columns), use_threads=False))
+    if table.num_rows != (rows := file.metadata.row_group(group).num_rows):
+        raise pyarrow().ArrowInvalid(f"row group {group} has {table.num_rows} of {rows} rows")
+    return table
 
 
 @contextmanager
@@ -361,7 +396,7 @@ class ParquetCells:
     """Cells of row groups.
 
     column: the path of the leaf column. owners [G]: the file of each row group. firsts [F]: each file's first group.
-    ends [G]: the number of rows up to the end of each row group. stored [G]: bytes of its column, not compressed.
+    ends [G]: the number of rows up to the end of each row group. stored [G]: bytes of all its columns, not compressed.
     window: how many neighbouring rows are shuffled among each other.
     cache: the row groups that are kept: those of two windows, as the next one begins while the last batches of the one
         before are read again for bad samples.
@@ -437,7 +472,7 @@ class ParquetCells:
         owner = int(self.owners[number])
         shard = self.rows.files[owner]
         with _parquet_file(shard, self.local) as file:
-            table = file.read_row_group(number - int(self.firsts[owner]), columns=[self.column], use_threads=False)
+            table = _row_group(file, number - int(self.firsts[owner]), [self.column])
         column = table.column(0)
         return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
 
@@ -454,14 +489,13 @@ def _parquet_cells(tables: Sequence[_ParquetTable], rows: _Rows, column: str, wi
     leaf = f"{column}.bytes" if pyarrow().types.is_struct(kind) else column
     for number, table in enumerate(tables):
         metadata = table.metadata
-        places = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path == leaf]
         firsts.append(len(owners))
         for group in range(metadata.num_row_groups):
             about = metadata.row_group(group)
-            size = about.column(places[0]).total_uncompressed_size
+            size = about.total_byte_size  # column(i) knows that of one column, but ends the process if it is damaged
             if size > _LARGEST_GROUP:
                 raise SourceError(
-                    f"{table.shard.path}: row group {group} must have at most 1 GiB of images, as it is read whole, "
+                    f"{table.shard.path}: row group {group} must have at most 1 GiB, as its images are read at once, "
                     f"got {size / 2**30:.1f} GiB in {about.num_rows} rows; write smaller row groups "
                     "(row_group_size=100)"
                 )

@@ -21,8 +21,11 @@ SPARE_BYTES = 16
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay out samples of these sizes in a payload's buffer: each sample's offset, and the buffer's size in bytes."""
-    *offsets, end = accumulate((size + SPARE_BYTES for size in sizes), initial=0)
+    """Lay out samples of these sizes in a payload's buffer: each sample's offset, and the buffer's size in bytes.
+
+    A size below 0, of damaged data, has no bytes. Such a sample lies in no other one's place, and `Payload` refuses it.
+    """
+    *offsets, end = accumulate((max(size, 0) + SPARE_BYTES for size in sizes), initial=0)
     return offsets, end
 
 
@@ -32,7 +35,8 @@ class Payload:
 
     buffer: uint8 array, which may be longer than needed.
     offsets, sizes: for each sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
-    errors: for each sample None, or why it cannot be read (its size is then 0).
+    errors: for each sample None, or why it cannot be read (its size is then 0). A sample whose place is not within the
+        buffer becomes an error.
     prescan: the result of the prescan that the reading worker ran on the payload; None if it ran none.
     cpu_s: processor seconds that another process spent on reading it.
     labels: of the samples, [n, ...], where each comes with its sample; None if `Source.labels` has them.
@@ -45,6 +49,19 @@ class Payload:
     prescan: Any = None
     cpu_s: float = 0.0
     labels: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        places = zip(self.offsets, self.sizes, strict=True)
+        room = len(self.buffer)
+        wrong = [i for i, (offset, size) in enumerate(places) if not 0 <= offset <= offset + size <= room]
+        if not wrong:
+            return
+        offsets, sizes, errors = list(self.offsets), list(self.sizes), list(self.errors)
+        for i in wrong:
+            rule = f"its place must be within the {room} bytes that were read, got {sizes[i]} bytes at {offsets[i]}"
+            offsets[i], sizes[i], errors[i] = 0, 0, errors[i] or f"{rule}; repair the file that gives its size"
+        for name, values in (("offsets", offsets), ("sizes", sizes), ("errors", errors)):
+            object.__setattr__(self, name, values)
 
     @classmethod
     def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate) -> Self:

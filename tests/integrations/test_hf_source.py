@@ -385,7 +385,7 @@ def test_paths_and_splits_that_are_wrong(root: Path, tmp_path: Path) -> None:
 
 def test_a_row_group_that_is_too_large(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuflow.sources.hf_tables._LARGEST_GROUP", 1000)
-    with pytest.raises(SourceError, match=r"row group 0 must have at most 1 GiB of images.*write smaller row groups"):
+    with pytest.raises(SourceError, match=r"row group 0 must have at most 1 GiB, .*write smaller row groups"):
         open_source(SourceSpec(hf=str(root / "one.parquet")))
 
 
