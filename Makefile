@@ -30,7 +30,7 @@ help:  ## list the targets
 
 demo: .venv/.installed  ## make sample photographs, train on them, compare loaders
 	$(BIN)/gpuflow samples data/photos -n 2000
-	$(BIN)/gpuflow train configs/demo.yaml
+	$(BIN)/gpuflow train configs/demo.yaml --force
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
 
 test: .venv/.installed  ## run the tests but the slow ones, files side by side

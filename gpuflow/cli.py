@@ -417,6 +417,7 @@ def train(
     overrides: Overrides = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps, with a checkpoint.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in train.out.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start anew, over a checkpoint in train.out.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics there; rank r of a host at port + r.")
@@ -425,7 +426,7 @@ def train(
     """Train the torchvision model that `train:` names on the pipeline `train`, and validate on `val`.
 
     Writes <train.out>/last.pt after each epoch, and within it as train.save_every says, with the weights, the loader's
-    state and the preprocessing's hash.
+    state and the preprocessing's hash. If there is one already, exits 1 unless --resume or --force is given.
 
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
     """
@@ -449,17 +450,21 @@ def train(
             bar.remove_task(self.task)
             bad = self.loader.stats()["bad_distinct"]
             whose = "" if ranks.world_size == 1 else " on rank 0"
+            steps, total = result.steps, result.steps_in_pass
             _out.print(
                 f"epoch {epoch + 1}  {name:5}  loss {result.loss:.3f}  accuracy {result.accuracy:.3f}  "
                 f"{result.images_per_s:,.0f} images/s"
+                + (f"  (steps {steps.start + 1} to {steps.stop} of {total})" if len(steps) < total else "")
                 + (f"  bad samples so far{whose}: {bad:,}, which gpuflow scan lists" if bad else "")
             )
 
+    if resume and force:
+        raise ValueError("train: needs at most one of --resume and --force, got both")
     ranks = Ranks.from_environment()
     if device is not None:
         device_named(device)
     config = _read(path, overrides)
-    trainer = Trainer(config, device=device, resume=resume, ranks=ranks)
+    trainer = Trainer(config, device=device, resume=resume, force=force, ranks=ranks)
     first, start = ranks.rank == 0, trainer.step
     if first and (note := _order_note(config)):
         _err.print(_labelled("note:", "yellow", note))

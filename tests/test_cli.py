@@ -324,11 +324,20 @@ def test_a_resumed_training_ends_with_the_same_weights(gpuflow: Run, config: Pat
         ]
         assert re.fullmatch(rf"saved {config.parent}/run/last\.pt at step 6, preprocessing [0-9a-f]{{16}}", lines[-1])
         whole = final_weights(config)
-        assert gpuflow("train", config, "--device", "cpu", "--max-steps", 4).code == 0
+        done = gpuflow("train", config, "--device", "cpu", "--max-steps", 4)
+        assert (done.code, done.out) == (1, "")
+        assert done.err.startswith(f"error: {config}: train.out holds the checkpoint of another run, got ")
+        assert "; --resume goes on with that run, --force overwrites it, " in done.err
+        done = gpuflow("train", config, "--device", "cpu", "--max-steps", 4, "--force")
+        assert done.code == 0
+        assert done.out.splitlines()[-2].endswith(" images/s  (steps 1 to 1 of 3)")
         assert not all(torch.equal(whole[name], value) for name, value in final_weights(config).items())
         done = gpuflow("train", config, "--device", "cpu", "--resume")
         assert done.code == 0
         assert "at step 6" in done.out
+        assert [re.sub(r"[\d,]+ images/s", "", line) for line in done.out.splitlines()[:-1]] == [
+            re.sub(r"[\d,]+ images/s", "", line) for line in lines[2:-1]
+        ], "those of the whole epoch"
         assert all(torch.equal(whole[name], value) for name, value in final_weights(config).items())
         done = gpuflow("train", config, "--device", "cpu", "--resume")
         checkpoint = config.parent / "run" / "last.pt"
@@ -337,6 +346,11 @@ def test_a_resumed_training_ends_with_the_same_weights(gpuflow: Run, config: Pat
         )
     finally:
         torch.set_num_threads(threads)
+
+
+def test_train_goes_on_or_starts_anew_and_not_both(gpuflow: Run, config: Path) -> None:
+    done = gpuflow("train", config, "--resume", "--force")
+    assert (done.code, done.err) == (1, "error: train: needs at most one of --resume and --force, got both\n")
 
 
 def test_train_counts_bad_samples(gpuflow: Run, config: Path) -> None:
@@ -378,8 +392,9 @@ def test_an_order_class_by_class_is_noted(gpuflow: Run, config: Path) -> None:
     note = "note: pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true\n"
     assert note not in gpuflow("check", config).out
     assert note in gpuflow("check", config, "pipelines.train.shuffle=false").out
-    assert note not in gpuflow("train", config, "--device", "cpu", "--max-steps", 1).err
-    assert note in gpuflow("train", config, "--device", "cpu", "--max-steps", 1, "pipelines.train.shuffle=false").err
+    train = ("train", config, "--device", "cpu", "--max-steps", 1, "--force")
+    assert note not in gpuflow(*train).err
+    assert note in gpuflow(*train, "pipelines.train.shuffle=false").err
 
 
 def test_train_refuses_another_preprocessing(gpuflow: Run, config: Path) -> None:

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -25,7 +26,7 @@ from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder, replaced_file
 from gpuflow.runtime.ranks import Group, Ranks, process_group
-from gpuflow.sources import Source, has_one_class
+from gpuflow.sources import Source, has_labels, has_one_class
 from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
 
 __all__ = ["PassResult", "Trainer", "TrainerEvents"]
@@ -46,11 +47,19 @@ class PassResult:
     """Mean loss, share of correct predictions and images per second of one pass over a pipeline, for all ranks.
 
     With mixed labels, a prediction is correct if it is the class with the highest probability.
+
+    Args:
+        loss, accuracy: over `steps`.
+        images_per_s: since this run began the pass.
+        steps: the steps of the pass that loss and accuracy cover, from 0: all, unless a run ended or resumed within it.
+        steps_in_pass: the number of all steps.
     """
 
     loss: float
     accuracy: float
     images_per_s: float
+    steps: range
+    steps_in_pass: int
 
 
 class TrainerEvents:
@@ -79,18 +88,33 @@ class Trainer:
         config: a checked configuration.
         device: where to train; by default a GPU if torch sees one.
         resume: continue from `<train.out>/last.pt`.
+        force: start anew where there is such a checkpoint, which the new run's replaces.
         ranks: the rank of this process and the number of ranks; by default one rank.
 
     Raises:
-        ConfigError, SourceError, StateError, LoaderError: the configuration cannot be trained or resumed.
+        ConfigError, SourceError, StateError, LoaderError: the configuration cannot be trained or resumed, or neither
+            `resume` nor `force` is set, and `train.out` holds the checkpoint of another run.
     """
 
     def __init__(
-        self, config: Config, *, device: str | None = None, resume: bool = False, ranks: Ranks | None = None
+        self,
+        config: Config,
+        *,
+        device: str | None = None,
+        resume: bool = False,
+        force: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._config, self._spec, self._ranks = config, config.train, ranks or Ranks()
-        self.device = _device(device, self._ranks)
         self.checkpoint = Path(self._spec.out) / "last.pt"
+        with self._locating():
+            self._found = _identity(self.checkpoint)  # the first save compares with it
+        if self._found is not None and not (resume or force) and self._ranks.rank == 0:
+            self._refuse_out(
+                "holds the checkpoint of another run",
+                "--resume goes on with that run, --force overwrites it, another directory keeps both",
+            )
+        self.device = _device(device, self._ranks)
         _refuse_untrainable(config)
         whole = open_whole(config)
         _require_classes(config, whole)
@@ -121,7 +145,7 @@ class Trainer:
         self._steps_in_all = self._spec.epochs * len(self.train_loader)
         self.step, self.epoch = 0, 0
         self._saved = 0, time.monotonic()
-        self._resumed: tuple[int, int] | None = None
+        self._epoch_sums: list[float] | None = None
         self.preprocessing = (self.val_loader or self.train_loader).preprocessing
         if resume:
             self._resume()
@@ -153,8 +177,7 @@ class Trainer:
                 whole = self._train_epoch(replica, group, events, last_step)
                 if whole:
                     self._recompute_statistics()
-                if self._ranks.rank == 0:
-                    self.save()
+                self._save_of_rank_0()
                 group.wait()
                 if whole and self.val_loader is not None:
                     result = self._validate(group, events)
@@ -173,8 +196,11 @@ class Trainer:
         loader = self.train_loader
         self.epoch = loader.state_dict()["epoch"]
         replica.train()
-        totals = _PassTotals(self.device, self._ranks.world_size)
-        before = self.step
+        before, steps = self.step, loader.steps_left
+        first, carried = 0, self._epoch_sums
+        if carried is None and loader.state_dict()["position"] > 0:
+            first = max(1, len(loader) - steps)
+        totals = _PassTotals(self.device, self._ranks, carried or (0.0, 0.0, 0.0))
         events.begin_pass("train", self.epoch, min((self.epoch + 1) * len(loader), last_step) - self.step)
         for batch in loader:
             images, labels = batch
@@ -194,9 +220,13 @@ class Trainer:
             events.step(*totals.so_far())
             if self.step >= last_step:
                 break
-            self._save_if_due()
-        events.end_pass("train", self.epoch, totals.result(group))
-        return bool(loader.state_dict()["epoch"] != self.epoch)
+            if loader.state_dict()["epoch"] == self.epoch:  # otherwise the epoch's end follows, and its save
+                self._save_if_due(totals, not first, group)
+        whole = bool(loader.state_dict()["epoch"] != self.epoch)
+        done = len(loader) - steps + self.step - before
+        events.end_pass("train", self.epoch, totals.result(group, range(first, done), len(loader)))
+        self._epoch_sums = None if whole or first else totals.of_all_ranks(group)
+        return whole
 
     def _logits(self, replica: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """The model's logits, and those of its auxiliary classifiers, which GoogLeNet and Inception v3 have.
@@ -255,7 +285,7 @@ class Trainer:
         assert self.val_loader is not None
         group.share(self.model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
         self.model.eval()
-        totals = _PassTotals(self.device, self._ranks.world_size)
+        totals = _PassTotals(self.device, self._ranks)
         events.begin_pass("val", self.epoch, len(self.val_loader))
         self.val_loader.set_epoch(self.epoch)  # so that a resumed run draws the same
         for batch in self.val_loader:
@@ -264,7 +294,8 @@ class Trainer:
             losses = F.cross_entropy(logits, labels, reduction="none").where(batch.valid, 0)
             totals.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
             events.step(*totals.so_far())
-        result = totals.result(group)
+        steps = len(self.val_loader)
+        result = totals.result(group, range(steps), steps)
         events.end_pass("val", self.epoch, result)
         return result
 
@@ -305,17 +336,31 @@ class Trainer:
                 val=self.val_loader,
                 optimizer=self._optimizer,
                 step=self.step,
+                epoch_sums=self._epoch_sums,
             )
-        self._saved = self.step, time.monotonic()
+            self._found = _identity(self.checkpoint)
         return self.checkpoint
 
-    def _save_if_due(self) -> None:
-        """Save within an epoch as `train.save_every` says. Rank 0 alone decides, and no other rank waits for it."""
+    def _save_of_rank_0(self) -> None:
+        """Save on rank 0, and note on each rank when that was."""
+        self._saved = self.step, time.monotonic()
+        if self._ranks.rank == 0:
+            self.save()
+
+    def _save_if_due(self, totals: _PassTotals, sums_are_whole: bool, group: Group) -> None:
+        """Save within an epoch as `train.save_every` says, with the sums of the epoch so far if all ranks' are known.
+
+        By steps, all ranks add up their sums. By time, rank 0 alone decides, and no other rank waits for it: then a
+        resumed epoch reports the rest of it.
+        """
         every, (step, seconds) = self._spec.save_every, self._saved
         by_steps = every.steps is not None and self.step - step >= every.steps
         by_time = every.minutes is not None and time.monotonic() - seconds >= 60 * every.minutes
-        if self._ranks.rank == 0 and (by_steps or by_time):
-            self.save()
+        if not (by_steps or by_time):
+            return
+        known = sums_are_whole and (by_steps or self._ranks.world_size == 1)
+        self._epoch_sums = totals.of_all_ranks(group) if known else None
+        self._save_of_rank_0()
 
     @contextmanager
     def _holding_out(self) -> Iterator[None]:
@@ -331,9 +376,10 @@ class Trainer:
                 written = replaced_file(self.checkpoint)
                 for partial in written.parent.glob(f".{glob.escape(written.name)}.*.partial"):
                     partial.unlink(missing_ok=True)
-            if self._resumed is not None and self._resumed != _identity(self.checkpoint):
+            if self._found != _identity(self.checkpoint):
                 raise StateError(
-                    f"{self.checkpoint}: another run has written it since this one read it; start again with --resume"
+                    f"{self.checkpoint}: another run has written it since this one started; go on with --resume, or "
+                    "overwrite it with --force"
                 )
             yield
 
@@ -354,15 +400,13 @@ class Trainer:
             )
             self._refuse_out(reason, action, error)
 
-    def _refuse_out(self, rule: str, action: str, cause: OSError) -> NoReturn:
+    def _refuse_out(self, rule: str, action: str, cause: OSError | None = None) -> NoReturn:
         place = f"{self._config.path}:"
         problem = Problem(place, rule, self._spec.out, action, ("train", "out"), "config.rule")
         raise ConfigError([problem]) from cause
 
     def _resume(self) -> None:
-        before = _identity(self.checkpoint) if self.checkpoint.exists() else None  # the next save compares with it
         state = read_checkpoint(self.checkpoint, self.device)
-        self._resumed = before
         for key, ours in (("arch", self._spec.model), ("classes", list(self.train_loader.classes))):
             if state[key] != ours:
                 raise StateError(
@@ -388,6 +432,7 @@ class Trainer:
             reason = str(error).partition("; ")[0]
             action = "restore the files and the configuration that it was trained with, or set another train.out"
             raise StateError(f"{self.checkpoint}: {reason}; {action}") from error
+        self._epoch_sums = state.get("epoch_sums")  # older checkpoints have none
         self.step = self._steps_done()
 
     def _steps_done(self) -> int:
@@ -396,6 +441,7 @@ class Trainer:
         done = (loader.upcoming_epoch + 1) * len(loader) - left
         if left == 0:  # what other ranks left of the epoch fills no step of these
             loader.set_epoch(loader.upcoming_epoch + 1)
+            self._epoch_sums = None
         return done
 
 
@@ -404,12 +450,15 @@ class _PassTotals:
 
     Args:
         device: where the batches are.
-        world_size: how many ranks make the same pass.
+        ranks: those that make the same pass.
+        carried: what all ranks together summed up before this run: losses, correct predictions, images.
     """
 
-    def __init__(self, device: torch.device, world_size: int) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
-        self._world_size, self._start = world_size, time.perf_counter()
+    def __init__(self, device: torch.device, ranks: Ranks, carried: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
+        self._carried, self._ranks = carried, ranks
+        first = carried if ranks.rank == 0 else (0.0, 0.0, 0.0)
+        self._sums = torch.tensor(first, dtype=torch.float64, device=device)
+        self._start = time.perf_counter()
         self._so_far, self._next_read = (0.0, 0.0), self._start
 
     def add(self, loss: torch.Tensor, correct: torch.Tensor, images: torch.Tensor | int) -> None:
@@ -418,18 +467,25 @@ class _PassTotals:
             self._sums[i].add_(value)
 
     def so_far(self) -> tuple[float, float]:
-        """This rank's mean loss and the images per second of all ranks, at most half a second old."""
+        """Return rank 0's mean loss and the images per second of all ranks, at most half a second old."""
         if (now := time.perf_counter()) >= self._next_read:
             loss, _, images = self._sums.tolist()
-            self._so_far = loss / max(1, images), self._world_size * images / (time.perf_counter() - self._start)
+            rate = self._ranks.world_size * (images - self._carried[2]) / (time.perf_counter() - self._start)
+            self._so_far = loss / max(1, images), rate
             self._next_read = now + _READ_SECONDS
         return self._so_far
 
-    def result(self, group: Group) -> PassResult:
-        """The totals of all ranks."""
-        group.sum(self._sums)
-        loss, correct, images = self._sums.tolist()
-        return PassResult(loss / max(1, images), correct / max(1, images), images / (time.perf_counter() - self._start))
+    def of_all_ranks(self, group: Group) -> list[float]:
+        """Return the sums of all ranks: losses, correct predictions, images."""
+        sums = self._sums.clone()
+        group.sum(sums)
+        return sums.tolist()  # type: ignore[no-any-return]
+
+    def result(self, group: Group, steps: range, steps_in_pass: int) -> PassResult:
+        """Return the means over all ranks, which cover these steps."""
+        loss, correct, images = self.of_all_ranks(group)
+        rate = (images - self._carried[2]) / (time.perf_counter() - self._start)
+        return PassResult(loss / max(1, images), correct / max(1, images), rate, steps, steps_in_pass)
 
 
 def _device(device: str | None, ranks: Ranks) -> torch.device:
@@ -446,8 +502,10 @@ def _device(device: str | None, ranks: Ranks) -> torch.device:
     return target
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    """What differs once another file has taken this path."""
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what differs once another file has taken this path; None if no file is there."""
+    if not path.is_file():
+        return None
     stat = path.stat()
     return stat.st_ino, stat.st_mtime_ns
 
@@ -484,8 +542,17 @@ def _require_classes(config: Config, source: Source) -> None:
     """Raise ConfigError unless each sample of the source has one class, which is what a classifier learns."""
     if has_one_class(source):
         return
-    rule = "has no class for each sample, which gpuflow train needs"
-    action = "declare a label in source.fields, or iterate gpuflow.load in a training loop of your own"
+    action = "iterate gpuflow.load in a training loop of your own"
+    if not has_labels(source):
+        gives, action = "no label", f"declare a label in source.fields, or {action}"
+    elif source.labels.dtype == np.uint8:
+        gives = "several classes (a label of the kind classes)"
+        action += ", with torch's binary_cross_entropy_with_logits as the loss (docs/records.md, Labels)"
+    else:
+        one = source.labels.ndim == 1
+        gives = "a number (a label of the kind number)" if one else "several numbers (a label of the kind vector)"
+        action += ", with a loss such as torch's mse_loss (docs/records.md, Labels)"
+    rule = f"must give gpuflow train one class for each sample, gives {gives}"
     raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
 
 

@@ -15,7 +15,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, GpuflowError, LoaderError
 from gpuflow.runtime.ranks import Group, Ranks, process_group
 from gpuflow.stages import STAGES
-from gpuflow.training.trainer import Trainer, TrainerEvents, _model
+from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents, _model
 from tests.datasets import deadline, make_photos, nothing_left_behind, truncate, write_config
 from tests.ranks import Notes, Seen, reports, sample_of, torchrun, without_dropout
 
@@ -46,7 +46,7 @@ def config_file(photos: Path, tmp_path: Path) -> Path:
 
 
 def written(directory: Path, photos: Path) -> Path:
-    fit = {"model": "squeezenet1_1", "epochs": 2, "lr": 0.01, "out": str(directory / "run")}
+    fit = {"model": "squeezenet1_1", "epochs": 2, "lr": 0.01, "out": str(directory / "run"), "save_every": {"steps": 1}}
     stages = [{"decode": {}}, {"random_resized_crop": {"size": 32}}, {"normalize": {}}]
     val = [{"decode": {}}, {"resize": {"shorter": 36}}, {"center_crop": {"size": 32}}, {"normalize": {}}]
     return write_config(directory / "x.yaml", photos, train=stages, val=val, fit=fit, batch={"size": BATCH})
@@ -57,13 +57,17 @@ def read(path: Path, *overrides: str) -> Config:
 
 
 class Steps(TrainerEvents):
-    """(pipeline, epoch, steps) of each pass that was begun."""
+    """(pipeline, epoch, steps) of each pass that was begun, and the results of those that ended."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[str, int, int]] = []
+        self.results: list[PassResult] = []
 
     def begin_pass(self, name: str, epoch: int, steps: int) -> None:
         self.passes.append((name, epoch, steps))
+
+    def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
+        self.results.append(result)
 
 
 # --- who is who -------------------------------------------------------------------------------------------------------
@@ -180,17 +184,19 @@ def test_two_ranks_train_one_model(config_file: Path, tmp_path: Path) -> None:
     assert [result[:4] for result in first["results"]] == [result[:4] for result in second["results"]]
 
     # Two ranks with batches of 4 learn what one process does with batches of 8.
-    whole = Trainer(read(config_file, "pipelines.train.batch.size=8"), device="cpu")
+    settings = "pipelines.train.batch.size=8", f"train.out={tmp_path}/whole"
+    whole = Trainer(read(config_file, *settings), device="cpu")
     without_dropout(whole.model)
     notes = Notes(whole)
-    whole.checkpoint = tmp_path / "whole" / "last.pt"
     before = sample_of(whole.model)
     whole.run(notes, max_steps=3)
     assert first["early"] == second["early"]
     assert notes.early == pytest.approx(first["early"], abs=1e-5)
     assert max(abs(a - b) for a, b in zip(before, notes.early, strict=True)) > 1e-3
 
-    # One process goes on from their checkpoint, with just the samples that are left.
+    # One process goes on from their checkpoint, with just the samples that are left and the sums of both ranks.
+    loss_sum, _, images = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["epoch_sums"]
+    assert (loss_sum / images, images) == (first["results"][2][2], 2 * 2 * BATCH)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "last.pt"]
     alone, steps = Trainer(read(config_file), device="cpu", resume=True), Steps()
     assert alone.step == 7 + 4
@@ -199,6 +205,7 @@ def test_two_ranks_train_one_model(config_file: Path, tmp_path: Path) -> None:
     alone.train_loader = train  # type: ignore[assignment]
     alone.run(steps)
     assert steps.passes == [("train", 1, 3), ("val", 1, 7)]
+    assert (steps.results[0].steps, steps.results[0].steps_in_pass) == (range(7), 7)
     assert sorted(began + train.samples[1]) == list(range(PHOTOS))
 
 
@@ -212,7 +219,7 @@ def test_the_command_goes_on_from_one_process_on_two(config_file: Path, tmp_path
     assert (done.code, done.left) == (0, []), done.err
     assert "Warning" not in done.err
     train, val, saved = done.out.splitlines()
-    assert re.fullmatch(r"epoch 1  train  loss [\d.]+  accuracy [\d.]+  [\d,]+ images/s", train)
+    assert re.fullmatch(r"epoch 1  train  loss [\d.]+  accuracy [\d.]+  [\d,]+ images/s", train), "of the whole epoch"
     shown = re.fullmatch(r"epoch 1  val    loss ([\d.]+)  accuracy ([\d.]+)  [\d,]+ images/s", val)
     assert shown is not None
     assert saved.startswith(f"saved {tmp_path}/run/last.pt at step 4, preprocessing ")

@@ -94,7 +94,8 @@ def test_the_command_trains_on_two_gpus_and_goes_on_on_one(tmp_path: Path) -> No
     done = torchrun("gpuflow", "train", config, "--max-steps", 10, seconds=SECONDS)
     assert (done.code, done.left) == (0, []), done.err
     lines = [re.sub(r"[\d.,]+", "#", line) for line in done.out.splitlines() if line.startswith("epoch")]
-    assert lines == [f"epoch #  {name:5}  loss #  accuracy #  # images/s" for name in ("train", "val", "train")]
+    expected = [f"epoch #  {name:5}  loss #  accuracy #  # images/s" for name in ("train", "val", "train")]
+    assert lines == [*expected[:2], f"{expected[2]}  (steps # to # of #)"]
     assert done.out.count(f"saved {out}/last.pt at step 10, ") == 1
     done = torchrun("gpuflow", "train", config, "--resume", "--max-steps", 2, ranks=1, seconds=SECONDS)
     assert (done.code, done.left) == (0, []), done.err

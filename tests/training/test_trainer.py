@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import shutil
@@ -84,6 +85,10 @@ class Record(TrainerEvents):
     def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
         self.results.append((name, epoch, result))
 
+    def means(self) -> list[tuple[str, int, float, float, range, int]]:
+        """The results of all passes, without their rates."""
+        return [(name, epoch, r.loss, r.accuracy, r.steps, r.steps_in_pass) for name, epoch, r in self.results]
+
 
 def test_a_run_trains_validates_and_saves(config_file: Path) -> None:
     with nothing_left_behind():
@@ -138,22 +143,27 @@ def test_a_resumed_run_validates_the_samples_of_the_same_epoch(config_file: Path
 
 
 @pytest.mark.parametrize("model", ["shufflenet_v2_x0_5", "squeezenet1_1"])
-def test_resumed_at_any_step_ends_with_the_same_weights(model: str, config_file: Path) -> None:
+def test_resumed_at_any_step_ends_with_the_same_weights_and_results(model: str, config_file: Path) -> None:
     """shufflenet_v2_x0_5 has batch statistics, squeezenet1_1 draws dropout from torch's generator."""
     at = range(1, STEPS) if model == "squeezenet1_1" else (2, 4)
     overrides = [f"train.model={model}"]
-    whole = Trainer(read(config_file, *overrides), device="cpu")
-    whole.run(TrainerEvents())
+    whole, expected = Trainer(read(config_file, *overrides), device="cpu"), Record()
+    whole.run(expected)
     for step in at:
-        first = Trainer(read(config_file, *overrides, "run.threads=1"), device="cpu")
-        first.run(TrainerEvents(), max_steps=step)
+        first, before = Trainer(read(config_file, *overrides, "run.threads=1"), device="cpu", force=True), Record()
+        first.run(before, max_steps=step)
         assert first.step == step
         assert not same(weights(first), weights(whole))
         torch.manual_seed(99)  # another process has another generator
-        second = Trainer(read(config_file, *overrides), device="cpu", resume=True)
+        second, after = Trainer(read(config_file, *overrides), device="cpu", resume=True), Record()
         assert second.step == step
-        second.run(TrainerEvents())
+        second.run(after)
         assert same(weights(second), weights(whole)), f"interrupted after step {step}"
+        began = 2 * (step // 3)  # an epoch is two passes
+        assert before.means()[:began] + after.means() == expected.means(), f"interrupted after step {step}"
+        if step % 3:
+            (_, _, _, _, steps, in_all) = before.means()[-1]
+            assert (steps, in_all) == (range(step % 3), 3)
 
 
 def test_an_epoch_of_weighted_draws_is_resumed_at_its_step(config_file: Path, tmp_path: Path) -> None:
@@ -165,7 +175,7 @@ def test_an_epoch_of_weighted_draws_is_resumed_at_its_step(config_file: Path, tm
     path = tmp_path / "weighted.yaml"
     path.write_text(yaml.safe_dump(document))
     for step in (3, 4, 6):
-        Trainer(read(path), device="cpu").run(TrainerEvents(), max_steps=step)
+        Trainer(read(path), device="cpu", force=True).run(TrainerEvents(), max_steps=step)
         second = Trainer(read(path), device="cpu", resume=True)
         assert second.step == step
         assert second.train_loader.upcoming_epoch == step // 5
@@ -239,7 +249,7 @@ def test_the_source_is_indexed_once(config_file: Path) -> None:
 
 
 def test_sums_stay_on_the_device_and_are_read_now_and_then() -> None:
-    totals = _PassTotals(torch.device("cpu"), world_size=2)
+    totals = _PassTotals(torch.device("cpu"), Ranks(rank=0, world_size=2))
     totals.add(torch.tensor(6.0), torch.tensor(1), 4)
     loss, images_per_s = totals.so_far()
     assert loss == 1.5
@@ -249,7 +259,7 @@ def test_sums_stay_on_the_device_and_are_read_now_and_then() -> None:
     totals._next_read = 0.0
     totals.add(torch.tensor(9.0), torch.tensor(0), torch.tensor(0))
     assert totals.so_far()[0] == 3.0
-    result = totals.result(Group(Ranks(), torch.device("cpu")))
+    result = totals.result(Group(Ranks(), torch.device("cpu")), range(3), 3)
     assert (result.loss, result.accuracy) == (3.0, 2 / 6)
 
 
@@ -383,18 +393,18 @@ def test_a_run_that_is_killed_within_an_epoch_goes_on_from_its_last_save(
     every: str, killed_at: int, resumed_at: int, config_file: Path
 ) -> None:
     """A step in the second epoch counts the steps of validation between; a checkpoint also follows each epoch."""
-    whole = Trainer(read(config_file), device="cpu")
-    whole.run(TrainerEvents())
-    whole.checkpoint.unlink()
+    whole, expected = Trainer(read(config_file), device="cpu"), Record()
+    whole.run(expected)
     steps_before_kill = killed_at + 3 * (killed_at > 3)
-    killed = Trainer(read(config_file, f"train.save_every={every}"), device="cpu")
+    killed = Trainer(read(config_file, f"train.save_every={every}"), device="cpu", force=True)
     with pytest.raises(Killed):
         killed.run(KillAt(steps_before_kill))
     torch.manual_seed(99)
-    resumed = Trainer(read(config_file), device="cpu", resume=True)
+    resumed, record = Trainer(read(config_file), device="cpu", resume=True), Record()
     assert resumed.step == resumed_at
-    resumed.run(TrainerEvents())
+    resumed.run(record)
     assert same(weights(resumed), weights(whole))
+    assert record.means() == expected.means()[2 * (resumed_at // 3) :]
 
 
 # --- mixed labels -----------------------------------------------------------------------------------------------------
@@ -491,11 +501,45 @@ def test_a_second_run_in_one_directory_is_refused_while_the_first_goes_on(config
 
 
 def test_a_checkpoint_that_another_run_wrote_meanwhile_is_not_overwritten(config_file: Path) -> None:
+    new = Trainer(read(config_file), device="cpu")
     Trainer(read(config_file), device="cpu").run(TrainerEvents(), max_steps=1)
     late = Trainer(read(config_file), device="cpu", resume=True)
     Trainer(read(config_file), device="cpu", resume=True).run(TrainerEvents(), max_steps=1)
-    with pytest.raises(StateError, match="another run has written it since this one read it"):
-        late.run(TrainerEvents())
+    for trainer in (new, late):
+        with pytest.raises(StateError, match="another run has written it since this one started; go on with --resume"):
+            trainer.run(TrainerEvents())
+
+
+def test_a_checkpoint_of_an_earlier_run_is_kept_without_force(config_file: Path, tmp_path: Path) -> None:
+    """It is found before the source is opened."""
+    first = Trainer(read(config_file), device="cpu")
+    first.run(TrainerEvents(), max_steps=1)
+    before = first.checkpoint.read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        Trainer(read(config_file, f"source.folder={tmp_path}/nowhere"), device="cpu")
+    (problem,) = caught.value.problems
+    assert (problem.place, problem.path, problem.value) == (f"{config_file}:", ("train", "out"), f"{tmp_path}/run")
+    assert problem.rule == "holds the checkpoint of another run"
+    assert problem.action == "--resume goes on with that run, --force overwrites it, another directory keeps both"
+    assert first.checkpoint.read_bytes() == before
+    first.run(TrainerEvents(), max_steps=1)  # the run whose checkpoint it is
+    forced = Trainer(read(config_file), device="cpu", force=True)
+    forced.run(TrainerEvents(), max_steps=1)
+    assert (forced.step, torch.load(forced.checkpoint, weights_only=True)["step"]) == (1, 1)
+
+
+def test_an_older_checkpoint_leaves_results_of_the_rest_of_its_epoch(config_file: Path) -> None:
+    """It has no sums of the steps before it, as one that several ranks saved by time."""
+    first = Trainer(read(config_file), device="cpu")
+    first.run(TrainerEvents(), max_steps=1)
+    state = torch.load(first.checkpoint, weights_only=True)
+    del state["epoch_sums"]
+    torch.save(state, first.checkpoint)
+    for done, steps in ((1, range(1, 2)), (2, range(2, 3))):
+        resumed, record = Trainer(read(config_file), device="cpu", resume=True), Record()
+        assert resumed.step == done
+        resumed.run(record, max_steps=1)
+        assert record.means()[0][4:] == (steps, 3)
 
 
 def test_what_a_killed_run_left_half_written_is_removed(config_file: Path, tmp_path: Path) -> None:
@@ -575,6 +619,8 @@ def test_a_damaged_checkpoint_is_located(damage: Callable[[Path], object], what:
 
 # --- what can be trained ----------------------------------------------------------------------------------------------
 
+OWN_LOOP = "iterate gpuflow.load in a training loop of your own"
+
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
@@ -608,20 +654,44 @@ def test_images_that_no_model_takes_are_located(overrides: list[str], expected: 
 
 
 @pytest.mark.parametrize(
-    "fields", ["image: {column: path}", "{image: {column: path}, label: {column: label, kind: number}}"]
+    ("kind", "given", "action"),
+    [
+        (None, "no label", f"declare a label in source.fields, or {OWN_LOOP}"),
+        (
+            "classes",
+            "several classes (a label of the kind classes)",
+            f"{OWN_LOOP}, with torch's binary_cross_entropy_with_logits as the loss (docs/records.md, Labels)",
+        ),
+        (
+            "number",
+            "a number (a label of the kind number)",
+            f"{OWN_LOOP}, with a loss such as torch's mse_loss (docs/records.md, Labels)",
+        ),
+        (
+            "vector",
+            "several numbers (a label of the kind vector)",
+            f"{OWN_LOOP}, with a loss such as torch's mse_loss (docs/records.md, Labels)",
+        ),
+    ],
 )
-def test_samples_without_a_class_each_are_located(fields: str, config_file: Path, photos: Path, tmp_path: Path) -> None:
-    files, listing = sorted(photos.rglob("*.jpg")), tmp_path / "rows.csv"
-    listing.write_text("path,label\n" + "".join(f"{file},{i / 2}\n" for i, file in enumerate(files)))
+def test_labels_that_are_not_one_class_are_located(
+    kind: str | None, given: str, action: str, config_file: Path, photos: Path, tmp_path: Path
+) -> None:
+    label = {"classes": "cat|dog", "number": 1.5, "vector": [0.5, 1]}.get(str(kind))
+    listing = tmp_path / "rows.jsonl"
+    rows = [{"path": str(file), "label": label} for file in sorted(photos.rglob("*.jpg"))]
+    listing.write_text("".join(json.dumps(row) + "\n" for row in rows))
     document = yaml.safe_load(config_file.read_text())
-    document["source"] = {"listing": str(listing), "fields": yaml.safe_load(fields)}
+    fields: dict[str, Any] = {"image": {"column": "path"}}
+    if kind is not None:
+        fields["label"] = {"kind": kind, **({"separator": "|"} if kind == "classes" else {})}
+    document["source"] = {"listing": str(listing), "fields": fields}
     config_file.write_text(yaml.safe_dump(document))
     with pytest.raises(ConfigError) as caught:
         Trainer(read(config_file), device="cpu")
-    assert str(caught.value) == (
-        f"{config_file}: source has no class for each sample, which gpuflow train needs; declare a label in "
-        "source.fields, or iterate gpuflow.load in a training loop of your own"
-    )
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.action) == (("source",), action)
+    assert problem.rule == f"must give gpuflow train one class for each sample, gives {given}"
 
 
 # --- the learning rate ------------------------------------------------------------------------------------------------
