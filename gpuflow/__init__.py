@@ -187,6 +187,7 @@ def wrap(
     name: str | None = None,
     device: str | torch.device | None = None,
     overrides: Sequence[str] = (),
+    thread_safe: bool = False,
 ) -> WrappedLoader:
     """A loader of gpuflow in place of a DataLoader of PyTorch, with its samples, its sampler and its batches.
 
@@ -196,7 +197,7 @@ def wrap(
 
     Args:
         dataloader: over an ImageFolder with `loader=gpuflow.bytes_loader` and no transform, a Subset of one, or any
-            map-style dataset of (encoded bytes, label), which is then read on several threads. Its sampler, batch
+            map-style dataset of (encoded bytes, label), which is then asked for its samples. Its sampler, batch
             sampler, batch size and drop_last stay in force; worker processes are not started.
         config: a gpuflow YAML file. Its stages decode and resize, and may do more.
         transforms_gpu: what follows: a Compose of torchvision, a list, or one transform.
@@ -209,6 +210,9 @@ def wrap(
         name: the pipeline; may be left out if the file has one.
         device: where batches are delivered, in place of `local_rank`.
         overrides: as in `gpuflow.load`.
+        thread_safe: several threads may call the dataset's `__getitem__` at once. By default one call follows the
+            other, as in each process of a DataLoader, so a slow disk or server costs the sum of all waits. Several
+            threads decode in any case, and read the files of an ImageFolder.
 
     Raises:
         ConfigError: the file, an argument, or a transform that has no stage, each with its place.
@@ -227,4 +231,5 @@ def wrap(
         name=name,
         device=device,
         overrides=overrides,
+        thread_safe=thread_safe,
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -37,10 +40,11 @@ def bytes_loader(path: str | os.PathLike[str]) -> bytes:
     return Path(path).read_bytes()
 
 
-def source_of(dataset: Any) -> Source:
-    """The samples of a dataset, in its order.
+def source_of(dataset: Any, *, thread_safe: bool) -> Source:
+    """Return the samples of a dataset, in its order.
 
-    The files of an ImageFolder, or of a Subset of one, are read by gpuflow. Any other dataset is asked for its samples.
+    The files of an ImageFolder, or of a Subset of one, are read by gpuflow. Any other dataset is asked for its samples:
+    by several threads at once if it is thread-safe.
 
     Raises:
         ConfigError: it does not give encoded bytes and labels.
@@ -49,7 +53,7 @@ def source_of(dataset: Any) -> Source:
         raise _refused("must have samples, got none", action="check the folder, or the indices of the subset")
     found = _files(dataset)
     if found is None:
-        return DatasetSource(dataset)
+        return DatasetSource(dataset, nullcontext() if thread_safe else _lock_of(dataset))
     samples, folder = found
     table = PathTableBuilder()
     table.add([os.fspath(path) for path, _ in samples])
@@ -95,9 +99,22 @@ def _reads_as(dataset: Any, kind: type) -> bool:
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in methods)
 
 
+_LOCKS: WeakValueDictionary[int, threading.Lock] = WeakValueDictionary()
+"""One for each dataset that is in use, by its id."""
+
+
+def _lock_of(dataset: Any) -> threading.Lock:
+    """Return the lock that all loaders of a dataset share, and those of its Subsets."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return _LOCKS.setdefault(id(dataset), threading.Lock())
+
+
 @final
 class DatasetSource:
     """The samples of a map-style dataset, each (encoded bytes, label), read on gpuflow's threads.
+
+    lock: held while the dataset is called.
 
     A label is known once its sample was read, and may be another one the next time: payloads have the labels of their
     samples, `labels` has zeros. All labels have the form of the first.
@@ -106,8 +123,8 @@ class DatasetSource:
     shard_sizes = None
     storage = None
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, lock: AbstractContextManager[object]) -> None:
+        self._dataset, self._lock = dataset, lock
         _, first = self._sample(0)
         self.labels: NDArray[Any] = np.zeros((len(dataset), *first.shape), first.dtype)
         self.classes = tuple(map(str, getattr(dataset, "classes", ())))
@@ -150,7 +167,8 @@ class DatasetSource:
         """Raises what the dataset does, with a note that names the sample."""
         try:
             several = getattr(self._dataset, "__getitems__", None)  # which a DataLoader prefers
-            sample = several([index])[0] if several else self._dataset[index]
+            with self._lock:
+                sample = several([index])[0] if several else self._dataset[index]
         except Exception as error:
             error.add_note(f"raised by {self.path(index)}, which gpuflow.wrap read")
             raise

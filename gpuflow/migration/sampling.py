@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import operator
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain, islice
@@ -32,6 +33,8 @@ class SamplerDraws:
         self._dataloader, self._samples = dataloader, samples
         self._begun = False
         self._state: dict[str, Any] = {}
+        self._last: tuple[int, str, list[int]] | None = None
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self._dataloader)
@@ -59,7 +62,27 @@ class SamplerDraws:
                 f"set_epoch({epoch + 1})"
             )
         self._state = {"order": order, "generators": generators, "begun": begun}
+        self._warn_of_the_same_order(epoch, order)
         return indices, sizes
+
+    def _warn_of_the_same_order(self, epoch: int, order: str) -> None:
+        """Warn if a sampler that shuffles by its epoch, such as DistributedSampler, was not told the next one."""
+        by_epoch = [
+            one
+            for one in self.samplers
+            if hasattr(one, "set_epoch")
+            and isinstance(getattr(one, "epoch", None), int)
+            and getattr(one, "shuffle", True)
+        ]
+        now = epoch, order, [one.epoch for one in by_epoch]
+        last, self._last = self._last, now
+        if by_epoch and last is not None and last[0] != epoch and last[1:] == now[1:] and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(by_epoch[-1]).__name__} gave epoch {epoch} the order of epoch {last[0]}: its epoch is still "
+                f"{now[2][-1]}; call its set_epoch before each epoch, or that of what gpuflow.wrap returned",
+                stacklevel=2,
+            )
 
     def state(self, *, within_epoch: bool) -> dict[str, Any]:
         """A hash of the order of the epoch that was drawn last, and torch's generators before it was drawn; whether an

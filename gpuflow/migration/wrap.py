@@ -47,12 +47,13 @@ def wrap(
     name: str | None,
     device: str | torch.device | None,
     overrides: Sequence[str],
+    thread_safe: bool,
 ) -> WrappedLoader:
     """See `gpuflow.wrap`. stages: the vocabulary, name to class."""
     _check_dataloader(dataloader)
     _check_arguments(cpu_percentage, parallel_type, local_rank)
     checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides, stages)
-    source = source_of(dataloader.dataset)
+    source = source_of(dataloader.dataset, thread_safe=thread_safe)
     draws = SamplerDraws(dataloader, len(source))
     ranks = _ranks(draws, parallel_type)
     epochs = ListedEpochs(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -349,6 +351,59 @@ def test_a_dataset_without_paths_is_read_through_its_getitem(config: Path) -> No
     with gpuflow.wrap(DataLoader(vectors, batch_size=4), config) as loader:
         (_, labels), *_ = loader
         assert labels.tolist() == [[float(i), 0.5] for i in range(4)]
+
+
+class Counted(Encoded):
+    """The largest number of calls of `__getitem__` at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.02)
+        with self._lock:
+            self.now -= 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("thread_safe", [False, True])
+def test_a_dataset_is_called_by_one_thread_at_a_time_unless_it_is_thread_safe(thread_safe: bool, config: Path) -> None:
+    """Also by two loaders of one dataset, of which each has a part, and where it raises."""
+    dataset = Counted()
+    parts = [Subset(dataset, part) for part in ([0, 1, 2, 3, 4], [4, 5, 6, 7, 8])]
+    loaders = [
+        gpuflow.wrap(DataLoader(part, batch_size=1), config, overrides=["run.threads=4"], thread_safe=thread_safe)
+        for part in parts
+    ]
+    with loaders[0], loaders[1]:
+        batches = list(zip(*loaders, strict=True))
+    assert len(batches) == 5
+    assert (dataset.most > 1) is thread_safe
+
+
+def test_a_sampler_that_is_not_told_its_epoch_is_named_once(photos: ImageFolder, config: Path) -> None:
+    def epochs(count: int, told: Callable[[Any, int], object], **options: Any) -> None:
+        sampler: DistributedSampler[Any] = DistributedSampler(photos, num_replicas=2, rank=0, **options)
+        with gpuflow.wrap(DataLoader(photos, batch_size=4, sampler=sampler), config) as loader:
+            for epoch in range(count):
+                told(loader, epoch)
+                list(loader)
+
+    with pytest.warns(UserWarning, match="gave epoch") as caught:
+        epochs(3, lambda loader, epoch: None)
+    assert [str(one.message) for one in caught] == [
+        "DistributedSampler gave epoch 1 the order of epoch 0: its epoch is still 0; call its set_epoch before each "
+        "epoch, or that of what gpuflow.wrap returned"
+    ]
+    epochs(2, set_epoch)
+    epochs(2, lambda loader, epoch: loader.set_epoch(epoch))
+    epochs(2, lambda loader, epoch: loader.set_epoch(0))  # the same epoch on purpose
+    epochs(2, lambda loader, epoch: None, shuffle=False)
 
 
 def test_the_classes_of_mixed_labels_are_those_of_the_dataset(folder: Path) -> None:
