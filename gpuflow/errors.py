@@ -301,7 +301,7 @@ def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant:
     if meant:
         return f"did you mean {meant!r}?"
     names = sorted(known)
-    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(word)[:4096], names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}" if else_all else ""
@@ -313,16 +313,23 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def dotted(path: Iterable[Key]) -> str:
-    """Keys as people write them: `pipelines.train.stages[2].resize.height`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
+    """Return keys as people write them, `pipelines.train.stages[2].resize.height`, each cut to 60 characters."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{_cut(str(key))}" for key in path).lstrip(".")
 
 
 def show(value: object) -> str:
-    """A value as a reader of YAML knows it, cut to 60 characters."""
+    """Return a value as a reader of YAML knows it, cut to 60 characters."""
     value = _lists(value)
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
-    text = text or repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return _cut(text or repr(value))
+
+
+_MOST_SHOWN = 60
+"""Characters of a value or a key."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def _lists(value: Any) -> Any:

@@ -489,7 +489,8 @@ class Document(_Block):
         """A problem where a pipeline does not read a part of `source.split`, and does not ask for the whole source."""
         parts = self._parts
         if pipeline.split is None and parts and name not in parts:
-            rule = f"is not a part of source.{self._key_of_parts}, which has {', '.join(parts)}"
+            some = ", ".join(parts[:20]) + ", ..." * (len(parts) > 20)
+            rule = f"is not a part of source.{self._key_of_parts}, which has {some}"
             action = f"{suggest(name, parts, else_all=False)} set split: NAME, or split: {_WHOLE} for the whole source"
             yield Problem.of((), rule, action=action.strip(), code="config.conflict")
         if pipeline.split is not None and pipeline.split not in (*parts, _WHOLE):

@@ -37,6 +37,10 @@ from gpuflow.sources import SourceSpec, offered_sources
 __all__ = ["AddedStages", "check_config", "read_config"]
 
 
+_MOST_PROBLEMS = 100
+"""Listed of one file."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedStages:
     """Stages that follow those of a pipeline and come from elsewhere than the file.
@@ -154,14 +158,14 @@ class _Reader:
         comes from."""
         at = problem.path
         if self._added is not None and (origin := self._place_of_added(self._added, at)) is not None:
-            self._problems.append((math.inf, replace(problem, place=self._added.place, path=origin)))
+            self._add(math.inf, replace(problem, place=self._added.place, path=origin))
             return
         if override := self._overrides.at(at):
             self._report_override(override, problem)
             return
         line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
         place = f"{self._path}:{line}:" if line else f"{self._path}:"
-        self._problems.append((line or 0, replace(problem, place=place)))
+        self._add(line or 0, replace(problem, place=place))
 
     def _place_of_added(self, added: AddedStages, at: tuple[Key, ...]) -> tuple[Key, ...] | None:
         """A path into the stages that were added, as one into what they were made of; None for any other path."""
@@ -173,7 +177,15 @@ class _Reader:
 
     def _report_override(self, override: str, problem: Problem) -> None:
         """Note a problem of an override; those of the file come before them."""
-        self._problems.append((math.inf, replace(problem, place=f"override {override!r}:")))
+        self._add(math.inf, replace(problem, place=f"override {override!r}:"))
+
+    def _add(self, line: float, problem: Problem) -> None:
+        """Note a problem; the last that is listed ends the check, because each costs a search for what was meant."""
+        self._problems.append((line, problem))
+        if len(self._problems) == _MOST_PROBLEMS:
+            rule, action = f"may have more faults than these {_MOST_PROBLEMS}", "correct these first"
+            self._problems.append((math.inf, Problem(f"{self._path}:", rule, action=action)))
+            self._stop_if_faulty()
 
     def _stop_if_faulty(self) -> None:
         """Raise what was found: in the order of the file's lines, then what overrides did."""

@@ -53,6 +53,7 @@ def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
 
 def _suggest_stage(name: str, stages: Mapping[str, type[Stage]]) -> str:
     """Names the stage that another library calls so, or the entry that runs its transform, or the closest stage."""
+    name = name[:100]  # no known name is as long
     plain = _plain(name)
     known = {_plain(other): one for one, stage in stages.items() for other in (one, *stage.other_names)}
     entry = known.get(plain) or next(filter(None, (stage.entry_for(plain) for stage in stages.values())), "")

@@ -17,6 +17,8 @@ Lines = dict[tuple[Key, ...], int]
 """The line of each value, by its path; a key's line for a value in a mapping."""
 
 _MAX_ALIASED = 100_000
+_MAX_KEYS = 10_000
+"""Of all mappings of a file. A file of many more keys takes seconds to parse, and nobody has written it by hand."""
 _CYCLE = "is nested too deeply, or an alias stands inside what it names"
 
 
@@ -107,6 +109,18 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     Numbers that YAML 1.1 reads in base 8 or 60, such as 010 and 1:30, are errors: few people expect 8 and 90.
     """
+
+    _keys = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        if isinstance(parent, yaml.MappingNode) and index is None:
+            self._keys += 1
+            if self._keys > _MAX_KEYS:
+                raise yaml.MarkedYAMLError(
+                    problem=f"it has more than {_MAX_KEYS:,} keys; write fewer, or long lists",
+                    problem_mark=self.peek_event().start_mark,
+                )
+        return super().compose_node(parent, index)
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()

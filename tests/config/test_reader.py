@@ -388,3 +388,44 @@ def test_a_text_that_cannot_name_a_file_is_located(text: str) -> None:
 
 def test_a_name_whose_bytes_are_no_text_is_taken() -> None:
     assert read(with_block(r'source: {folder: "caf\udce9"}')).source.folder == "caf\udce9"
+
+
+MANY = {
+    "": "key{i}: 1",
+    "source": "key{i}: 1",
+    "run": "key{i}: 1",
+    "pipelines": "p{i}: {{stagse: 1}}",
+    "pipelines.val": "key{i}: 1",
+    "pipelines.val.batch": "key{i}: 1",
+    "source.fields": "f{i}: {{tpye: number}}",
+    "source.mix": "- {{sorce: 1}}",
+    "pipelines.val.views": "v{i}: {{stagse: 1}}",
+    "pipelines.val.stages": "- random_stage{i}",
+    "pipelines.val.stages[0].decode": "key{i}: 1",
+    "preprocess": '- "\\0"',
+}
+"""An entry that is at fault, by the block that many of them stand in."""
+
+
+@pytest.mark.parametrize("block", MANY)
+def test_of_very_many_faults_the_first_hundred_are_listed(block: str) -> None:
+    """To look for what each unknown name means takes time."""
+    lines = [] if block.startswith("source") or not block else ["source: {folder: photos}"]
+    indent = ""
+    for key in block.split(".") if block else ():
+        name, entry, _ = key.partition("[0]")
+        lines.append(f"{indent}{name}:")
+        indent += "    - " if entry else "  "
+    indent = indent.replace("-", " ")
+    text = "\n".join([*lines, *(indent + MANY[block].format(i=i) for i in range(1_000))]) + "\n"
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    *listed, last = caught.value.problems
+    assert len(listed) == 100
+    assert str(last) == "x.yaml: may have more faults than these 100; correct these first"
+
+
+def test_a_long_key_is_cut_in_an_error() -> None:
+    assert fault(SMALL + f"? {'k' * 100_000}\n: 1\n") == (
+        f"x.yaml:5: {'k' * 57}... is not a key here; known: pipelines, preprocess, run, serve, source, train"
+    )

@@ -173,6 +173,12 @@ def test_aliases_that_multiply_are_refused_at_once(entry: str) -> None:
         assert "aliases stand for more than" in fault(SMALL, f"run={{{_bomb(entry).replace(chr(10), ',')[12:-1]}}}")
 
 
+def test_a_file_of_very_many_keys_is_refused_while_it_is_parsed() -> None:
+    with deadline(30):
+        text = fault(SMALL + "".join(f"key_{i}: 1\n" for i in range(60_000)))
+    assert text == "x.yaml:9998: is not valid YAML: it has more than 10,000 keys; write fewer, or long lists"
+
+
 def test_a_long_file_and_a_few_aliases_of_it_are_read() -> None:
     names = ", ".join(f"class_{i}" for i in range(22_000))
     source = f"preprocess: [&classes [{names}], *classes, *classes]\nsource: {{listing: x.csv, classes: *classes}}\n"
