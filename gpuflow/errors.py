@@ -7,6 +7,7 @@
     ├── StateError (ValueError)       a saved state does not belong to this loader
     ├── BadSampleError (ValueError)   one encoded image cannot become a tensor
     ├── SystemFault (OSError)         no more open files, memory or disk space, or a broken pipe: no sample's fault
+    │   └── ServerFault               a server is away, throttles or fails for as long as it was tried
     ├── LoaderError (RuntimeError)    the loader cannot continue
     │   ├── TooManyBadSamples         more bad samples than `run.max_bad`, or nothing left to replace one with
     │   └── LoaderTimeout (TimeoutError)  a batch did not come within `run.timeout_s`
@@ -24,6 +25,7 @@ from __future__ import annotations
 import difflib
 import enum
 import errno
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +45,7 @@ __all__ = [
     "PredictorError",
     "PredictorTimeout",
     "Problem",
+    "ServerFault",
     "SourceError",
     "StateError",
     "SystemFault",
@@ -51,6 +54,7 @@ __all__ = [
     "dotted",
     "is_system_fault",
     "reason_of",
+    "redacted",
     "show",
     "suggest",
     "system_fault",
@@ -58,7 +62,10 @@ __all__ = [
 
 
 class GpuflowError(Exception):
-    """Base of every exception that gpuflow raises on purpose."""
+    """Base of every exception that gpuflow raises on purpose. Its text holds no credentials, see `redacted`."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 Key = str | int
@@ -153,7 +160,7 @@ class Problem:
     def __str__(self) -> str:
         got = "" if self.value is UNSET else f", got {show(self.value)}"
         action = f"; {self.action}" if self.action else ""
-        return " ".join(part for part in (self.place, dotted(self.path), f"{self.rule}{got}{action}") if part)
+        return redacted(" ".join(part for part in (self.place, dotted(self.path), f"{self.rule}{got}{action}") if part))
 
 
 class ConfigError(GpuflowError, ValueError):
@@ -183,7 +190,7 @@ class BadSampleError(GpuflowError, ValueError):
     """
 
     def __init__(self, stage: str, reason: str, code: Code = "sample.bad", *, index: int = -1, path: str = "") -> None:
-        self.stage, self.reason, self.code, self.index, self.path = stage, reason, code, index, path
+        self.stage, self.reason, self.code, self.index, self.path = stage, redacted(reason), code, index, redacted(path)
         place = f"{path} (sample {index}): " if path else ""
         super().__init__(f"{place}{stage}: {reason}")
 
@@ -205,6 +212,13 @@ class SystemFault(GpuflowError, OSError):
     """
 
 
+class ServerFault(SystemFault):
+    """A server could not be reached, asked to wait, or answered 5xx, for as long as `run.timeout_s` lets it be tried.
+
+    It names the server. No sample is at fault.
+    """
+
+
 class LoaderError(GpuflowError, RuntimeError):
     """The loader cannot continue."""
 
@@ -220,7 +234,7 @@ class LoaderTimeout(LoaderError, TimeoutError):
     """
 
     def __init__(self, text: str, paths: Sequence[str] = ()) -> None:
-        self.paths = tuple(paths)
+        self.paths = tuple(map(redacted, paths))
         super().__init__(text)
 
 
@@ -265,7 +279,7 @@ def is_system_fault(error: BaseException | None) -> bool:
     Every place that turns an exception into a `BadSampleError` asks this first, and raises such a fault instead.
     """
     while error is not None:
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        if isinstance(error, MemoryError | SystemFault) or type(error).__name__ == "OutOfMemoryError":  # or torch's
             return True
         if isinstance(error, OSError) and error.errno in _SYSTEM_FAULTS:
             return True
@@ -291,6 +305,42 @@ def reason_of(error: BaseException, *, with_type: bool = False) -> str:
     if not lines:
         return name
     return f"{name}: {lines[0]}" if with_type else lines[0]
+
+
+_URL = re.compile(r"\b[a-zA-Z][\w+.-]*://\S+")
+_USER = re.compile(r"://[^/?#]*@|://[^/?#:]*:(?!\d*(?:[/?#]|$)).*@")
+"""A name and a password before the host, also where the password holds a slash or another mark that ends a host."""
+_END = r"(?=[:,.)\]'\"]*(?:[\s&;#]|$))"
+_PARAMETER = re.compile(rf"([?&;#][^=&;#?\s]+=)([^&;#\s]+?){_END}")
+_NAMELESS = re.compile(rf"(^|&)([^=&;#\s]+?){_END}")
+_NUMBER, _SECRET = re.compile(r"\d{1,12}"), re.compile(r"(?i)sig|token|key|secret|pass|pwd|auth|cred|code|pin")
+_HIDDEN = "***"
+
+
+def redacted(text: str) -> str:
+    """Return the text with the credentials of its URLs replaced by `***`. Every message and path passes through this.
+
+    Hidden are a name and a password before the host, and what a query holds but numbers, as in `?id=7`: the parameters
+    of signed URLs have many names. Parameters are hidden behind a URL, too, because a URL may hold spaces.
+
+        >>> redacted("https://me:secret@host/1.jpg?id=7&sig=Zm9v: no such file")
+        'https://***@host/1.jpg?id=7&sig=***: no such file'
+    """
+    start = text.find("://")
+    if start < 0:
+        return text
+    return _URL.sub(_url, text[:start] + _PARAMETER.sub(_parameter, text[start:]))
+
+
+def _url(found: re.Match[str]) -> str:
+    """A URL whose named parameters are hidden already."""
+    address, mark, query = _USER.sub(f"://{_HIDDEN}@", found[0]).partition("?")
+    return f"{address}{mark}{_NAMELESS.sub(_parameter, query)}"
+
+
+def _parameter(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    return found[0] if _NUMBER.fullmatch(value) and not _SECRET.search(name) else f"{name}{_HIDDEN}"
 
 
 def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant: str = "") -> str:
@@ -321,7 +371,7 @@ def show(value: object) -> str:
     """Return a value as a reader of YAML knows it, cut to 60 characters."""
     value = _lists(value)
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
-    return _cut(text or repr(value))
+    return _cut(redacted(text or repr(value)))
 
 
 _MOST_SHOWN = 60

@@ -48,7 +48,7 @@ from gpuflow.sources import (
     weights_of,
     window_of,
 )
-from gpuflow.sources.storage import LocalStorage
+from gpuflow.sources.storage import LocalStorage, time_limit
 
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec
@@ -171,9 +171,10 @@ def open_whole(config: Config) -> Source:
 
 @contextmanager
 def _naming_file(config: Config) -> Iterator[None]:
-    """Puts the configuration's file before the text of a SourceError."""
+    """Puts the configuration's file before the text of a SourceError, and has servers tried as long as it says."""
     try:
-        yield
+        with time_limit(config.run.timeout_s):
+            yield
     except SourceError as error:
         raise SourceError(f"{config.path}: {error}") from error
 

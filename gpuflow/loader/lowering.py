@@ -40,7 +40,7 @@ from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.admission import Admission, Completion
 from gpuflow.runtime.metrics import Meter, oldest_operation
-from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lock
+from gpuflow.runtime.threads import DaemonPool, QuickSwitching, end_waits_when, torch_threads_lock
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import ChunkRunner
@@ -194,7 +194,7 @@ class Feed:
         with contextlib.ExitStack() as undo:
 
             def start_pool(threads: int, name: str) -> DaemonPool:
-                pools.append(DaemonPool(threads, name, self._begin_thread))
+                pools.append(DaemonPool(threads, name, functools.partial(self._begin_thread, admission)))
                 undo.callback(pools[-1].end, STOP_SECONDS)
                 return pools[-1]
 
@@ -376,12 +376,13 @@ class Feed:
             self._delivery.deliver(epoch, batch)
             batch.end()
 
-    def _begin_thread(self) -> None:
-        """Keep torch's operators on this thread, and its allocations on this loader's GPU.
+    def _begin_thread(self, admission: Admission) -> None:
+        """Keep torch's operators on this thread, its allocations on this loader's GPU, and its waits within the epoch.
 
         A team of OpenMP threads for each worker thread would spin next to the others. The first call ties this thread
         to the default, so that the second, which also changes the default, stays in force.
         """
+        end_waits_when(lambda: admission.closed)
         torch.get_num_threads()
         torch.set_num_threads(1)
         if self._plan.device_stream is not None:

@@ -13,18 +13,34 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["DaemonPool", "QuickSwitching", "torch_threads_lock", "use_torch_threads"]
+__all__ = ["DaemonPool", "QuickSwitching", "end_waits_when", "is_ended", "torch_threads_lock", "use_torch_threads"]
 
 _START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
 _torch_locks: dict[int, threading.Lock] = {}
 """A lock for each process id. A forked child needs a separate one: its copy of the parent's may be locked forever."""
 
+_ended: ContextVar[Callable[[], bool]] = ContextVar("_ended", default=lambda: False)
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def is_ended() -> bool:
+    """Return True once the result of this thread's work is not needed: its pool, or the epoch it works for, was ended.
+
+    Long waits for something outside of this process ask it, and give up.
+    """
+    return _ended.get()()
+
+
+def end_waits_when(ended: Callable[[], bool]) -> None:
+    """Set what `is_ended` returns on this thread."""
+    _ended.set(ended)
 
 
 class DaemonPool(Executor):
@@ -62,6 +78,7 @@ class DaemonPool(Executor):
             raise error
 
     def _serve(self) -> None:
+        end_waits_when(lambda: self._closing)
         try:
             self._initializer()
         except BaseException as error:

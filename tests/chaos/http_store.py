@@ -28,14 +28,14 @@ class _Server(ThreadingHTTPServer):
 class FaultyStore:
     """Serves `files` with ranges and directory pages. Requests meet faults while `faults_left` allows them.
 
-    faults_left: how many faults each path has left. gone: paths whose every request meets the fault. down: all of them
+    faults_left: how many faults each path has left. gone: paths that are not there. down: all of them
     meet a 503. served: requests by what they met.
     """
 
     def __init__(self, seed: int, files: dict[str, bytes]) -> None:
         self.files = files
         self.faults_left: Counter[str] = Counter()
-        self.gone: dict[str, Fault] = {}
+        self.gone: set[str] = set()
         self.down = False
         self.served: Counter[str] = Counter()
         self._rng, self._lock = random.Random(seed), threading.Lock()
@@ -82,6 +82,8 @@ class FaultyStore:
         if fault in ("unavailable", "error"):
             return self._send(handler, 503 if fault == "unavailable" else 500, b"")
         data = self.files.get(handler.path)
+        if handler.path in self.gone:
+            return self._send(handler, 404, b"")
         if data is None:
             page = self._page(handler.path)
             return self._send(handler, 200 if page else 404, page, {"Content-Type": "text/html"})
@@ -97,8 +99,6 @@ class FaultyStore:
         with self._lock:
             if self.down:
                 return "unavailable"
-            if path in self.gone:
-                return self.gone[path]
             if self.faults_left[path] > 0 and self._rng.random() < 0.7:
                 self.faults_left[path] -= 1
                 return self._rng.choice(FAULTS)

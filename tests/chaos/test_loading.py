@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuflow.sources.storage.retry import REMOTE_DELAYS
 from tests.chaos.loading import files, kills, shards, store
 
 
@@ -33,9 +32,6 @@ def test_shards_change(seed: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2], ids=["folder", "listing", "tar"])
-def test_a_store_fails(seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many attempts as a loader has, and a tenth of the time between them."""
-    shorter = tuple(delay / 10 for delay in REMOTE_DELAYS)
-    monkeypatch.setattr("gpuflow.sources.storage.remote.REMOTE_DELAYS", shorter)
+def test_a_store_fails(seed: int, directory: Path) -> None:
     found = store(seed, directory)
     assert found["outages"] == 1

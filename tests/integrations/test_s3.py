@@ -21,7 +21,7 @@ import pytest
 import gpuflow
 from gpuflow.errors import SourceError
 from gpuflow.sources import Source, SourceSpec, open_source
-from gpuflow.sources.storage import CachedStorage, remote
+from gpuflow.sources.storage import CachedStorage
 from tests.datasets import epoch_rows, jpeg, write_config
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs, which is not installed")
@@ -70,7 +70,6 @@ class Bucket:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
-    monkeypatch.setattr(remote, "REMOTE_DELAYS", (0.0, 0.01, 0.02, 0.05))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

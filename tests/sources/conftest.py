@@ -80,17 +80,19 @@ class _Server(ThreadingHTTPServer):
 class FileServer:
     """Serves `files` on loopback, with ranges and directory pages.
 
-    `failures[path]` answers are `status` before the file is served; `requests` counts what was asked for. Each answer
-    takes `seconds`; `most_at_once` is the most that were under way. Links to files in `gone` are dead, and a directory
-    `up` lies in `endless` and in each other directory `up`. With `tags` each file has an ETag of its content. An answer
-    to a GET of a file in `held` stops in the middle: it sets `reached`, and waits until `go_on` is set. A GET of a file
-    in `replaced` gets what is there, as from a proxy. Links on pages begin with `start`, and stand below `above`.
+    `failures[path]` answers are `status` with the headers `asks` before the file is served; `requests` counts what was
+    asked for. Each answer takes `seconds`; `most_at_once` is the most that were under way. Links to files in `gone` are
+    dead, and a directory `up` lies in `endless` and in each other directory `up`. With `tags` each file has an ETag of
+    its content. An answer to a GET of more than a byte of a file in `held` stops in the middle: it sets `reached`, and
+    waits until `go_on` is set. A GET of a file in `replaced` gets what is there, as from a proxy. Links on pages begin
+    with `start`, and stand below `above`.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.failures: dict[str, int] = {}
         self.status = 500
+        self.asks: dict[str, str] = {}
         self.gone: set[str] = set()
         self.endless = "nowhere"
         self.start = self.above = ""
@@ -115,7 +117,7 @@ class FileServer:
                 counter[self.path] += 1
                 if owner.failures.get(self.path, 0) > 0:
                     owner.failures[self.path] -= 1
-                    return self._answer(owner.status, b"")
+                    return self._answer(owner.status, b"", owner.asks)
                 data = owner.files.get(self.path)
                 if self.path in owner.gone:
                     return self._answer(404, b"")
@@ -143,7 +145,7 @@ class FileServer:
                 for name, value in (headers or {}).items():
                     self.send_header(name, value)
                 self.end_headers()
-                if self.command == "GET" and self.path in owner.held:
+                if self.command == "GET" and self.path in owner.held and len(data) > 1:
                     self.wfile.write(data[: len(data) // 2])
                     self.wfile.flush()
                     owner.reached.set()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.sources import Source, SourceSpec, open_source
-from gpuflow.sources.storage import CachedStorage, CacheSpec, cached, disk_cache, remote
+from gpuflow.sources.storage import CachedStorage, CacheSpec, cached, disk_cache, time_limit
 from gpuflow.sources.storage.disk_cache import DiskCache
 from tests.sources.conftest import FileServer, ReadAll
 
@@ -35,8 +35,9 @@ SIZE = 16 << 20
 
 
 @pytest.fixture(autouse=True)
-def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "REMOTE_DELAYS", (0.0, 0.01, 0.02, 0.05))
+def short_limit() -> Iterator[None]:
+    with time_limit(20.0):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -144,8 +145,10 @@ def test_a_listing_of_the_server_has_the_versions(
 ) -> None:
     memory.pipe(files(make_tar))
     expected = read_all(open_source(spec_of("folder", "memory:/", None)))
-    monkeypatch.setattr(type(memory), "info", None)
     nothing_is_downloaded_again(read_all, folder, expected)
+    monkeypatch.setattr(type(memory), "info", None)  # which is asked for after a download
+    source, storage = opened("folder", "memory:/", folder)
+    assert read_all(source) == expected and storage.counts()["misses"] == 0
 
 
 def test_a_file_that_is_not_listed_is_asked_for_once_a_run(

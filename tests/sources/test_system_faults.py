@@ -7,7 +7,6 @@ import os
 import pickle
 import resource
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import SystemFault, is_system_fault, system_fault
 from gpuflow.sources import Source, SourceSpec, open_source
-from gpuflow.sources.storage import local, remote
+from gpuflow.sources.storage import local, remote, time_limit
 from tests.datasets import make_photos, no_more_files
 from tests.sources.conftest import FileServer, ReadAll
 
@@ -109,7 +108,6 @@ def listed_on_server(root: Path, server: FileServer) -> Source:
 
 @pytest.fixture(params=["folder", "tar", "server"])
 def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(remote, "REMOTE_DELAYS", (0.0, 0.01, 0.02, 0.05))
     monkeypatch.setattr(local, "LOCAL_DELAYS", (0.0, 0.01, 0.02, 0.05))
     match request.param:
         case "folder":
@@ -117,7 +115,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         case "tar":
             return shard_of(tmp_path)
         case _:
-            found = listed_on_server(tmp_path, request.getfixturevalue("server"))
+            with time_limit(1.0):
+                found = listed_on_server(tmp_path, request.getfixturevalue("server"))
             found.read([0], new_array)  # starts the threads that fsspec needs
             return found
 
@@ -175,10 +174,10 @@ def test_a_file_system_that_has_no_memory_raises(source: Source, monkeypatch: py
     if not isinstance(source.storage, remote.RemoteStorage):
         pytest.skip("local reading allocates by the caller's function alone")
 
-    def fail(*arguments: Any, **options: Any) -> Callable[..., Any]:
+    async def fail(*arguments: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(source.storage._fs, "cat_ranges", fail, raising=False)
+    monkeypatch.setattr(source.storage._http, "get", fail)
     with pytest.raises(MemoryError, match="no more"):
         source.read([0], new_array)
 

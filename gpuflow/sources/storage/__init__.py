@@ -1,8 +1,8 @@
 """Reads files from a local disk or from any file system that fsspec supports.
 
-Both offer the same read operations. A read that fails temporarily (a network file system that does not respond, a
-server that returns 503) is retried up to three times, all failed files of a call together. A file that stays unreadable
-becomes an error text in the payload and does not affect other files.
+Both offer the same read operations. A read that fails temporarily is retried, all failed files of a call together: on
+this machine up to three times, from a server as long as `time_limit` allows. A file that is missing or stays unreadable
+becomes an error text in the payload and does not affect other files; a server that stays away raises ServerFault.
 """
 
 from gpuflow.sources.storage.base import ReadAt, Shard, Storage, is_over_http, is_remote, parent_of
@@ -10,6 +10,7 @@ from gpuflow.sources.storage.cached import CachedStorage
 from gpuflow.sources.storage.disk_cache import CacheSpec
 from gpuflow.sources.storage.local import LocalStorage
 from gpuflow.sources.storage.remote import RemoteStorage
+from gpuflow.sources.storage.retry import time_limit
 
 __all__ = [
     "CacheSpec",
@@ -24,6 +25,7 @@ __all__ = [
     "open_remote",
     "open_storage",
     "parent_of",
+    "time_limit",
 ]
 
 

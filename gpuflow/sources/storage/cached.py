@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar, final
@@ -20,12 +20,13 @@ from typing import TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import redacted
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.disk_cache import VERSION_BYTES, CacheSpec, Claim, DiskCache
-from gpuflow.sources.storage.remote import TOO_SHORT, FoundFile, RemoteStorage, payload_of
+from gpuflow.sources.storage.http import Fetched
+from gpuflow.sources.storage.remote import TOO_SHORT, FoundFile, RemoteStorage, payload_of, read_in_blocks
 
 __all__ = ["BLOCK_BYTES", "CachedStorage"]
 
@@ -47,8 +48,7 @@ class _Entry:
     """A whole file, or a block of a shard.
 
     name: that of the entry in the cache. start, end: of a block. version: of the object; None if it is not known.
-    size: of a whole file in bytes, as the server says; None if it did not. asked_ns: when the server was asked for the
-    version of this file alone; 0 if it was not.
+    asked_ns: when the server was asked for the version of this file alone; 0 if it was not.
     """
 
     name: str
@@ -56,7 +56,6 @@ class _Entry:
     start: int | None = None
     end: int | None = None
     version: bytes | None = None
-    size: int | None = None
     asked_ns: int = 0
 
 
@@ -122,14 +121,14 @@ class CachedStorage:
         digests = list(map(_digest, urls))
         listed = self._listed.find(digests)
         entries = [
-            _Entry(digest.hex(), url, version=version, size=size)
-            for digest, url, (version, size) in zip(digests, urls, listed, strict=True)
+            _Entry(digest.hex(), url, version=version)
+            for digest, url, version in zip(digests, urls, listed, strict=True)
         ]
         known, found = self._with_versions(entries)
         answers = dict(zip(known, self._answers([_Piece(entry) for entry in known.values()]), strict=True)) | found
         rest = [i for i in range(len(urls)) if i not in answers]
         if rest:
-            answers |= dict(zip(rest, self._get([entries[i] for i in rest]), strict=True))
+            answers |= dict(zip(rest, map(_data, self._get([entries[i] for i in rest])), strict=True))
         return _payload([answers[i] for i in range(len(urls))], allocate)
 
     def read_ranges(
@@ -140,7 +139,7 @@ class CachedStorage:
         pieces = [_pieces(*sample) for sample in zip(shards, starts, sizes, strict=True)]
         answers = iter(self._answers([piece for sample in pieces for piece in sample]))
         samples = [_joined([next(answers) for _ in sample], size) for sample, size in zip(pieces, sizes, strict=True)]
-        self._storage.check_unchanged(shards, [sample if isinstance(sample, str) else None for sample in samples])
+        self._storage.check_unchanged(shards, samples)
         return _payload(samples, allocate)
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
@@ -152,32 +151,21 @@ class CachedStorage:
 
     def _reader(self, shard: Shard) -> ReadAt:
         """Reads a shard from its start to its end, some blocks at a time."""
-        start, data = 0, b""
 
-        def read_at(offset: int, size: int) -> bytes:
-            nonlocal start, data
-            end = min(offset + size, shard.size)
-            if end <= offset:
-                return b""
-            if not start <= offset <= end <= start + len(data):
-                start = offset - offset % BLOCK_BYTES
-                span = min(max(_AHEAD * BLOCK_BYTES, end - start), shard.size - start)
-                answer = _joined(self._answers(_pieces(shard, start, span)), span)
-                if isinstance(answer, str):
-                    self._storage.check_unchanged([shard], [answer])
-                    raise SourceError(f"{shard.path}: {answer}; check that it can be read in ranges")
-                data = answer
-            return data[offset - start : end - start]
+        def read(start: int, size: int) -> _Answer:
+            answer = _joined(self._answers(_pieces(shard, start, size)), size)
+            self._storage.check_unchanged([shard], [answer])
+            return answer
 
-        return read_at
+        return read_in_blocks(shard, read, BLOCK_BYTES, _AHEAD * BLOCK_BYTES)
 
     def find(self, root: str) -> list[FoundFile]:
-        """See `RemoteStorage.find`. The server need not be asked for versions that its listing has."""
+        """See `RemoteStorage.find`. The server need not be asked for versions that its listing has, with sizes."""
         found = self._storage.find(root)
-        listed = [file for file in found if file.stamp]
+        listed = [file for file in found if file.stamp and file.size]
         digests = [_digest(f"{root}/{file.path}") for file in listed]
         versions = [_version(file.size, file.stamp) for file in listed]
-        self._listed = _Listed(digests, versions, [file.size for file in listed])
+        self._listed = _Listed(digests, versions)
         return found
 
     def load(self, path: str) -> bytes:
@@ -216,7 +204,7 @@ class CachedStorage:
         for i, info in zip(ask, self._storage.ask([entries[i].url for i in ask]), strict=True):
             if info is not None and self._are_versioned([info]):
                 version = _version(info.size, info.stamp)
-                known[i] = replace(entries[i], version=version, size=info.size, asked_ns=now)
+                known[i] = replace(entries[i], version=version, asked_ns=now)
         return known, found
 
     def _are_versioned(self, files: Sequence[Shard]) -> bool:
@@ -228,8 +216,8 @@ class CachedStorage:
             first, self._has_versions = self._has_versions, False
         if first:
             warnings.warn(
-                f"{without}: its server gives no ETag and no time of change, so source.cache does not keep it; "
-                "remove source.cache, or use a server that does",
+                f"{redacted(without)}: its server gives no ETag and no time of change, so source.cache does not keep "
+                "it; remove source.cache, or use a server that does",
                 stacklevel=2,
             )
         return False
@@ -258,14 +246,15 @@ class CachedStorage:
                     else:
                         answers |= {piece: piece.of(answer) for piece in missing[entry]}
             if len(busy) == len(waiting):
-                time.sleep(_POLL_SECONDS)
+                self._storage.sleep(_POLL_SECONDS)
             waiting = busy
         return [answers[piece] for piece in pieces]
 
     def _download(self, entries: Sequence[_Entry], *, alone: bool) -> Iterator[tuple[_Entry, _Answer | None]]:
         """Yield what is in each entry; None for one that another thread or process downloads at this time.
 
-        A file of another size than the server says is not stored: it may be a text of a proxy, or cut short.
+        What is not of the entry's version by the very answer, or by one that comes after it, is not stored: the object
+        was changed meanwhile, a proxy sent an older one or a text of its own, or the file was cut short.
 
         alone: download each of them, and store none that another one may store.
         """
@@ -284,11 +273,23 @@ class CachedStorage:
                         yield entry, data
                         continue
                 mine[entry] = claim
-            for (entry, claim), answer in zip(mine.items(), self._get(list(mine)), strict=True):
-                if claim is not None and isinstance(answer, bytes) and entry.size in (None, len(answer)):
-                    assert entry.version is not None
-                    self._cache.store(claim, answer, entry.version, entry.asked_ns)
-                yield entry, answer
+            answers = self._get(list(mine))
+            for (entry, claim), answer, version in zip(
+                mine.items(), answers, self._versions(mine, answers), strict=True
+            ):
+                if claim is not None and isinstance(answer, Fetched) and version == entry.version:
+                    assert version is not None
+                    self._cache.store(claim, answer.data, version, entry.asked_ns)
+                yield entry, _data(answer)
+
+    def _versions(self, entries: Iterable[_Entry], answers: Sequence[Fetched | str]) -> list[bytes | None]:
+        """Which version each answer is of. A server whose answers do not say it is asked again."""
+        said = [answer.now if isinstance(answer, Fetched) else None for answer in answers]
+        silent = [i for i, answer in enumerate(answers) if isinstance(answer, Fetched) and said[i] is None]
+        urls = [entry.url for entry in entries]
+        for i, now in zip(silent, self._storage.ask([urls[i] for i in silent]) if silent else (), strict=True):
+            said[i] = now
+        return [None if now is None else _version(now.size, now.stamp) for now in said]
 
     def _cached(self, piece: _Piece) -> bytes | None:
         entry = piece.entry
@@ -301,44 +302,42 @@ class CachedStorage:
                 self._hit_bytes += len(data)
         return data
 
-    def _get(self, entries: Sequence[_Entry]) -> list[_Answer]:
+    def _get(self, entries: Sequence[_Entry]) -> list[Fetched | str]:
         """Entries from the server."""
         if not entries:
             return []
         urls, starts, ends = zip(*((entry.url, entry.start, entry.end) for entry in entries), strict=True)
-        found, errors = self._storage.get(urls, starts, ends)
+        answers = self._storage.get(urls, starts, ends)
+        sizes = [len(answer.data) for answer in answers if isinstance(answer, Fetched)]
         with self._counting:
-            self._misses += errors.count(None)
-            self._downloaded_bytes += sum(map(len, found))
-        return [data if error is None else error for data, error in zip(found, errors, strict=True)]
+            self._misses += len(sizes)
+            self._downloaded_bytes += sum(sizes)
+        return answers
 
 
 @final
 class _Listed:
-    """The versions and sizes of listed files, 32 bytes each, where a mapping would need ten times as much.
+    """The versions of listed files, 24 bytes each, where a mapping would need ten times as much.
 
     Args:
-        digests, versions, sizes: of each file; its digest is that of its URL.
+        digests, versions: of each file; its digest is that of its URL.
     """
 
-    def __init__(
-        self, digests: Sequence[bytes] = (), versions: Sequence[bytes] = (), sizes: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, digests: Sequence[bytes] = (), versions: Sequence[bytes] = ()) -> None:
         keys = _keys(digests)
         order = np.argsort(keys)
-        self._keys, self._sizes = keys[order], np.array(sizes, np.int64)[order]
+        self._keys = keys[order]
         self._versions = np.frombuffer(b"".join(versions), np.uint8).reshape(-1, VERSION_BYTES)[order]
 
-    def find(self, digests: Sequence[bytes]) -> list[tuple[bytes | None, int | None]]:
-        """The version and the size of each file; None for what the listing did not say. It says 0 for no size."""
+    def find(self, digests: Sequence[bytes]) -> list[bytes | None]:
+        """The version of each file; None where the listing did not say it."""
         if not len(self._keys):
-            return [(None, None)] * len(digests)
+            return [None] * len(digests)
         keys = _keys(digests)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         known = self._keys[places] == keys
         return [
-            (self._versions[place].tobytes(), int(self._sizes[place]) or None) if is_known else (None, None)
-            for place, is_known in zip(places, known, strict=True)
+            self._versions[place].tobytes() if is_known else None for place, is_known in zip(places, known, strict=True)
         ]
 
 
@@ -369,9 +368,12 @@ def _joined(answers: Sequence[_Answer], size: int) -> _Answer:
     return data if len(data) == size > 0 else TOO_SHORT if size else "empty file"
 
 
+def _data(answer: Fetched | str) -> _Answer:
+    return answer if isinstance(answer, str) else answer.data
+
+
 def _payload(answers: Sequence[_Answer], allocate: Allocate) -> Payload:
-    found = [b"" if isinstance(answer, str) else answer for answer in answers]
-    return payload_of(found, [answer if isinstance(answer, str) else None for answer in answers], allocate)
+    return payload_of([answer if isinstance(answer, str) else Fetched(answer) for answer in answers], allocate)
 
 
 def _digest(text: str) -> bytes:

@@ -19,7 +19,7 @@ from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.retry import LOCAL_DELAYS, after_retries, retry, retry_each
 
-__all__ = ["LocalStorage"]
+__all__ = ["PERMANENT", "LocalStorage"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe must not wait for its writer
 
-_PERMANENT = {
+PERMANENT = {
     errno.ENOENT: "no such file",
     errno.ENOTDIR: "no such file",
     errno.EISDIR: "is a directory",
@@ -39,6 +39,7 @@ _PERMANENT = {
     errno.ELOOP: "too many symbolic links",
     errno.ENAMETOOLONG: "file name too long",
 }
+"""Errors of system calls that stay, and what they say of the file."""
 
 
 def _current_directory() -> bytes:
@@ -286,12 +287,12 @@ def _read_rest(descriptor: int, target: memoryview, start: int) -> int:
 
 def _is_permanent(fault: Exception) -> bool:
     """Whether another attempt would fail, too: the file is not there or must not be read, or no read has failed."""
-    return not isinstance(fault, OSError) or fault.errno in _PERMANENT
+    return not isinstance(fault, OSError) or fault.errno in PERMANENT
 
 
 def _reason(fault: OSError) -> str:
-    if fault.errno in _PERMANENT:
-        return _PERMANENT[fault.errno]
+    if fault.errno in PERMANENT:
+        return PERMANENT[fault.errno]
     return (fault.strerror or str(fault)).lower() + after_retries(LOCAL_DELAYS)
 
 

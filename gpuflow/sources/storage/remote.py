@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import unescape
+from itertools import count
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 from urllib.parse import unquote, urljoin
 
 import numpy as np
 
-from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
+from gpuflow.errors import MissingExtra, ServerFault, SourceError, is_system_fault, reason_of, redacted, system_fault
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources.payload import Allocate, Payload, lay_out
-from gpuflow.sources.storage.base import HTTP, ReadAt, Shard, is_over_http
-from gpuflow.sources.storage.request_limit import RequestLimit
-from gpuflow.sources.storage.retry import REMOTE_DELAYS, after_retries, retry, retry_each
+from gpuflow.sources.storage.base import ReadAt, Shard, is_over_http
+from gpuflow.sources.storage.http import Fetched, HttpRequests, NoRanges, Refusal, options_of, shard_of
+from gpuflow.sources.storage.local import PERMANENT
+from gpuflow.sources.storage.request_limit import RequestLimit, WaitEnded
+from gpuflow.sources.storage.retry import TimeLimits, delay_before
 
-__all__ = ["TOO_SHORT", "FoundFile", "RemoteStorage", "payload_of"]
+__all__ = ["TOO_SHORT", "FoundFile", "RemoteStorage", "payload_of", "read_in_blocks"]
 
 T = TypeVar("T")
 
-_BLOCK_BYTES = 4 << 20
-
+_AHEAD_BYTES = 4 << 20
+"""Read together where a shard is read from its start to its end."""
 _THREADS = 8
-
-_REQUEST_SECONDS, _CONNECT_SECONDS = 300.0, 5.0
-"""Limits of a request over HTTP. A server whose queue of connections is full drops those that come; the client asks
-again after 1, 3, 7, 15, ... s, and a new attempt comes sooner than its later ones."""
 _OVERLOADED = (429, 502, 503, 504)
-_MISSING, _FORBIDDEN = (404, 410), (401, 403)
-"""Statuses of answers that stay the same."""
-_PAGE = "text/html"
+_ASKED_TO_WAIT = (408, 425, 429)
+"""Statuses below 500 of answers that do not stay the same."""
+_MISSING = (404, 410)
+_SAID_AFTER = 3.0
+"""Seconds of failed attempts, after which a log says, once, that a server is being tried again."""
 _LINK = re.compile(r"""<a\s(?:[^<>]*?\s)?href\s*=\s*(?:(["'])(.*?)\1|([^\s>]+))""", re.IGNORECASE | re.DOTALL)
 """A link of a page: its quotation mark and the address between two of them, or an address without."""
 TOO_SHORT = "its server sent less than was asked for"
+_NO_RANGES = "its server must support range requests, got the whole file for a part of it; copy it to one that does"
 _DEEPEST = 64
 """Directories below each other; more of them are a link that leads back to its own parent."""
-_TAGS = ("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "updated", "created")
-"""What changes with an object, by the names that file systems of fsspec give it."""
+_LOG = logging.getLogger(__name__)
 
 
 class FoundFile(NamedTuple):
@@ -60,6 +64,9 @@ class FoundFile(NamedTuple):
 class RemoteStorage:
     """Files behind a URL, through fsspec: s3://, gs://, http://, memory:// and others.
 
+    A server that is away, throttles or fails is tried again as it asks, and as long as the surrounding `time_limit`
+    allows. Then ServerFault is raised.
+
     Args:
         url: any address on the file system; the part before its path selects the file system.
     """
@@ -73,104 +80,191 @@ class RemoteStorage:
             raise MissingExtra(f"reading {url}", "fsspec", "remote") from absent
         if "::" in url:
             raise SourceError(f"{url} chains file systems by '::', which gpuflow does not read; copy the files first")
-        self._limit = RequestLimit()
+        self._limits, self._limit = TimeLimits.current(), RequestLimit()
         self._over_http = is_over_http(url)
+        self._down_since: float | None = None
+        self._said = False
         try:
-            self._fs: Any = url_to_fs(url, **(_http_options() if self._over_http else {}))[0]
+            self._fs: Any = url_to_fs(url, **(options_of(self._limits) if self._over_http else {}))[0]
         except Exception as fault:  # of the file system, which may connect here; or its package is not installed
             reason = str(fault).strip() or type(fault).__name__
-            raise SourceError(f"{url} cannot be opened: {reason}; check its scheme and what it needs") from fault
+            raise SourceError(f"{url} cannot be opened: {reason}; check its scheme and what it needs") from _shown(
+                fault
+            )
         self._fs.invalidate_cache()  # of listings, which it shares with those that were opened before
+        self._http = HttpRequests(self._fs)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("files behind URLs are read by the process that opened them: its connections cannot be shared")
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        found, errors = self.get(list(map(os.fsdecode, paths)), [None] * len(paths), [None] * len(paths))
-        return payload_of(found, errors, allocate)
+        return payload_of(self.get(list(map(os.fsdecode, paths)), [None] * len(paths), [None] * len(paths)), allocate)
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
     ) -> Payload:
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        found, errors = self.get([shard.path for shard in shards], starts, ends)
-        self.check_unchanged(shards, errors)
-        return payload_of(found, errors, allocate)
+        answers = self.get([shard.path for shard in shards], starts, ends)
+        self.check_unchanged(shards, answers)
+        return payload_of(answers, allocate)
 
-    def check_unchanged(self, shards: Sequence[Shard], errors: Sequence[str | None]) -> None:
-        """Raise SourceError if a range was too short because its shard is not the one that was indexed."""
-        for shard in {shard for shard, error in zip(shards, errors, strict=True) if error == TOO_SHORT}:
-            now = self._inspect(shard.path)
-            if isinstance(now, Shard) and now != shard:
-                raise shard.changed(now.size)
+    def check_unchanged(self, shards: Sequence[Shard], answers: Sequence[object]) -> None:
+        """Raise an error if a range was too short: its shard is not the one that was indexed, or its server fails."""
+        for shard in {shard for shard, answer in zip(shards, answers, strict=True) if answer == TOO_SHORT}:
+            [now] = self.inspect([shard.path])
+            if isinstance(now, Shard):
+                raise shard.changed(now.size) if now != shard else ServerFault(f"{shard.path}: {TOO_SHORT}; check it")
 
-    def get(
-        self, urls: Sequence[str], starts: Sequence[int | None], ends: Sequence[int | None]
-    ) -> tuple[list[bytes], list[str | None]]:
-        """Whole files, or ranges of them, and for each why it cannot be read. Raises faults of the environment."""
-        found = [b""] * len(urls)
-        errors: list[str | None] = [None] * len(urls)
-        refused: dict[int, BaseException] = {}
-
-        def attempt(items: Sequence[int]) -> Sequence[int]:
-            again = []
-            refused.clear()
-            for i, answer in zip(items, self._fetch(items, urls, starts, ends), strict=True):
-                if isinstance(answer, BaseException):
-                    errors[i] = _reason(answer)
-                    if not _is_permanent(answer):
-                        again.append(i)
-                        if is_system_fault(answer):
-                            refused[i] = answer
-                else:
-                    found[i], errors[i] = _checked(bytes(answer), starts[i], ends[i])
-            return again
-
-        retry_each(range(len(urls)), attempt, REMOTE_DELAYS)
-        for i, fault in refused.items():
-            raise system_fault(fault, urls[i])
-        return found, errors
-
-    def _fetch(
-        self, items: Sequence[int], urls: Sequence[str], starts: Sequence[int | None], ends: Sequence[int | None]
-    ) -> list[Any]:
-        """For each item its bytes or an exception. Asynchronous file systems of fsspec fetch the items concurrently."""
-        answers: list[Any] = []
-        while len(answers) < len(items):
-            with self._limit.requests(len(items) - len(answers)) as (count, failed):
-                some = items[len(answers) : len(answers) + count]
-                try:
-                    answers += self._fs.cat_ranges(
-                        [urls[i] for i in some], [starts[i] for i in some], [ends[i] for i in some], on_error="return"
-                    )
-                except Exception as fault:  # file systems of fsspec raise any exception of their library
-                    answers += [fault] * count
-                failed += filter(_is_overload, answers[-count:])
+    def get(self, urls: Sequence[str], starts: Sequence[int | None], ends: Sequence[int | None]) -> list[Fetched | str]:
+        """Whole files, or ranges of them; or for each why it cannot be read. Raises faults of the environment."""
+        answers: list[Fetched | str] = [Fetched(b"")] * len(urls)
+        asked = [i for i in range(len(urls)) if ends[i] is None or starts[i] != ends[i]]
+        function = self._http.get if self._over_http else self._function("cat_file")
+        found = self._answers(function, [(urls[i], starts[i], ends[i]) for i in asked], self._limits.ended)
+        for i, answer in zip(asked, found, strict=True):
+            if isinstance(answer, NoRanges):
+                raise SourceError(f"{urls[i]}: {_NO_RANGES}")
+            if isinstance(answer, BaseException):
+                answers[i] = _reason(answer)
+            else:
+                fetched = answer if isinstance(answer, Fetched) else Fetched(bytes(answer))
+                answers[i] = _checked(fetched, urls[i], starts[i], ends[i])
         return answers
 
-    def load(self, path: str) -> bytes:
+    def _function(self, name: str) -> Callable[..., Any]:
+        """An operation of the file system, as a coroutine function where it has one."""
+        function: Callable[..., Any] = getattr(self._fs, f"_{name}" if self._fs.async_impl else name)
+        return function
+
+    # --- attempts ---------------------------------------------------------------------------------------------------
+
+    def _answers(
+        self, function: Callable[..., Any], items: Sequence[tuple[Any, ...]], longest: float = math.inf
+    ) -> list[Any]:
+        """What a function returns for each item, whose first part is its URL; or the exception of every attempt.
+
+        longest: seconds for all attempts together.
+
+        Raises faults of the environment: ServerFault, or that of a system call.
+        """
+        begun = time.monotonic()
+        answers: list[Any] = [None] * len(items)
+        waiting = list(range(len(items)))
+        for attempt in count(1):
+            found = self._attempt(function, [items[i] for i in waiting], begun + longest)
+            asked, rest = waiting[: len(found)], waiting[len(found) :]
+            for i, answer in zip(asked, found, strict=True):
+                answers[i] = answer
+            failed = [i for i in asked if _is_temporary(answers[i])]
+            if len(failed) < len(asked):
+                self._down_since = None
+                if longest == math.inf:  # nobody waits for a batch
+                    begun = time.monotonic()
+            waiting = rest + failed
+            if not waiting:
+                return answers
+            self._wait(attempt, begun, items[waiting[-1]][0], [answers[i] for i in failed])
+        raise AssertionError("attempts have no end")
+
+    def _wait(self, attempt: int, begun: float, url: str, faults: Sequence[BaseException]) -> None:
+        """Wait before the next attempt. Raises the fault of the last one if there is no time for another."""
+        now = time.monotonic()
+        if self._down_since is None:
+            self._down_since = now
+        begun = min(begun, self._down_since)  # a server that is away is away for all threads
+        left = begun + self._limits.tried - now
+        fault = faults[-1] if faults else TimeoutError("other requests to its server took the time")
+        if left <= 0:
+            self._down_since = None
+            raise self._lasting(url, fault, now - begun)
+        asked = max((fault.retry_after for fault in faults if isinstance(fault, Refusal)), default=0.0)
+        if asked:
+            self._limit.pause(min(asked, left))
+        delay = min(max(asked, delay_before(attempt)), left)
+        if not self._said and now + delay - begun > _SAID_AFTER:
+            self._said = True
+            reason = redacted(reason_of(fault, with_type=not isinstance(fault, Refusal)))
+            _LOG.warning("%s: %s; trying again for %.0f s", _server_of(url), reason, left)
+        self.sleep(delay)
+
+    def _lasting(self, url: str, fault: BaseException, seconds: float) -> BaseException:
+        """The error for a fault of the environment that every attempt met."""
+        if is_system_fault(fault):
+            return system_fault(fault, url)
+        reason, timeout = reason_of(fault, with_type=not isinstance(fault, Refusal)), self._limits.timeout
+        error = ServerFault(
+            f"{_server_of(url)}: {reason}; tried for {seconds:.1f} s, as run.timeout_s = {timeout:g} allows; check "
+            f"that it can be reached and allows this many requests, or raise run.timeout_s; it was asked for {url}"
+        )
+        error.__cause__ = _shown(fault)
+        return error
+
+    def _attempt(self, function: Callable[..., Any], items: Sequence[tuple[Any, ...]], until: float) -> list[Any]:
+        """What a function returns for each item, or an exception; of the first ones, if the server is overloaded."""
+        answers: list[Any] = []
+        while len(answers) < len(items):
+            try:
+                with self._limit.requests(len(items) - len(answers), until) as (number, failed):
+                    part = items[len(answers) : len(answers) + number]
+                    found = self._called(function, part, until - time.monotonic())
+                    failed += filter(_is_overload, found)
+            except TimeoutError:
+                break
+            except WaitEnded:
+                raise ServerFault("what read from a server was ended") from None
+            answers += found
+            if failed:
+                break
+        return answers
+
+    def _called(self, function: Callable[..., Any], items: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
+        """As `_attempt`; all at once where the file system can."""
+        if self._fs.async_impl:
+            from fsspec.asyn import sync
+
+            async def call_all() -> list[Any]:
+                limit = None if seconds == math.inf else seconds
+                calls = (asyncio.wait_for(function(*item), limit) for item in items)
+                return await asyncio.gather(*calls, return_exceptions=True)
+
+            answers: list[Any] = sync(self._fs.loop, call_all)
+            return answers
+
+        def call(item: tuple[Any, ...]) -> Any:
+            try:
+                return function(*item)
+            except Exception as fault:  # file systems of fsspec raise any exception of their library
+                return fault
+
+        return list(map(call, items))
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for this time, or raise ServerFault once the storage, or what reads it, is ended."""
         try:
-            return bytes(retry(lambda: self._fs.cat_file(path), _is_permanent, REMOTE_DELAYS))
-        except Exception as fault:  # as above
-            action = "check the address" if _is_missing(fault) else "check that it can be read"
-            raise SourceError(f"{path}: {_reason(fault)}; {action}") from fault
+            self._limit.sleep(seconds)
+        except WaitEnded:
+            raise ServerFault("what read from a server was ended") from None
+
+    # --- whole files, directories and shards --------------------------------------------------------------------------
+
+    def load(self, path: str) -> bytes:
+        function = self._http.get if self._over_http else self._function("cat_file")
+        [answer] = self._answers(function, [(path,)])
+        if isinstance(answer, BaseException):
+            action = "check the address" if _is_missing(answer) else "check that it can be read"
+            raise SourceError(f"{path}: {_reason(answer)}; {action}") from _shown(answer)
+        return answer.data if isinstance(answer, Fetched) else bytes(answer)
 
     def find(self, root: str) -> list[FoundFile]:
         """All files below `root`, in no particular order. A directory that cannot be listed raises SourceError."""
-        try:
-            found = self._find(root)
-        except SourceError:
-            raise
-        except Exception as fault:  # as above
-            if _is_missing(fault):
-                return []
-            raise _cannot_be_listed(root, fault) from fault
+        found = self._find(root)
         start = len(self._fs._strip_protocol(root).rstrip("/")) + 1
         files = []
         for whole, info in found.items():
             path = whole[start:]
             name = unquote(path, errors="surrogateescape") if self._over_http else path
-            files.append(FoundFile(name, path, int(info.get("size") or 0), _stamp(info)))
+            known = shard_of(path, info, info.get("size") or 0)
+            files.append(FoundFile(name, path, known.size if known else 0, known.stamp if known else ""))
         return files
 
     def _find(self, root: str) -> dict[str, Mapping[str, Any]]:
@@ -185,21 +279,12 @@ class RemoteStorage:
         kind = type(self._fs)
         walks = kind.find is AbstractFileSystem.find and getattr(kind, "_find", None) in (None, AsyncFileSystem._find)
         if not walks:
-            found: dict[str, Mapping[str, Any]] = retry(
-                lambda: self._fs.find(root, detail=True), _is_permanent, REMOTE_DELAYS
-            )
-            return found
+            return self._listed(partial(self._function("find"), detail=True), root, root)
         files: dict[str, Mapping[str, Any]] = {}
         waiting = [(self._fs._strip_protocol(root), 0)]
         while waiting:
             directory, depth = waiting.pop()
-            try:
-                entries = retry(partial(self._entries, directory), _is_permanent, REMOTE_DELAYS)
-            except Exception as fault:  # as above
-                if not depth:
-                    raise
-                raise _cannot_be_listed(directory, fault) from fault
-            for path, entry in entries.items():
+            for path, entry in self._entries(directory, root).items():
                 if entry["type"] != "directory":
                     files[path] = entry
                 elif path != directory.rstrip("/"):
@@ -210,18 +295,28 @@ class RemoteStorage:
                 )
         return files
 
-    def _entries(self, directory: str) -> dict[str, Mapping[str, Any]]:
+    def _listed(self, function: Callable[..., Any], directory: str, root: str) -> Any:
+        """What a function says of a directory; nothing if that is the root and missing. Raises SourceError."""
+        [answer] = self._answers(function, [(directory,)])
+        if not isinstance(answer, BaseException):
+            return answer
+        if _is_missing(answer) and directory in (root, self._fs._strip_protocol(root)):
+            return {}
+        raise SourceError(f"{directory}: {_reason(answer)}; check that it can be listed") from _shown(answer)
+
+    def _entries(self, directory: str, root: str) -> dict[str, Mapping[str, Any]]:
         """What is known of the files and directories right below a directory, by their paths.
 
         Over HTTP these are the links of the directory's page. They are found here, because fsspec ends a link at an
         apostrophe, and does not resolve `./1.jpg`, `../` and `&amp;`.
         """
         if not self._over_http:
-            return {entry["name"].rstrip("/"): entry for entry in self._fs.ls(directory, detail=True)}
+            entries = self._listed(partial(self._function("ls"), detail=True), directory, root)
+            return {entry["name"].rstrip("/"): entry for entry in entries}
         directory = directory.rstrip("/")
         here = urljoin(f"{directory}/", ".")
         found: dict[str, Mapping[str, Any]] = {}
-        for quote, quoted, other in _LINK.findall(self._page(directory)):
+        for quote, quoted, other in _LINK.findall(self._listed(self._http.page, directory, root) or ""):
             address = urljoin(here, unescape(quoted if quote else other))
             start, place = (url.partition("://")[2] for url in (here, address))  # a page may name http for https
             name = place.removeprefix(start)
@@ -229,95 +324,75 @@ class RemoteStorage:
                 found[f"{directory}/{name.rstrip('/')}"] = {"type": "directory" if name.endswith("/") else "file"}
         return found
 
-    def _page(self, url: str) -> str:
-        """The text of a page; empty for another file."""
-        from fsspec.asyn import sync
-
-        async def load() -> str:
-            session = await self._fs.set_session()
-            async with session.get(self._fs.encode_url(url), **self._fs.kwargs) as answer:
-                answer.raise_for_status()
-                is_page = answer.headers.get("Content-Type", _PAGE).startswith(_PAGE)
-                return str(await answer.text(errors="replace")) if is_page else ""
-
-        return str(sync(self._fs.loop, load))
-
     def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
-        with DaemonPool(_THREADS, "storage") as threads:
-            return list(threads.map(self._inspect, paths))
-
-    def _inspect(self, path: str) -> Shard | str:
-        try:
-            info = retry(lambda: self._fs.info(path), _is_permanent, REMOTE_DELAYS)
-        except Exception as fault:  # as above
-            return _reason(fault)
-        return _shard(path, info) or "its server does not report its size"
+        function = self._http.shard if self._over_http else self._function("info")
+        answers = self._answers(function, [(path,) for path in paths])
+        return [
+            _reason(answer)
+            if isinstance(answer, BaseException)
+            else _described(path, answer) or "its server does not report its size"
+            for path, answer in zip(paths, answers, strict=True)
+        ]
 
     def ask(self, urls: Sequence[str]) -> list[Shard | None]:
-        """As `inspect`, in one attempt, and without a reason where that fails."""
-        found: list[Shard | None] = []
-        while len(found) < len(urls):
-            with self._limit.requests(len(urls) - len(found)) as (count, failed):
-                some = urls[len(found) : len(found) + count]
-                answers = self._infos(some)
-                failed += filter(_is_overload, answers)
-                found += [
-                    None if isinstance(info, BaseException) else _shard(url, info)
-                    for url, info in zip(some, answers, strict=True)
-                ]
-        return found
-
-    def _infos(self, urls: Sequence[str]) -> list[Any]:
-        """What the server says about each file, or an exception; all at once where the file system can."""
-        if self._fs.async_impl:
-            from fsspec.asyn import sync
-
-            async def ask() -> list[Any]:
-                return await asyncio.gather(*map(self._fs._info, urls), return_exceptions=True)
-
-            answers: list[Any] = sync(self._fs.loop, ask)
-            return answers
-
-        def info(url: str) -> Any:
-            try:
-                return self._fs.info(url)
-            except Exception as fault:  # as above
-                return fault
-
-        with DaemonPool(_THREADS, "storage") as threads:
-            return list(threads.map(info, urls))
+        """What the server says of each file now, in one attempt, and without a reason where that fails."""
+        self._fs.invalidate_cache()  # of listings, whose versions may be older
+        function = self._http.info if self._over_http else self._function("info")
+        answers = self._attempt(function, [(url,) for url in urls], time.monotonic() + self._limits.stalled)
+        answers += [None] * (len(urls) - len(answers))
+        return [
+            None if info is None or isinstance(info, BaseException) else _described(url, info)
+            for url, info in zip(urls, answers, strict=True)
+        ]
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
         def scan_one(shard: Shard) -> T:
-            with self._fs.open(shard.path, "rb", block_size=_BLOCK_BYTES, cache_type="readahead") as file:
-
-                def read_at(offset: int, size: int) -> bytes:
-                    file.seek(offset)
-                    return bytes(file.read(size))
-
-                return scanner(shard, read_at)
-
-        def scan_with_retries(shard: Shard) -> T:
-            try:
-                return retry(
-                    lambda: scan_one(shard),
-                    lambda fault: isinstance(fault, SourceError) or _is_permanent(fault),
-                    REMOTE_DELAYS,
-                )
-            except SourceError:
-                raise
-            except Exception as fault:  # as above
-                raise SourceError(f"{shard.path}: {_reason(fault)}; check that it can be read in ranges") from fault
+            return scanner(shard, read_in_blocks(shard, partial(self._block, shard), 1, _AHEAD_BYTES))
 
         with DaemonPool(_THREADS, "storage") as threads:
-            yield from threads.map(scan_with_retries, shards)
+            yield from threads.map(scan_one, shards)
+
+    def _block(self, shard: Shard, start: int, size: int) -> bytes | str:
+        [answer] = self.get([shard.path], [start], [start + size])
+        self.check_unchanged([shard], [answer])
+        return answer if isinstance(answer, str) else answer.data
 
     def close(self) -> None:
-        """Nothing to close: fsspec owns its connections and shares them within the process."""
+        """End the waits of its threads. fsspec owns its connections and shares them within the process."""
+        self._limit.close()
 
 
-def payload_of(found: Sequence[bytes], errors: Sequence[str | None], allocate: Allocate) -> Payload:
+def read_in_blocks(shard: Shard, read: Callable[[int, int], bytes | str], unit: int, ahead: int) -> ReadAt:
+    """Return a function that reads a shard from its start to its end, `ahead` bytes at a time.
+
+    Args:
+        read: reads so many bytes from a place on, or says why it cannot.
+        unit: blocks begin at multiples of this number of bytes.
+
+    Raises SourceError, with that reason.
+    """
+    start, data = 0, b""
+
+    def read_at(offset: int, size: int) -> bytes:
+        nonlocal start, data
+        end = min(offset + size, shard.size)
+        if end <= offset:
+            return b""
+        if not start <= offset <= end <= start + len(data):
+            start = offset - offset % unit
+            answer = read(start, min(max(ahead, end - start), shard.size - start))
+            if isinstance(answer, str):
+                raise SourceError(f"{shard.path}: {answer}; check that it can be read in ranges")
+            data = answer
+        return data[offset - start : end - start]
+
+    return read_at
+
+
+def payload_of(answers: Sequence[Fetched | str], allocate: Allocate) -> Payload:
     """Files, or why each cannot be read, in one buffer."""
+    found = [b"" if isinstance(answer, str) else answer.data for answer in answers]
+    errors = [answer if isinstance(answer, str) else None for answer in answers]
     sizes = [len(data) for data in found]
     offsets, end = lay_out(sizes)
     buffer = allocate(end)
@@ -326,77 +401,64 @@ def payload_of(found: Sequence[bytes], errors: Sequence[str | None], allocate: A
     return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
 
 
-def _shard(path: str, info: Mapping[str, Any]) -> Shard | None:
-    """What a server says about a file; None if it does not say its size."""
-    size = info.get("size")
-    return None if size is None else Shard(path=path, size=int(size), stamp=_stamp(info))
+def _described(path: str, info: Any) -> Shard | None:
+    """What a server says of a file; None if it does not say its size."""
+    return shard_of(path, info, info.get("size")) if isinstance(info, Mapping) else info
 
 
-def _stamp(info: Mapping[str, Any]) -> str:
-    return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
+def _server_of(url: str) -> str:
+    """The server of a URL, or the place that has its part, such as a bucket."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}" if rest else url
 
 
-def _http_options() -> dict[str, Any]:
-    """How fsspec connects to servers, under what the user's configuration of fsspec says."""
-    from aiohttp import ClientTimeout
-    from fsspec.config import conf
-
-    known: dict[str, Any] = {}
-    for protocol in HTTP:
-        known |= conf.get(protocol, {}).get("client_kwargs", {})
-    timeout = ClientTimeout(total=_REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
-    return {"client_kwargs": {"timeout": timeout, **known}}
+def _shown(fault: BaseException) -> BaseException | None:
+    """An exception of a library as the cause of an error; None if its text holds credentials."""
+    return fault if redacted(str(fault)) == str(fault) else None
 
 
-def _cannot_be_listed(directory: str, fault: Exception) -> SourceError:
-    return SourceError(f"{directory}: {_reason(fault)}; check that it can be listed")
-
-
-def _is_permanent(fault: BaseException) -> bool:
-    """Whether a server would answer the same again: the file is not there, or must not be read."""
-    fault = _answer(fault)
-    return _is_missing(fault) or isinstance(fault, PermissionError) or _status(fault) in _FORBIDDEN
+def _is_temporary(answer: object) -> bool:
+    """Whether an answer is a fault of the environment: another attempt may have another answer."""
+    if not isinstance(answer, BaseException) or isinstance(answer, NoRanges):
+        return False
+    code = _code(answer)
+    if code is not None:
+        return code >= 500 or code in _ASKED_TO_WAIT
+    if isinstance(answer, OSError):
+        return not isinstance(answer, FileNotFoundError | PermissionError) and answer.errno not in PERMANENT
+    is_of_the_request = isinstance(answer, ValueError) or "Credential" in type(answer).__name__
+    return not is_of_the_request  # of an address that cannot be one, or without credentials
 
 
 def _is_missing(fault: BaseException) -> bool:
-    fault = _answer(fault)
-    return isinstance(fault, FileNotFoundError) or _status(fault) in _MISSING
+    return isinstance(fault, FileNotFoundError) or _code(fault) in _MISSING
 
 
 def _is_overload(answer: object) -> bool:
     """Whether an answer may mean that the server has too much to do: no connection, no answer in time, or a status."""
-    if not isinstance(answer, Exception) or _is_permanent(answer):
-        return False
-    return _status(_answer(answer)) in (None, *_OVERLOADED)
+    return isinstance(answer, BaseException) and _is_temporary(answer) and _code(answer) in (None, *_OVERLOADED)
 
 
-def _answer(fault: BaseException) -> BaseException:
-    """What failed: over HTTP, fsspec's `info` raises FileNotFoundError for any failure, which is its cause."""
-    cause = fault.__cause__
-    over_http = isinstance(cause, OSError) or type(cause).__module__.partition(".")[0] == "aiohttp"
-    return cause if cause is not None and over_http and isinstance(fault, FileNotFoundError) else fault
-
-
-def _status(fault: BaseException) -> int | None:
-    """The status of an answer over HTTP; None of other faults."""
-    status = getattr(fault, "status", None)
-    return status if isinstance(status, int) else None
+def _code(fault: BaseException) -> int | None:
+    """The status of an answer over HTTP, by the names that libraries give it; None of other faults."""
+    known = vars(fault)
+    return next((known[name] for name in ("code", "status_code", "status") if isinstance(known.get(name), int)), None)
 
 
 def _reason(fault: BaseException) -> str:
-    """Why something cannot be read, and whether it was tried again."""
+    """Why a file cannot be read."""
     if _is_missing(fault):
         return "no such file"
-    described = reason_of(_answer(fault), with_type=True)
-    return described if _is_permanent(fault) else described + after_retries(REMOTE_DELAYS)
+    if isinstance(fault, NoRanges):
+        return _NO_RANGES
+    return redacted(reason_of(fault, with_type=not isinstance(fault, Refusal)))
 
 
-def _checked(data: bytes, start: int | None, end: int | None) -> tuple[bytes, str | None]:
-    """The data and None; or empty bytes and an error text, if the length differs from the requested range."""
-    if not data and start == end:
-        return b"", "empty file"
-    if start is None or end is None or len(data) == end - start:
-        return data, None
-    if len(data) > end - start:
-        return b"", f"its server sent {len(data)} bytes for a range of {end - start}; it must support range requests"
-    return b"", TOO_SHORT
+def _checked(fetched: Fetched, url: str, start: int | None, end: int | None) -> Fetched | str:
+    """The data, or an error text if their length differs from the requested range."""
+    size = len(fetched.data)
+    if start is None or end is None or size == end - start:
+        return fetched if size else "empty file"
+    if size > end - start:
+        raise SourceError(f"{url}: {_NO_RANGES}")
+    return TOO_SHORT

@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["LOCAL_DELAYS", "REMOTE_DELAYS", "after_retries", "retry", "retry_each"]
+__all__ = ["LOCAL_DELAYS", "TimeLimits", "after_retries", "delay_before", "retry", "retry_each", "time_limit"]
 
 T = TypeVar("T")
 
 LOCAL_DELAYS = (0.0, 0.05, 0.1, 0.2)
 """Seconds before each attempt to read a file of this machine."""
-REMOTE_DELAYS = (0.0, 0.1, 0.5, 2.0)
-"""As `LOCAL_DELAYS`, for a server: one that is overloaded needs time."""
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
+"""Seconds between two attempts of a server that does not say how long to wait."""
+_TRIED, _ENDED, _STALLED = 0.7, 0.95, 0.25
+"""Parts of `run.timeout_s`, so that the error of the server comes before that of the loader, which names no cause."""
+_LONGEST_STALL = 30.0
+
+_limit: ContextVar[float] = ContextVar("_limit", default=120.0)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Open storages of servers with `run.timeout_s` while the block runs. Those that are open keep their limits."""
+    token = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """How long a storage tries a server, in seconds.
+
+    timeout: `run.timeout_s`, of which the others are parts. tried: after this time no new attempt begins. ended: the
+    last attempt ends. stalled: a connection that sends nothing for this long is closed, and the attempt has failed.
+    """
+
+    timeout: float
+
+    @classmethod
+    def current(cls) -> TimeLimits:
+        """Those of the surrounding `time_limit`."""
+        return cls(_limit.get())
+
+    @property
+    def tried(self) -> float:
+        return _TRIED * self.timeout
+
+    @property
+    def ended(self) -> float:
+        return _ENDED * self.timeout
+
+    @property
+    def stalled(self) -> float:
+        return min(_LONGEST_STALL, _STALLED * self.timeout)
+
+
+def delay_before(attempt: int) -> float:
+    """Seconds to wait before an attempt, the second being number 1. Random, so that not all processes come at once."""
+    return random.uniform(0.5, 1.0) * min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** min(attempt, 10))
 
 
 def after_retries(delays: Sequence[float]) -> str:
@@ -42,7 +94,7 @@ def retry(action: Callable[[], T], permanent: Callable[[Exception], bool], delay
     def attempt(items: Sequence[int]) -> Sequence[int]:
         try:
             results.append(action())
-        except Exception as fault:  # file systems of fsspec raise any exceptions of their libraries
+        except Exception as fault:  # libraries, such as pyarrow, raise exceptions of other kinds
             if permanent(fault):
                 raise
             faults.append(fault)
