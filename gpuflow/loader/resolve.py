@@ -14,6 +14,8 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader, with_values
 from gpuflow.loader.records import RecordMapper
 from gpuflow.pipeline.stage import Keys
+from gpuflow.sources import cache_counts
+from gpuflow.sources.storage import new_copies
 
 __all__ = ["BadSampleResolver"]
 
@@ -23,6 +25,7 @@ class BadSampleResolver:
 
     def __init__(self, plan: LoaderPlan, reader: ChunkReader, records: RecordMapper | None = None) -> None:
         self._plan, self._reader, self._records = plan, reader, records
+        self._is_cached = cache_counts(plan.source) is not None
 
     def resolve(
         self,
@@ -61,6 +64,12 @@ class BadSampleResolver:
     ) -> None:
         source, order, bad, batch = self._plan.source, self._plan.order, self._plan.bad, chunk.batch
         index = int(batch.indices[row])
+        if fault.stage != "read" and self._is_cached:
+            with new_copies():
+                again = self._decode(chunk, row, index, run, keys, slot)
+            if again is None:
+                return
+            fault = again
         fault = fault.located(index, source.path(index))
         if bad.policy == "raise":
             raise fault
@@ -74,20 +83,27 @@ class BadSampleResolver:
             if ended():
                 raise LoaderError(f"epoch {epoch} was ended while {fault} was being replaced")
             index = chunk.replacement = order.replacement(epoch, position, attempt)
-            with self._reader.meter.work(0):  # as part of decoding, whose samples these are
-                payload = self._reader.read([index])
-                self._reader.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
-            sizes = np.empty((1, 3), np.int64) if self._records is not None else None
-            own_keys, records = with_values(self._plan, keys, [index])
-            faults = run(payload, own_keys, slot, sizes)
-            if self._records is not None and sizes is not None:
-                self._records.add(batch, row, [index], own_keys, sizes, faults, records)
-            (new_fault,) = faults
+            new_fault = self._decode(chunk, row, index, run, keys, slot)
             if new_fault is None:
-                batch.indices[row] = index
-                batch.add_labels(row, payload.labels)
                 return
             bad.record(new_fault.located(index, source.path(index)))
         raise TooManyBadSamples(
             f"all {candidates} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
         )
+
+    def _decode(self, chunk: Chunk, row: int, index: int, run: Run, keys: Keys, slot: Any) -> BadSampleError | None:
+        """Put a sample into a row of the batch, or return why it is bad."""
+        batch = chunk.batch
+        with self._reader.meter.work(0):  # as part of decoding, whose samples these are
+            payload = self._reader.read([index])
+            self._reader.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
+        sizes = np.empty((1, 3), np.int64) if self._records is not None else None
+        own_keys, records = with_values(self._plan, keys, [index])
+        faults = run(payload, own_keys, slot, sizes)
+        if self._records is not None and sizes is not None:
+            self._records.add(batch, row, [index], own_keys, sizes, faults, records)
+        [fault] = faults
+        if fault is None:
+            batch.indices[row] = index
+            batch.add_labels(row, payload.labels)
+        return fault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import gpuflow
 from gpuflow.errors import SourceError
-from gpuflow.sources.storage import cached
+from gpuflow.sources.storage import cached, disk_cache
 from tests.datasets import epoch_rows, flat, interleave, jpeg, nothing_left_behind, write_config
 
 SAMPLES = 22
@@ -90,3 +91,45 @@ def test_the_cache_of_another_version_is_an_error_that_names_the_file(
     with pytest.raises(SourceError) as caught:
         gpuflow.load(path, "train", device="cpu")
     assert str(caught.value).startswith(f"{path}: source.cache.dir must have the format of this version")
+
+
+@pytest.mark.parametrize("on_error", ["replace", "skip", "raise"])
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_what_cannot_be_decoded_is_downloaded_once_more(
+    memory: fsspec.AbstractFileSystem, tmp_path: Path, kind: str, on_error: str
+) -> None:
+    """An entry that is whole, and of the right version, but not what the server has."""
+    memory.pipe({f"/photos/{'ab'[i % 2]}/{i}.jpg": jpeg(i % 2, i) for i in range(6)})
+    memory.pipe({"/0.tar": shard(range(6))})
+    where = {"folder": "memory://photos"} if kind == "folder" else {"tar": "memory://0.tar"}
+    cache = {"dir": str(tmp_path / "cache"), "size": "16 MiB"}
+    run = {"on_error": on_error}
+    file = write_config(tmp_path / "x.yaml", "", source={**where, "cache": cache}, run=run, batch={"size": 2})
+    with gpuflow.load(file, "val", device="cpu") as loader:
+        expected = epoch_rows(loader)
+    names = [path for path in (tmp_path / "cache/entries").rglob("*") if path.is_file()]
+    for path in names:
+        whole = path.read_bytes()
+        _, length, version, _ = disk_cache._HEAD.unpack_from(whole)
+        data = bytes(length) if kind == "folder" else whole[-length:].replace(b"\xff\xd8\xff", b"abc")
+        path.write_bytes(disk_cache._head(data, version) + data)
+    with gpuflow.load(file, "val", device="cpu") as loader:
+        assert epoch_rows(loader) == expected
+        assert loader.stats()["bad"] == 0
+        misses = loader.stats()["cache"]["misses"]
+        assert len(names) <= misses <= len(names) + 1, "two threads may begin at the same time"
+        assert epoch_rows(loader) == expected and loader.stats()["cache"]["misses"] == misses
+
+
+def test_what_the_server_has_damaged_is_downloaded_once_more_in_a_run(
+    memory: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
+    memory.pipe({f"/photos/a/{i}.jpg": jpeg(0, i) if i else b"no image" for i in range(6)})
+    cache = {"dir": str(tmp_path / "cache"), "size": "16 MiB"}
+    file = write_config(tmp_path / "x.yaml", "", source={"folder": "memory://photos", "cache": cache})
+    for misses in (7, 1):
+        with gpuflow.load(file, "val", device="cpu") as loader, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                assert sum(len(batch.indices) for batch in loader) == 5
+            assert loader.stats()["cache"]["misses"] == misses

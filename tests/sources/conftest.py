@@ -85,10 +85,13 @@ class FileServer:
     dead, and a directory `up` lies in `endless` and in each other directory `up`. With `tags` each file has an ETag of
     its content. An answer to a GET of more than a byte of a file in `held` stops in the middle: it sets `reached`, and
     waits until `go_on` is set. A GET of a file in `replaced` gets what is there, as from a proxy. Links on pages begin
-    with `start`, and stand below `above`.
+    with `start`, and stand below `above`. `outage` answers requests in place of the server while it returns True.
+
+    port: one that is free; by default any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
+        self.outage: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
         self.files: dict[str, bytes] = {}
         self.failures: dict[str, int] = {}
         self.status = 500
@@ -113,6 +116,8 @@ class FileServer:
                     self._serve()
 
             def _serve(self) -> None:
+                if owner.outage(self):
+                    return None
                 counter = owner.asked if self.command == "HEAD" else owner.requests
                 counter[self.path] += 1
                 if owner.failures.get(self.path, 0) > 0:
@@ -158,7 +163,7 @@ class FileServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Nothing: the tests' output is not a log."""
 
-        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()

@@ -6,12 +6,15 @@ import errno
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from gpuflow.errors import ConfigError, SourceError
 from gpuflow.sources import Source, SourceSpec, open_source
 from gpuflow.sources.storage import CachedStorage, CacheSpec, cached, disk_cache, time_limit
 from gpuflow.sources.storage.disk_cache import DiskCache
+from tests.datasets import deadline
 from tests.sources.conftest import FileServer, ReadAll
 
 MakeTar = Callable[..., bytes]
@@ -640,4 +644,155 @@ def test_a_cache_that_is_closed_while_it_is_read_says_nothing(folder: Path) -> N
     cache.store(claim, b"x", bytes(16), 0)
     cache.release(claim)
     assert cache.claim("b" * 32) is None
+    assert held(folder) == []
+
+
+# What others put into the folder.
+
+PLACES = ("gpuflow-cache", "used", "partial", "entries", "partial/{}", "entries/{0:.2}", "entry")
+THINGS: dict[str, Callable[[Path, Path], None]] = {
+    "a link to a file": lambda place, victim: place.symlink_to(victim),
+    "a link to nothing": lambda place, victim: place.symlink_to(victim.with_name("none")),
+    "a link to a folder": lambda place, victim: place.symlink_to(victim.parent),
+    "another name of a file": lambda place, victim: place.hardlink_to(victim),
+    "a pipe": lambda place, victim: os.mkfifo(place),
+    "an empty folder": lambda place, victim: place.mkdir(),
+    "a folder": lambda place, victim: (place / "held").mkdir(parents=True),
+    "a file": lambda place, victim: place.write_bytes(b"no entry" * 1000) and None,
+}
+
+
+@pytest.mark.filterwarnings("default:source.cache.dir")
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize(
+    "place", ["gpuflow-cache", "used", "partial", "entries", "partial/{}", "entries/{0:.2}", "entry"]
+)
+def test_nothing_that_others_put_into_the_folder_hangs_a_run_or_leads_out_of_it(
+    server: FileServer, make_tar: MakeTar, read_all: ReadAll, folder: Path, tmp_path: Path, place: str, thing: str
+) -> None:
+    """Files and folders elsewhere stay as they are, and every sample arrives, or the folder is refused."""
+    server.tags = True
+    server.files.update(files(make_tar))
+    expected = read_all(open_source(spec_of("listing", server.url, None)))
+    victim = tmp_path / "own" / ("0" * 30)
+    victim.parent.mkdir()
+    victim.write_text("precious " * 20)
+    before = sorted((path, path.read_bytes()) for path in victim.parent.iterdir())
+    name = cached._digest(f"{server.url}/photos/b/3.jpg").hex()
+    read_all(opened("listing", server.url, folder)[0], range(5))
+    target = folder / (f"entries/{name[:2]}/{name[2:]}" if place == "entry" else place.format(name))
+    if target.is_dir():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
+    THINGS[thing](target, victim)
+    with deadline(20):
+        try:
+            for _ in range(2):
+                source, _ = opened("listing", server.url, folder, size=SIZE)
+                assert read_all(source) == expected
+                source.close()
+        except SourceError as refused:
+            said = str(refused)
+        else:
+            said = "source.cache.dir"
+        assert "source.cache.dir" in said
+    assert sorted((path, path.read_bytes()) for path in victim.parent.iterdir()) == before
+
+
+def test_room_is_made_in_the_folder_alone(folder: Path, tmp_path: Path) -> None:
+    """A link to a folder with files that look like entries, and whose times are old."""
+    cache = DiskCache(str(folder), 3 * ENTRY_ON_DISK)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "file").write_bytes(b"precious")
+    os.utime(tmp_path / "own" / "file", (0, 0))
+    (folder / "entries" / "aa").symlink_to(tmp_path / "own")
+    for number in range(8):
+        put(cache, f"{number:032x}", bytes_of(number, ENTRY))
+    assert (tmp_path / "own" / "file").read_bytes() == b"precious"
+    assert len(held(folder)) <= 3
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o777, "refused"), (0o1777, "refused"), (0o775, "warned"), (0o755, "")])
+def test_who_may_write_to_the_folder(folder: Path, mode: int, said: str) -> None:
+    folder.mkdir()
+    folder.chmod(mode)
+    if said == "refused":
+        with pytest.raises(SourceError, match=r"must be a folder that not everyone may write to, got .*; chmod -R o-w"):
+            DiskCache(str(folder), SIZE)
+        return
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        DiskCache(str(folder), SIZE).close()
+    assert ["can be written by its group" in str(warning.message) for warning in found] == [True] * (said == "warned")
+
+
+def test_a_new_folder_is_for_its_user_alone(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache = DiskCache(str(folder), SIZE)
+        put(cache, "0" * 32, b"x")
+    finally:
+        os.umask(before)
+    made = [folder, *folder.rglob("*")]
+    assert [path for path in made if path.name != "gpuflow-cache" and path.stat().st_mode & 0o022] == []
+
+
+def test_a_time_in_the_future_is_not_believed(folder: Path) -> None:
+    cache = DiskCache(str(folder), 3 * ENTRY_ON_DISK)
+    later = time.time_ns() + 10**16
+    for number in range(2):
+        put(cache, f"{number:032x}", bytes_of(number, ENTRY))
+    cache.confirm("0" * 32, time.time_ns())
+    assert cache.read("0" * 32, None) is not None
+    for path in held(folder):
+        os.utime(path, ns=(later, later))
+    assert cache.read(f"{1:032x}", None) is None, "its server is asked again"
+    put(cache, f"{2:032x}", bytes_of(2, ENTRY))
+    put(cache, f"{3:032x}", bytes_of(3, ENTRY))
+    assert cache.read(f"{1:032x}", bytes(16)) is None, "it is the first to make room"
+
+
+def test_what_is_kept_is_of_the_version_that_the_answer_names(
+    server: FileServer, read_all: ReadAll, folder: Path
+) -> None:
+    """The server's answer to HEAD is of another version than that to GET, as while copies of a server change."""
+    old, new, is_old = b"old" * 100, b"new" * 100, [True]
+
+    def answer(handler: BaseHTTPRequestHandler) -> bool:
+        if handler.path != "/1.jpg":
+            return False
+        data = old if handler.command == "GET" and is_old[0] else new
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.send_header("ETag", f'"{data[:3].decode()}"')
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(data)
+        return True
+
+    server.outage = answer
+    server.files["/list.csv"] = b"1.jpg,0\n"
+    found = []
+    for is_old[0] in (True, False, False):
+        source, storage = opened("listing", server.url, folder)
+        found += [*read_all(source), storage.counts()["hits"]]
+        source.close()
+    assert found == [old, 0, new, 0, new, 1]
+
+
+def test_on_other_file_systems_what_changes_meanwhile_is_not_kept(
+    memory: fsspec.AbstractFileSystem, read_all: ReadAll, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.pipe({"/photos/a/1.jpg": b"old" * 100})
+    real = type(memory).cat_file
+
+    def change(self: Any, path: str, *arguments: Any) -> Any:
+        data = real(self, path, *arguments)
+        memory.pipe({"/photos/a/1.jpg": b"new" * 100})
+        return data
+
+    monkeypatch.setattr(type(memory), "cat_file", change)
+    source, _ = opened("folder", "memory:/", folder)
+    assert read_all(source) == [b"old" * 100]
     assert held(folder) == []

@@ -6,7 +6,7 @@ becomes an error text in the payload and does not affect other files; a server t
 """
 
 from gpuflow.sources.storage.base import ReadAt, Shard, Storage, is_over_http, is_remote, parent_of
-from gpuflow.sources.storage.cached import CachedStorage
+from gpuflow.sources.storage.cached import CachedStorage, new_copies
 from gpuflow.sources.storage.disk_cache import CacheSpec
 from gpuflow.sources.storage.local import LocalStorage
 from gpuflow.sources.storage.remote import RemoteStorage
@@ -22,6 +22,7 @@ __all__ = [
     "Storage",
     "is_over_http",
     "is_remote",
+    "new_copies",
     "open_remote",
     "open_storage",
     "parent_of",

@@ -13,7 +13,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TypeVar, final
 
@@ -28,7 +29,7 @@ from gpuflow.sources.storage.disk_cache import VERSION_BYTES, CacheSpec, Claim, 
 from gpuflow.sources.storage.http import Fetched
 from gpuflow.sources.storage.remote import TOO_SHORT, FoundFile, RemoteStorage, payload_of, read_in_blocks
 
-__all__ = ["BLOCK_BYTES", "CachedStorage"]
+__all__ = ["BLOCK_BYTES", "CachedStorage", "new_copies"]
 
 T = TypeVar("T")
 
@@ -41,6 +42,21 @@ _AHEAD = 4
 _THREADS = 8
 _WAIT_SECONDS, _POLL_SECONDS = 60.0, 0.005
 """How long another process may take for what this one needs, too; it then downloads that itself."""
+
+_wants_new: ContextVar[bool] = ContextVar("_wants_new", default=False)
+
+
+@contextmanager
+def new_copies() -> Iterator[None]:
+    """Download what is read on this thread while the block runs, though it is kept: it may be what cannot be decoded.
+
+    Each entry is downloaded once more in a process, and is then read from the cache again.
+    """
+    token = _wants_new.set(True)
+    try:
+        yield
+    finally:
+        _wants_new.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,7 @@ class CachedStorage:
         self._cache = DiskCache(spec.dir, spec.size)
         self._listed, self._has_versions = _Listed(), True
         self._counting = threading.Lock()
+        self._renewed: set[str] = set()
         self._hits = self._misses = self._hit_bytes = self._downloaded_bytes = 0
 
     def counts(self) -> dict[str, int]:
@@ -280,6 +297,8 @@ class CachedStorage:
                 if claim is not None and isinstance(answer, Fetched) and version == entry.version:
                     assert version is not None
                     self._cache.store(claim, answer.data, version, entry.asked_ns)
+                    if _wants_new.get():
+                        self._renewed.add(entry.name)
                 yield entry, _data(answer)
 
     def _versions(self, entries: Iterable[_Entry], answers: Sequence[Fetched | str]) -> list[bytes | None]:
@@ -293,6 +312,8 @@ class CachedStorage:
 
     def _cached(self, piece: _Piece) -> bytes | None:
         entry = piece.entry
+        if _wants_new.get() and entry.name not in self._renewed:
+            return None
         data = self._cache.read(entry.name, entry.version, piece.start, piece.size)
         if data is not None:
             if entry.asked_ns:

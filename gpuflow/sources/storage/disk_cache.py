@@ -7,6 +7,7 @@
 
 A process that is killed leaves at most files in `partial` behind: their locks end with it, so another process takes
 them over or removes them. A machine that loses power may leave an entry that is not whole: its checksums say so.
+No link is followed, and a link, a pipe or an empty directory in place of an entry is removed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import errno
 import fcntl
 import functools
 import os
+import stat
 import struct
 import threading
 import time
@@ -69,6 +71,10 @@ class _Damaged(Exception):
     """An entry is not what was written."""
 
 
+class _Foreign(Exception):
+    """A link, a directory or a pipe stands in place of a file of the cache, or that file has another name elsewhere."""
+
+
 @final
 class Claim:
     """The right to write one entry, held by an open and locked file in `partial`."""
@@ -114,9 +120,11 @@ class DiskCache:
             self._stop_writing(fault)
 
     def _open(self, given: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(0o755, parents=True, exist_ok=True)
+        self._mode = stat.S_IMODE(self.folder.stat().st_mode)
+        self._check_rights(self.folder, given)
         self._check_format(given)
-        self._used = os.open(self.folder / _USED, os.O_RDWR | os.O_CREAT, 0o666)
+        self._used = self._own(_USED, given, os.O_RDWR | os.O_CREAT)
         self._finalizer = weakref.finalize(self, os.close, self._used)
         try:
             with self._locked():
@@ -125,7 +133,8 @@ class DiskCache:
                     with atomic_write(self.folder / _MARKER, text=True) as file:
                         file.write(_FORMAT)
                 for name in (_PARTIAL, _ENTRIES):
-                    (self.folder / name).mkdir(exist_ok=True)
+                    self._make_folder(self.folder / name)
+                    self._check_rights(self.folder / name, given)
                 self._remove_left_over()
         except OSError as fault:
             if fault.errno in (errno.ENOLCK, errno.ENOTSUP):
@@ -135,10 +144,57 @@ class DiskCache:
                 ) from fault
             raise
 
+    def _check_rights(self, folder: Path, given: str) -> None:
+        """Raise SourceError for a folder that everyone may write to; warn of one that a group may write to."""
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH:
+            raise SourceError(
+                f"source.cache.dir must be a folder that not everyone may write to, got {given!r}, where any user can "
+                f"replace the images; chmod -R o-w {str(self.folder)!r}, or name another one"
+            )
+        if mode & stat.S_IWGRP and folder == self.folder:
+            warnings.warn(
+                f"source.cache.dir {given!r} can be written by its group, whose members can replace the images; unless "
+                f"you trust them, chmod -R g-w {str(self.folder)!r}",
+                stacklevel=2,
+            )
+
+    def _own(self, name: str, given: str, flags: int) -> int:
+        """Open a file right below the folder. Raises SourceError where that is something else."""
+        try:
+            return self._opened(self.folder / name, flags)
+        except _Foreign:
+            raise SourceError(
+                f"source.cache.dir must hold files of gpuflow alone, got {given!r}, where {name!r} is a link, or no "
+                "file; remove it, and find out who made it"
+            ) from None
+
+    def _opened(self, path: Path, flags: int = os.O_RDWR) -> int:
+        """Open a file of the cache without following a link. Raises _Foreign, and OSError as `os.open` does."""
+        try:
+            descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, self._mode & 0o666)
+        except OSError as fault:
+            if fault.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise _Foreign from fault
+            raise
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink > 1):
+            os.close(descriptor)
+            raise _Foreign
+        return descriptor
+
+    def _make_folder(self, path: Path) -> None:
+        """Make a folder, unless it is there. Raises NotADirectoryError where something else is, such as a link."""
+        with suppress(FileExistsError):
+            path.mkdir(self._mode)
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, f"{str(path)!r} must be a folder, and no link")
+
     def _check_format(self, given: str) -> None:
         """Raises SourceError for a folder with anything but a cache of this format; nothing in it is touched."""
         try:
-            found = (self.folder / _MARKER).read_text(encoding="utf-8", errors="replace")
+            with open(self._own(_MARKER, given, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+                found = file.read(1000)
         except FileNotFoundError:
             known = {_MARKER, _USED, _PARTIAL, _ENTRIES}
             others = [name for name in os.listdir(self.folder) if name not in known and _MARKER not in name]
@@ -177,13 +233,18 @@ class DiskCache:
         """
         path = self._entry(name)
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = self._opened(path, os.O_RDONLY)
         except OSError:
+            return None
+        except _Foreign:
+            with self._counting:
+                self.damaged += 1
+            _remove_foreign(path)
             return None
         try:
             status = os.fstat(descriptor)
-            if version is None and status.st_mtime_ns < self.opened_ns:
-                return None
+            if version is None and not self.opened_ns <= status.st_mtime_ns <= time.time_ns():
+                return None  # nor is a time in the future believed
             data = _read(descriptor, status.st_size, version, start, size)
             if data is not None:
                 with suppress(OSError):  # of another user
@@ -207,7 +268,7 @@ class DiskCache:
     def confirm(self, name: str, when_ns: int) -> None:
         """Note that the server had the version of an entry at this time."""
         with suppress(OSError):
-            os.utime(self._entry(name), ns=(time.time_ns(), when_ns))
+            os.utime(self._entry(name), ns=(time.time_ns(), when_ns), follow_symlinks=False)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -216,7 +277,12 @@ class DiskCache:
         path = self.folder / _PARTIAL / name
         try:
             while self._writing:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    descriptor = self._opened(path, os.O_RDWR | os.O_CREAT)
+                except _Foreign:
+                    if not _remove_foreign(path):
+                        raise OSError(errno.EISDIR, f"{str(path)!r} is in the way") from None
+                    continue
                 try:
                     if not lock_within(descriptor, 0):
                         os.close(descriptor)
@@ -250,7 +316,7 @@ class DiskCache:
             os.fsync(claim.descriptor)
             os.utime(claim.descriptor, ns=(time.time_ns(), confirmed_ns))
             path = self._entry(claim.name)
-            path.parent.mkdir(exist_ok=True)
+            self._make_folder(path.parent)
             with self._locked():
                 old = _size_of(path)
                 claim.path.replace(path)
@@ -279,9 +345,11 @@ class DiskCache:
         with self._counting:
             first, self._writing = self._writing, False
         if first:
+            is_full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+            action = "free disk space, or lower source.cache.size" if is_full else "repair it, or name another one"
             warnings.warn(
                 f"source.cache.dir {str(self.folder)!r}: {fault.strerror or fault}; nothing more is added to it, and "
-                "what it lacks is read from the server; free disk space, or lower source.cache.size",
+                f"what it lacks is read from the server; {action}",
                 stacklevel=2,
             )
 
@@ -337,19 +405,27 @@ class DiskCache:
 
     def _files(self) -> Iterator[tuple[int, str, int]]:
         """All entries and downloads: when each was used, its path and its size."""
-        folders = [self.folder / _PARTIAL, *(self.folder / _ENTRIES).iterdir()]
-        for folder in folders:
-            with os.scandir(folder) as found:
-                for file in found:
+        now = time.time_ns()
+        with os.scandir(self.folder / _ENTRIES) as found:
+            folders = [folder.path for folder in found if folder.is_dir(follow_symlinks=False)]
+        for folder in (self.folder / _PARTIAL, *folders):
+            with os.scandir(folder) as files:
+                for file in files:
                     with suppress(FileNotFoundError):
-                        status = file.stat()
-                        yield status.st_atime_ns, file.path, status.st_size
+                        status = file.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            used_ns = status.st_atime_ns if status.st_atime_ns <= now else 0
+                            yield used_ns, file.path, status.st_size
 
     def _remove_left_over(self) -> None:
         """Remove the downloads of processes that have ended."""
         for path in (self.folder / _PARTIAL).iterdir():
             with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDWR)
+                try:
+                    descriptor = self._opened(path)
+                except _Foreign:
+                    _remove_foreign(path)
+                    continue
                 try:
                     if lock_within(descriptor, 0) and _is_at(descriptor, path):
                         size = os.fstat(descriptor).st_size
@@ -409,10 +485,18 @@ def _write(descriptor: int, data: bytes, at: int) -> None:
         view, at = view[count:], at + count
 
 
+def _remove_foreign(path: Path) -> bool:
+    """Remove what stands in place of a file, but no folder that holds something. Returns whether it is gone."""
+    for remove in (os.unlink, os.rmdir):
+        with suppress(OSError):
+            remove(path)
+    return not os.path.lexists(path)
+
+
 def _is_at(descriptor: int, path: Path) -> bool:
     """Whether an open file is still the one of this path."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 
@@ -426,7 +510,7 @@ def _unlock(descriptor: int) -> None:
 
 def _size_of(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except FileNotFoundError:
         return 0
 

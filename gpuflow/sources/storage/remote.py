@@ -147,7 +147,7 @@ class RemoteStorage:
 
         Raises faults of the environment: ServerFault, or that of a system call.
         """
-        begun = time.monotonic()
+        begun = self._begun()
         answers: list[Any] = [None] * len(items)
         waiting = list(range(len(items)))
         for attempt in count(1):
@@ -166,12 +166,16 @@ class RemoteStorage:
             self._wait(attempt, begun, items[waiting[-1]][0], [answers[i] for i in failed])
         raise AssertionError("attempts have no end")
 
+    def _begun(self) -> float:
+        """When what begins now is counted from: a server that is away is away for all threads."""
+        now, since = time.monotonic(), self._down_since
+        return now if since is None else min(now, since)
+
     def _wait(self, attempt: int, begun: float, url: str, faults: Sequence[BaseException]) -> None:
         """Wait before the next attempt. Raises the fault of the last one if there is no time for another."""
-        now = time.monotonic()
+        now, begun = time.monotonic(), min(begun, self._begun())
         if self._down_since is None:
-            self._down_since = now
-        begun = min(begun, self._down_since)  # a server that is away is away for all threads
+            self._down_since = begun
         left = begun + self._limits.tried - now
         fault = faults[-1] if faults else TimeoutError("other requests to its server took the time")
         if left <= 0:
@@ -338,7 +342,10 @@ class RemoteStorage:
         """What the server says of each file now, in one attempt, and without a reason where that fails."""
         self._fs.invalidate_cache()  # of listings, whose versions may be older
         function = self._http.info if self._over_http else self._function("info")
-        answers = self._attempt(function, [(url,) for url in urls], time.monotonic() + self._limits.stalled)
+        begun = self._begun()
+        answers = self._attempt(function, [(url,) for url in urls], begun + self._limits.stalled)
+        if not answers or all(map(_is_temporary, answers)):
+            self._down_since = begun
         answers += [None] * (len(urls) - len(answers))
         return [
             None if info is None or isinstance(info, BaseException) else _described(url, info)
