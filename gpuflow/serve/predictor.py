@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -93,6 +94,13 @@ class Prediction:
             (row, self.classes[row] if self.classes else str(row), value)
             for row, value in zip(rows.tolist(), values.tolist(), strict=True)
         )
+
+
+class _Submitted(TypedDict, total=False):
+    """What `RunningGraph.submit_all` is told of the images."""
+
+    more_follow: bool
+    deadline: float
 
 
 class _Submit(Protocol[T]):
@@ -190,26 +198,30 @@ class Predictor:
         answers = self._answers(several, self._submit)
         return list(answers)
 
-    def submit(self, data: bytes) -> Future[Prediction]:
+    def submit(self, data: bytes, *, deadline: float = math.inf) -> Future[Prediction]:
         """The prediction for one image, as a future. Does not wait, and accepts no path: for services.
 
         The future raises BadSampleError or PredictorError. If it is cancelled before the model starts, the image is
         dropped.
 
+        Args:
+            deadline: by `time.monotonic`. If the image cannot be answered before, it is dropped before the model runs,
+                and the future raises PredictorTimeout.
+
         Raises:
             TypeError: `data` is not bytes. PredictorError: the predictor is closed or has no model.
         """
-        (future,) = self._submit([_bytes_of(data, "submit")])
+        (future,) = self._submit([_bytes_of(data, "submit")], deadline=deadline)
         return future
 
-    def submit_all(self, files: Sequence[bytes]) -> list[Future[Prediction]]:
+    def submit_all(self, files: Sequence[bytes], *, deadline: float = math.inf) -> list[Future[Prediction]]:
         """As `submit`, for images that belong together, such as those of a form: the model gets them as one batch, or
         as few as `serve.model.batch` allows. A bad image is an error of its future alone."""
-        return self._submit([_bytes_of(data, "submit_all") for data in files])
+        return self._submit([_bytes_of(data, "submit_all") for data in files], deadline=deadline)
 
-    def submit_image(self, data: bytes) -> Future[torch.Tensor]:
+    def submit_image(self, data: bytes, *, deadline: float = math.inf) -> Future[torch.Tensor]:
         """The model's input for one image, [C, H, W]. Otherwise as `submit`; needs no model."""
-        (future,) = self._submit_images([_bytes_of(data, "submit_image")])
+        (future,) = self._submit_images([_bytes_of(data, "submit_image")], deadline=deadline)
         return future
 
     @overload
@@ -271,6 +283,13 @@ class Predictor:
         """Number of images that are submitted and not answered yet."""
         return self._running.in_flight
 
+    def seconds_for(self, images: int) -> float:
+        """Predict how long it takes to answer this number of images, by the recent rate of answers.
+
+        Returns 0 if that is not known, because there were few requests in the last seconds, or if the images are few.
+        """
+        return self._running.seconds_for(images)
+
     @property
     def held_bytes(self) -> int:
         """Size of the encoded images that are submitted and not decoded yet."""
@@ -303,14 +322,14 @@ class Predictor:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, files: Sequence[bytes], *, more_follow: bool = False) -> list[Future[Prediction]]:
+    def _submit(self, files: Sequence[bytes], **submitted: Unpack[_Submitted]) -> list[Future[Prediction]]:
         if not self._has_model:
             raise PredictorError(f"{self._graph.origin}: was loaded without a model; only preprocess works")
-        return self._running.submit_all(files, wrap=self._prediction, more_follow=more_follow)
+        return self._running.submit_all(files, wrap=self._prediction, **submitted)
 
-    def _submit_images(self, files: Sequence[bytes], *, more_follow: bool = False) -> list[Future[torch.Tensor]]:
+    def _submit_images(self, files: Sequence[bytes], **submitted: Unpack[_Submitted]) -> list[Future[torch.Tensor]]:
         self._require_images()
-        return self._running.submit_all(files, wrap=unchanged, wants_image=True, more_follow=more_follow)
+        return self._running.submit_all(files, wrap=unchanged, wants_image=True, **submitted)
 
     def _require_images(self) -> None:
         if not self.gives_images:

@@ -29,7 +29,7 @@ from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
-from gpuflow.torchpipe.request_queue import Request, RequestQueue, callers, joined
+from gpuflow.torchpipe.request_queue import Backlog, Request, RequestQueue, callers, joined
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -68,12 +68,14 @@ class Session:
 
     engines: one for each instance of the model; none if the graph ends with images. batches: how often the model ran,
     by batch size. queue: of the model's node where a `RunningGraph` forms its batches; None where torchpipe does.
+    undecoded: the requests that wait for a separate node, which takes one for each item that torchpipe gives it.
     """
 
     queue: RequestQueue | None = None
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
+        self.undecoded = Backlog()
         self.batches: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._nodes: list[PreprocessNode | ModelNode] = []
@@ -185,28 +187,39 @@ class PreprocessNode:
         return self._accepted
 
     def forward(self, items: Sequence[Item]) -> None:
-        wanted = []
         queue = self._session.queue if self._session is not None else None
+        if self._session is not None and queue is not None:
+            for item in items:
+                item["result"] = _EMPTY
+            self._decode(self._session.undecoded.take(len(items)), queue)
+            return
+        wanted = []
         for item in items:
             data = item["request"].take_data() if "request" in item else item["data"]
             if data is not None:
                 wanted.append((item, data))
-            elif queue is not None:
-                _pass_on(item, _CANCELLED, queue)
             else:
                 _write(item, _CANCELLED)
         for (item, _), image in zip(wanted, self.images([data for _, data in wanted]), strict=True):
             if "request" in item:
                 item["request"].release_data()
-            if queue is not None:
-                _pass_on(item, image, queue)
-                continue
             if isinstance(image, Exception):
                 if "request" in item:
                     item["request"].fault = image
                 if self._raises:
                     raise image
             _write(item, image)
+
+    def _decode(self, requests: Sequence[Request], queue: RequestQueue) -> None:
+        """Decode requests and queue them for the model. An error is the answer to its request."""
+        files = {request: data for request in requests if (data := request.take_data()) is not None}
+        for request, image in zip(files, self.images(list(files.values())), strict=True):
+            request.image = None if isinstance(image, Exception) else image
+            request.release_data()
+            if isinstance(image, Exception):
+                request.set_result(image)
+            elif not request.ended:
+                queue.add_decoded(request)
 
     def images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | Exception]:
         """Each file's image [1, C, H, W], or its error. Raises nothing.
@@ -347,11 +360,16 @@ class ModelNode:
         queue.mark_started(len(parts))
         *first, batch = joined(parts, self._batch)
         for each in first:
-            self._run_batch(each)
+            self._run_measured(each, queue)
         while batch:
             arrived = queue.arrived
-            self._run_batch(batch)
+            self._run_measured(batch, queue)
             batch = queue.next_batch(arrived=arrived + callers(batch), seconds=self._patience)
+
+    def _run_measured(self, batch: Sequence[Request], queue: RequestQueue) -> None:
+        begun = time.monotonic()
+        self._run_batch(batch)
+        queue.measured(len(batch), time.monotonic() - begun)
 
     def _run_batch(self, batch: Sequence[Request]) -> None:
         """Run the model on requests that another node decoded."""
@@ -460,27 +478,6 @@ class PredictNode(ModelNode):
             request.release_data()
         del files
         self.answer([images.get(request, _CANCELLED) for request in batch], batch)
-
-
-def _pass_on(item: Item, image: torch.Tensor | Exception, queue: RequestQueue) -> None:
-    """Queue a decoded request for the model, those of a group once all are decoded. An error is its answer."""
-    request: Request = item["request"]
-    item["result"] = _EMPTY
-    decoded = not isinstance(image, Exception)
-    if isinstance(image, Exception):
-        request.set_result(image)
-    else:
-        request.image = image
-    if request.group is not None:
-        ready = request.group.report(request, decoded=decoded)
-    else:
-        ready = [request] if decoded else []
-    try:
-        if ready:
-            queue.add(ready)
-    except Exception as error:  # a caller waits for each request, so every error becomes an answer
-        for each in ready:
-            each.set_result(PredictorError(f"the model cannot be started: {error!r}"))
 
 
 def _write(item: Item, answer: torch.Tensor | Exception) -> None:

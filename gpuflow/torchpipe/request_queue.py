@@ -1,18 +1,31 @@
-"""Requests, groups of requests that form one batch, and a queue (instead of torchpipe's) for a busy node."""
+"""Requests, groups of requests that form one batch, and queues (instead of torchpipe's) for busy nodes.
+
+A request has a deadline. Under overload most requests are never answered, and first in, first out would choose the
+wrong ones: each would run when its caller is about to give up. So a queue drops what cannot be answered in time, and
+takes the newest requests first for as long as callers give up.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import groupby
-from typing import Any
+from typing import Any, final
 
 import torch
 
-__all__ = ["Request", "RequestGroup", "RequestQueue", "callers", "joined"]
+from gpuflow.errors import PredictorError, PredictorTimeout
+
+__all__ = ["AnswerRate", "Backlog", "Request", "RequestGroup", "RequestQueue", "callers", "joined"]
+
+_RECENT_SECONDS = 10.0
+"""How long a measurement counts, and for how long the newest requests are taken first after a caller gave up."""
+_NEW_SHARE = 0.3
+"""The weight of the last measurement of a batch in the mean."""
 
 
 class RequestGroup:
@@ -23,30 +36,36 @@ class RequestGroup:
     """
 
     def __init__(self, size: int) -> None:
-        self._missing = size
+        self._missing = set(range(size))
         self._decoded: list[Request] = []
         self._lock = threading.Lock()
 
     def report(self, request: Request, *, decoded: bool) -> list[Request]:
         """Report that a request is decoded, or needs no model because its image is bad or it was cancelled.
 
-        The last report returns all decoded requests in their order; earlier ones return an empty list.
+        The last report returns, in their order, all decoded requests that are still wanted; earlier ones return an
+        empty list, and so does a further report of the same request.
         """
         with self._lock:
-            self._missing -= 1
+            if request.row not in self._missing:
+                return []
+            self._missing.discard(request.row)
             if decoded:
                 self._decoded.append(request)
             if self._missing:
                 return []
             complete, self._decoded = self._decoded, []
-        return sorted(complete, key=lambda each: each.row)
+        return sorted((each for each in complete if not each.ended), key=lambda each: each.row)
 
 
 class Request:
     """One image that a graph processes; the item that torchpipe carries has it as `request`.
 
-    data: the encoded image. It is dropped once it is decoded, or at once if the request is cancelled before a node
-    has taken it, so that a request whose caller has disconnected holds no memory while the graph is busy.
+    A request that is cancelled ends at once, unless it is being decoded or the model runs on it. So a caller that
+    has gone keeps no memory and no place while the graph is busy.
+
+    data: the encoded image. It is dropped once it is decoded, or the request is cancelled.
+    deadline: by `time.monotonic`; an answer after it is of no use. dropped: whether it could not be met.
     future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
     done: called once, before the future has its result, when the graph has finished with the request or dropped it.
     group, row: the group that it belongs to, and its place there; without one it is a batch alone.
@@ -67,8 +86,10 @@ class Request:
         group: RequestGroup | None = None,
         row: int = 0,
         ends_call: bool = True,
+        deadline: float = math.inf,
     ) -> None:
         self.future: Future[Any] = Future()
+        self.deadline, self.dropped = deadline, False
         self.wants_image = wants_image
         self.group, self.row, self.ends_call = group, row, ends_call
         self.image: torch.Tensor | None = None
@@ -76,6 +97,7 @@ class Request:
         self.fault: Exception | None = None
         self.held_bytes = len(data)
         self._data: bytes | None = data
+        self._is_decoding = False
         self._wrap, self._done = wrap, done
         self._wanted: bool | None = None
         self._lock = threading.Lock()
@@ -87,11 +109,16 @@ class Request:
         """The encoded image, for the node that decodes it and then calls `release_data`; None if it was dropped."""
         with self._lock:
             data, self._data = self._data, None
+            self._is_decoding = data is not None
         return data
 
     def release_data(self) -> None:
-        """The image is decoded: its bytes are no longer in memory."""
+        """Record that the image is decoded, and its bytes are no longer in memory. Ends a cancelled request."""
+        with self._lock:
+            self._is_decoding = False
         self.held_bytes = 0
+        if self.future.cancelled():
+            self._drop()
 
     def begin(self) -> bool:
         """Mark the request as running, after which it cannot be cancelled. Returns False if it was cancelled before."""
@@ -118,12 +145,21 @@ class Request:
         else:
             self.future.set_result(result)
 
+    def drop(self) -> None:
+        """Answer with a PredictorTimeout, because the deadline cannot be met."""
+        self.dropped = True
+        self._data, self.held_bytes = None, 0
+        self.set_result(PredictorTimeout("the answer would come too late; ask again later, or allow more time"))
+
     def _drop(self) -> None:
-        """Give the bytes back and end the request, unless a node has taken them and ends it soon."""
-        if self.take_data() is not None:
-            self.release_data()
-            self.begin()
-            self._end()
+        """Free the memory and the place of a cancelled request, unless it is being decoded: `release_data` does it."""
+        with self._lock:
+            if self._is_decoding:
+                return
+            self._data = self.image = None
+        self.held_bytes = 0
+        self.begin()
+        self._end()
 
     def _end(self) -> None:
         with self._lock:
@@ -138,8 +174,131 @@ def _drop_cancelled(future: Future[Any], dropped: weakref.WeakMethod[Callable[[]
         drop()
 
 
+@final
+class AnswerRate:
+    """Measures the answers per second of a graph, while it has as many images as it can work on at a time.
+
+    With fewer images a graph gives fewer answers than it could. So without such a time in the last seconds no rate is
+    known. Not thread-safe.
+
+    Args:
+        at_once: images that the nodes work on at a time, or more.
+        clock: seconds that only rise.
+    """
+
+    def __init__(self, at_once: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._at_once, self._clock = at_once, clock
+        self._answers = self._seconds = 0.0
+        self._last, self._busy, self._measured = 0.0, False, -math.inf
+
+    def count(self, in_flight: int) -> None:
+        """Count an answer. in_flight: the images that are left."""
+        now = self._clock()
+        if self._busy:
+            passed = now - self._last
+            kept = math.exp(-passed / _RECENT_SECONDS)
+            self._answers, self._seconds = kept * self._answers + 1, kept * self._seconds + passed
+            self._measured = now
+        self._last, self._busy = now, in_flight >= self._at_once
+
+    def seconds(self, images: int) -> float:
+        """Return how long it takes to answer this number of images; 0 if that is not known, or if they are so few that
+        they are in work or the next to be."""
+        if images <= 2 * self._at_once or self._clock() - self._measured > _RECENT_SECONDS:
+            return 0.0
+        return images * self._seconds / self._answers
+
+
+@final
+class Backlog:
+    """Requests that wait for a node, and which of them it takes next. Any thread may call any method.
+
+    In order of arrival, or, if callers gave up in the last seconds, the newest first. A request that cannot be answered
+    before its deadline is dropped. Requests that are added together are taken together.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[Request, Sequence[Request]] = {}  # each request with those that were added together
+        self._earliest, self._gave_up = math.inf, -math.inf
+        self._means: dict[int, tuple[float, float]] = {}  # seconds of a batch by its size, and when they were measured
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            wanted = [request for request in requests if not request.ended]
+            self._parts.update(dict.fromkeys(wanted, requests))
+            self._earliest = min((self._earliest, *(request.deadline for request in wanted)))
+
+    def discard(self, request: Request) -> None:
+        """Remove a request whose caller gave up. One that does not wait here is left alone."""
+        with self._lock:
+            if self._parts.pop(request, None) is not None:
+                self._gave_up = time.monotonic()
+
+    def measured(self, images: int, seconds: float) -> None:
+        """Record how long the node took for a batch of this size."""
+        now = time.monotonic()
+        with self._lock:
+            mean, last = self._means.get(images, (seconds, now))
+            if now - last < _RECENT_SECONDS:
+                seconds = mean + _NEW_SHARE * (seconds - mean)
+            self._means[images] = seconds, now
+
+    def take(self, most: int) -> list[Request]:
+        """Remove and return the requests that run next, in order of arrival; none if none is left.
+
+        They are at most `most`, and no more than the node can answer before their deadlines.
+        """
+        now, taken = time.monotonic(), list[Request]()
+        with self._lock:
+            late = self._remove_late(now)
+            newest_first = now - self._gave_up < _RECENT_SECONDS
+            waiting = reversed(self._parts) if newest_first else iter(self._parts)
+            for _, members in groupby(waiting, key=lambda request: id(self._parts[request])):
+                part = list(members)
+                together = taken + part
+                if len(together) > most:
+                    break
+                if min(request.deadline for request in together) >= now + self._seconds(len(together), now):
+                    taken = together
+                elif taken:
+                    break
+                else:
+                    late += part
+            for request in (*taken, *late):
+                self._parts.pop(request, None)
+        for request in late:
+            request.drop()
+        return taken[::-1] if newest_first else taken
+
+    def _remove_late(self, now: float) -> list[Request]:
+        """Remove and return the requests that the node cannot answer in time even in the smallest batch."""
+        soonest = now + self._seconds(1, now)
+        if soonest <= self._earliest:
+            return []
+        late = [request for request in self._parts if request.deadline < soonest]
+        for request in late:
+            del self._parts[request]
+            self._gave_up = now
+        self._earliest = min((request.deadline for request in self._parts), default=math.inf)
+        return late
+
+    def _seconds(self, images: int, now: float) -> float:
+        """Return how long the node takes for this number of images at least, by what it took for fewer; 0 if that is
+        not known."""
+        means = (
+            mean
+            for size, (mean, measured) in self._means.items()
+            if size <= images and now - measured < _RECENT_SECONDS
+        )
+        return max(means, default=0.0)
+
+
 class RequestQueue:
-    """Requests that arrived while all instances of a node were busy, in order. Any thread may call any method.
+    """Requests that arrived while all instances of a node were busy. Any thread may call any method.
 
     Requests that are added together are one batch, or part of one. A request that is cancelled must be discarded: it
     leaves the queue at once.
@@ -161,7 +320,7 @@ class RequestQueue:
         self.arrived = 0
         self._start, self._free, self._batch = start, instances, batch
         self._started = 0  # items that torchpipe has and no instance yet
-        self._waiting: OrderedDict[Request, None] = OrderedDict()
+        self._backlog = Backlog()
         self._arrival, self._awaited = threading.Condition(), set[int]()
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -172,9 +331,9 @@ class RequestQueue:
             if starts:
                 self._started += 1
             else:
-                self._waiting.update(dict.fromkeys(requests))
+                self._backlog.add(requests)
             self.arrived += 1
-            if self.arrived in self._awaited or len(self._waiting) >= self._batch:
+            if self.arrived in self._awaited or len(self._backlog) >= self._batch:
                 self._arrival.notify_all()
         if starts:
             try:
@@ -184,10 +343,27 @@ class RequestQueue:
                     self._started -= 1
                 raise
 
+    def add_decoded(self, request: Request) -> None:
+        """Add a request that a node before this one decoded, or the whole group once the last one of it is decoded."""
+        self._add_ready([request] if request.group is None else request.group.report(request, decoded=True))
+
     def discard(self, request: Request) -> None:
-        """Remove a request that was cancelled. One that does not wait here is left alone."""
-        with self._arrival:
-            self._waiting.pop(request, None)
+        """Remove a request that has ended before the model ran. Its group, if it has one, does not wait for it."""
+        self._backlog.discard(request)
+        if request.group is not None:
+            self._add_ready(request.group.report(request, decoded=False))
+
+    def _add_ready(self, requests: Sequence[Request]) -> None:
+        try:
+            if requests:
+                self.add(requests)
+        except Exception as error:  # a caller waits for each request, so every error becomes an answer
+            for request in requests:
+                request.set_result(PredictorError(f"the model cannot be started: {error!r}"))
+
+    def measured(self, images: int, seconds: float) -> None:
+        """Record how long an instance took for a batch of this size."""
+        self._backlog.measured(images, seconds)
 
     def mark_started(self, items: int) -> None:
         """An instance received this many items from torchpipe. It is busy until `next_batch` returns none."""
@@ -202,18 +378,14 @@ class RequestQueue:
         """
         with self._arrival:
             self._awaited.add(arrived)
-            self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._waiting) >= self._batch, seconds)
+            self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._backlog) >= self._batch, seconds)
             self._awaited.discard(arrived)
-            batch: list[Request] = []
-            for _, members in groupby(self._waiting, key=lambda request: request.group or request):
-                whole = list(members)
-                if len(batch) + len(whole) > self._batch:
-                    break
-                batch += whole
-            for request in batch:
-                del self._waiting[request]
-            self._free += not batch
-        return batch
+        while True:
+            batch = self._backlog.take(self._batch)
+            with self._arrival:
+                if batch or not self._backlog:
+                    self._free += not batch
+                    return batch
 
 
 def callers(requests: Sequence[Request]) -> int:

@@ -30,7 +30,7 @@ from gpuflow.torchpipe.adapter import (
 )
 from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import Request, RequestGroup, RequestQueue
+from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -91,11 +91,6 @@ def _close_session(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
-def _start(pipe: Pipe, request: Request) -> None:
-    """Pass a request to a node of gpuflow's own, which takes its data from it, without waiting for it."""
-    pipe.start({"data": b"", "request": request})
-
-
 def _start_batch(pipe: Pipe, requests: Sequence[Request]) -> None:
     """Pass requests to a node that takes further ones from the session's RequestQueue, without waiting for them."""
     pipe.start({"data": b"", "requests": requests})
@@ -146,6 +141,7 @@ class RunningGraph:
         # torchpipe reports errors of its own operators only to the thread that waits in the call.
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
         self._callers = DaemonPool(min(callers, _MAX_CALLERS), "serve") if graph.native else None
+        self._rate = AnswerRate(callers)
         self._native_head = head["backend"] not in OURS
         self._decodes_first = in_two
         self._batch = 1 if graph.native else int(last["batch"])
@@ -170,16 +166,18 @@ class RunningGraph:
         wrap: Callable[[torch.Tensor], T],
         wants_image: bool = False,
         more_follow: bool = False,
+        deadline: float = math.inf,
     ) -> list[Future[T]]:
         """For each image what `wrap` returns for its logits [K], or for the image [C, H, W] that the model gets.
 
         The model gets the images as one batch, or as few as its largest batch allows; with operators of torchpipe's own
         each image by itself. A future raises BadSampleError for bytes that are no image, PredictorError where the model
-        failed. A request that is cancelled before the model starts on it is dropped, and its bytes at once if it is not
-        being decoded.
+        failed. If a request is cancelled before the model starts on it, it is dropped, at once or once it is decoded.
 
         Args:
             more_follow: the caller will submit more images before it waits for these.
+            deadline: by `time.monotonic`. An image that cannot be answered before is dropped before the model runs; its
+                future raises PredictorTimeout.
 
         Raises:
             PredictorError: the graph is closed, or was made in the parent of this process.
@@ -194,7 +192,16 @@ class RunningGraph:
             part = files[begin : begin + self._batch]
             group = RequestGroup(len(part)) if len(part) > 1 else None
             requests += (
-                Request(data, self._done, wrap=wrap, wants_image=wants_image, group=group, row=row, ends_call=False)
+                Request(
+                    data,
+                    self._done,
+                    wrap=wrap,
+                    wants_image=wants_image,
+                    group=group,
+                    row=row,
+                    ends_call=False,
+                    deadline=deadline,
+                )
                 for row, data in enumerate(part)
             )
         if requests:
@@ -208,26 +215,28 @@ class RunningGraph:
                 self._begin(requests[begin : begin + self._batch])
         except BaseException:
             for request in requests:
-                if request.future.cancel():
-                    request.begin()  # `close` may wait for the future
-                    self._done(request)
+                request.future.cancel()
             raise
         return [request.future for request in requests]
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Pass the requests of one group, or a single one, to torchpipe or to the queue before it."""
-        if self._decodes_first:
-            for request in requests:
-                _start(self._pipe, request)
-        elif self._session.queue is not None:
+        if not self._decodes_first and self._session.queue is not None:
             self._session.queue.add(requests)
-        else:
-            assert self._callers is not None
-            for request in requests:
-                self._callers.submit(self._call, request)
+            return
+        for request in requests:
+            self._session.undecoded.add([request])
+            if self._callers is None:
+                self._pipe.start({"data": b""})
+            else:
+                self._callers.submit(self._call)
 
-    def _call(self, request: Request) -> None:
-        """Run a request and wait. For graphs with torchpipe's own operators, which do not answer requests."""
+    def _call(self) -> None:
+        """Run the next request and wait. For graphs with torchpipe's own operators, which do not answer requests."""
+        for request in self._session.undecoded.take(1):
+            self._run(request)
+
+    def _run(self, request: Request) -> None:
         # A node of gpuflow's own takes the data from the request.
         data = request.take_data() if self._native_head else b""
         if data is None or request.ended:
@@ -268,10 +277,13 @@ class RunningGraph:
                 ) from error
 
     def _done(self, request: Request) -> None:
-        if self._session.queue is not None and request.future.cancelled():
+        self._session.undecoded.discard(request)
+        if self._session.queue is not None:
             self._session.queue.discard(request)
         with self._idle:
             self._requests.discard(request)
+            if not (request.dropped or request.future.cancelled()):
+                self._rate.count(len(self._requests))
             if not self._requests:
                 self._idle.notify_all()
 
@@ -279,6 +291,13 @@ class RunningGraph:
     def in_flight(self) -> int:
         """Number of images that are submitted and not answered yet."""
         return len(self._requests)
+
+    def seconds_for(self, images: int) -> float:
+        """Predict how long the graph takes to answer this number of images by its recent rate.
+
+        Returns 0 if it was not busy in the last seconds, so that its rate is not known, or if the images are few.
+        """
+        return self._rate.seconds(images)
 
     @property
     def held_bytes(self) -> int:

@@ -12,8 +12,8 @@ from threading import Barrier
 import pytest
 import torch
 
-from gpuflow.errors import BadSampleError
-from gpuflow.torchpipe.request_queue import Request, RequestGroup, RequestQueue, callers, joined
+from gpuflow.errors import BadSampleError, PredictorTimeout
+from gpuflow.torchpipe.request_queue import AnswerRate, Backlog, Request, RequestGroup, RequestQueue, callers, joined
 
 LONG = 20.0
 
@@ -231,6 +231,114 @@ def test_the_last_report_of_a_list_returns_what_was_decoded_in_order() -> None:
     assert reports == [[], [], [], [members[0], members[2], members[3]]]
 
 
+def test_a_group_does_not_wait_for_members_that_have_ended(started: Started) -> None:
+    """One was cancelled before it was decoded, one afterwards."""
+    queue = RequestQueue(started, instances=1, batch=4)
+    group = RequestGroup(4)
+    members = [
+        Request(data, queue.discard, wrap=lambda value: value, group=group, row=row)
+        for row, data in enumerate((b"a", b"b", b"c", b"d"))
+    ]
+    queue.add_decoded(members[1])
+    assert members[1].future.cancel()
+    queue.add_decoded(members[0])
+    assert members[2].future.cancel()
+    assert started.given == []
+    queue.add_decoded(members[3])
+    assert started.given == [b"ad"]
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def waiting(backlog: Backlog, *seconds: float) -> list[Request]:
+    """Requests that wait, each with so many seconds left."""
+    now = time.monotonic()
+    requests = [
+        Request(bytes([65 + row]), backlog.discard, wrap=lambda value: value, deadline=now + left)
+        for row, left in enumerate(seconds)
+    ]
+    for request in requests:
+        backlog.add([request])
+    return requests
+
+
+def is_dropped(request: Request) -> bool:
+    return request.ended and isinstance(request.future.exception(0), PredictorTimeout)
+
+
+def test_a_request_that_cannot_be_answered_in_time_is_dropped_before_it_runs() -> None:
+    backlog = Backlog()
+    backlog.measured(1, 10.0)
+    requests = waiting(backlog, LONG, -1.0, 9.0, LONG)
+    assert backlog.take(4) == [requests[0], requests[3]]
+    assert [is_dropped(request) for request in requests] == [False, True, True, False]
+    assert len(backlog) == 0
+    assert requests[1].take_data() is None
+    assert requests[1].held_bytes == 0
+
+
+def test_a_batch_is_no_larger_than_its_members_have_time_for() -> None:
+    backlog = Backlog()
+    for size, seconds in ((1, 1.0), (3, 10.0), (4, LONG)):
+        backlog.measured(size, seconds)
+    requests = waiting(backlog, 1000.0, 15.0, 1000.0, 1000.0)
+    assert backlog.take(4) == requests[:3]
+    assert backlog.take(4) == requests[3:]
+
+
+def test_a_group_that_cannot_be_answered_in_time_is_dropped_whole(started: Started) -> None:
+    queue = RequestQueue(started, instances=1, batch=4)
+    add(queue, b"-")
+    queue.mark_started(1)
+    queue.measured(3, 1e9)
+    late, alone = group_of(b"abc"), Request(b"d", queue.discard, wrap=lambda value: value)
+    for member in late:
+        member.deadline = time.monotonic() + LONG
+    queue.add(late)
+    queue.add([alone])
+    assert queue.next_batch(arrived=0, seconds=0.0) == [alone]
+    assert all(map(is_dropped, late))
+    assert next_batch(queue) == [], "the instance is free"
+    add(queue, b"e")
+    assert started.given == [b"-", b"e"]
+
+
+@pytest.mark.parametrize("gives_up", ["cancelled", "late"])
+def test_the_newest_requests_are_taken_first_once_a_caller_gave_up(gives_up: str) -> None:
+    """The next to give up are the oldest ones, perhaps while they run."""
+    backlog = Backlog()
+    requests = waiting(backlog, *[LONG] * 6)
+    assert backlog.take(2) == requests[:2]
+    if gives_up == "late":
+        waiting(backlog, -1.0)
+    else:
+        requests[5].future.cancel()
+        del requests[5]
+    assert backlog.take(2) == requests[-2:]
+
+
+def test_a_rate_is_measured_while_there_is_more_to_do_than_the_nodes_can_at_a_time() -> None:
+    now = 0.0
+    rate = AnswerRate(4, lambda: now)
+    for left in (3, 2, 1):
+        now += 1.0
+        rate.count(left)
+    assert rate.seconds(100) == 0.0, "there was time for more"
+    rate.count(4)
+    for _ in range(50):
+        now += 0.5
+        rate.count(9)
+    assert rate.seconds(100) == pytest.approx(50.0)
+    assert rate.seconds(8) == 0.0, "they are in work, or the next to be"
+    for _ in range(200):
+        now += 0.25
+        rate.count(9)
+    assert rate.seconds(100) == pytest.approx(25.0, rel=0.05), "it follows"
+    now += 10.1
+    assert rate.seconds(100) == 0.0, "no longer known"
+
+
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +364,16 @@ def test_a_request_that_is_being_decoded_keeps_its_bytes_until_then() -> None:
     request.release_data()
     request.set_result(torch.zeros(1))
     assert (request.held_bytes, done) == (0, [request])
+
+
+def test_a_decoded_request_that_is_cancelled_ends_at_once() -> None:
+    done: list[Request] = []
+    request = Request(b"abc", done.append, wrap=lambda value: value)
+    assert request.take_data()
+    request.image = torch.zeros(1)
+    request.release_data()
+    assert request.future.cancel()
+    assert (done, request.image) == ([request], None)
 
 
 def test_a_cancelled_request_is_done_once() -> None:

@@ -7,9 +7,9 @@
 
 Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 404 no such path, 405 another method,
 408 a head or a body that does not arrive, 413 too large, 415 another media type or a compressed body, 422 not an image,
-500 the model failed, 501 no picture of the model's input, 503 with Retry-After while the service is full, loading or
-shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image, and a 500 if no file has
-predictions and the model's logits of some are not finite.
+500 the model failed, 501 no picture of the model's input, 503 with Retry-After while the service is full, overloaded,
+loading or shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image, and a 500 if no
+file has predictions and the model's logits of some are not finite.
 
 The service never reads a path or a URL that a client names.
 """
@@ -27,12 +27,20 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import resources
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
 
 from gpuflow.decode.codecs import probe
-from gpuflow.errors import BadSampleError, DecoderError, MissingExtra, PredictorError, did_you_mean, suggest
+from gpuflow.errors import (
+    BadSampleError,
+    DecoderError,
+    MissingExtra,
+    PredictorError,
+    PredictorTimeout,
+    did_you_mean,
+    suggest,
+)
 
 try:
     import prometheus_client  # noqa: F401
@@ -50,7 +58,15 @@ except ModuleNotFoundError as error:
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.serve.http.body import BodyMiddleware, check_headers, read_images
 from gpuflow.serve.http.body import error_content as _error
-from gpuflow.serve.http.limits import CLOSED_HERE, Occupancy, Refused, RequestLimits, Reservation
+from gpuflow.serve.http.limits import (
+    CLOSED_HERE,
+    TIMEOUT_HEADER,
+    Occupancy,
+    Refused,
+    RequestLimits,
+    Reservation,
+    allowed_seconds,
+)
 from gpuflow.serve.http.limits import busy as _busy
 from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
 from gpuflow.serve.matrices import most_pixels
@@ -65,6 +81,8 @@ _SHORT_BYTES = 1 << 18
 """Headers of images of this size are read in at most 20 ms, even if they are made to take long."""
 _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 """The time between two checks of the decoders, and the limit for one of them."""
+_RESTART_SECONDS = 5.0
+"""After which a request may be sent again while the model is loaded or the service shuts down."""
 _DISCONNECTED = 499
 """The status that is counted, as nginx does, for a request whose connection ended before its answer."""
 
@@ -73,6 +91,10 @@ _FAILED: Mapping[str, Any] = _error("model", _NOT_FINITE)
 """The result of an image for which the model gave such logits, in a form with others."""
 
 T = TypeVar("T")
+
+
+class _Submit(Protocol[T]):
+    def __call__(self, files: Sequence[bytes], *, deadline: float) -> Sequence[Future[T]]: ...
 
 
 def create_app(
@@ -115,7 +137,11 @@ def create_app(
     if cors:
         app.add_middleware(CORSMiddleware, **shares)
     app.add_middleware(
-        BodyMiddleware, metrics=service.metrics, limits=limits, closing=lambda: service.draining, shared=shared
+        BodyMiddleware,
+        metrics=service.metrics,
+        occupancy=service.occupancy,
+        closing=lambda: service.draining,
+        shared=shared,
     )
     app.add_exception_handler(HTTPException, service.refusal)
     app.add_exception_handler(RequestValidationError, service.refusal)
@@ -153,6 +179,7 @@ class Service:
             limits,
             in_flight=lambda: predictor.result().in_flight if self.loaded else 0,
             decoding_bytes=lambda: predictor.result().held_bytes if self.loaded else 0,
+            seconds_for=lambda images: predictor.result().seconds_for(images) if self.loaded else 0.0,
         )
         self.metrics = Metrics(
             queue=lambda: self.occupancy.queue_length,
@@ -172,11 +199,11 @@ class Service:
         begun = time.perf_counter()
         _refuse_unknown(request, {"top_k"})
         check_headers(request, self.limits)
-        with self._admitted() as reservation:
+        with self._admitted(request) as reservation:
             images, several = await read_images(request, self.limits, reservation)
             sizes = await self._sizes(images)
             futures = self._submit(images, sizes, reservation, self._loading.result().submit_all)
-            answers = await self._answers(request, futures)
+            answers = await self._answers(request, futures, reservation)
         found = [self._result(answer, top_k) for answer in answers]
         bad, failed = sum("error" in result for result in found), found.count(_FAILED)
         if failed and bad == len(found):
@@ -198,7 +225,7 @@ class Service:
         """The image that the model gets, as a PNG; see Pictures."""
         _refuse_unknown(request, set())
         check_headers(request, self.limits)
-        with self._admitted() as reservation:
+        with self._admitted(request) as reservation:
             images, _ = await read_images(request, self.limits, reservation)
             if len(images) > 1:
                 raise Refused(400, "bad_request", f"/seen takes one image, got {len(images)}")
@@ -210,8 +237,9 @@ class Service:
                     "the model runs inside torchpipe, which does not return its input; set serve.model.via=python",
                 )
             sizes = await self._sizes(images)
-            futures = self._submit(images, sizes, reservation, lambda files: [predictor.submit_image(files[0])])
-            (answer,) = await self._answers(request, futures)
+            submit = lambda files, *, deadline: [predictor.submit_image(files[0], deadline=deadline)]  # noqa: E731
+            futures = self._submit(images, sizes, reservation, submit)
+            (answer,) = await self._answers(request, futures, reservation)
         if isinstance(answer, BadSampleError):
             return JSONResponse(self._bad_image(answer), status_code=422)
         pictures = Pictures(predictor.image, predictor.pipeline)
@@ -241,17 +269,18 @@ class Service:
     def _refusal(self) -> Refused | None:
         """Why no request is admitted now, other than a full queue."""
         if self.draining:
-            return _busy("draining", "the service is shutting down; retry later or on another server")
+            reason = "the service is shutting down; retry later or on another server"
+            return _busy("draining", reason, _RESTART_SECONDS)
         if not self.loaded:
-            return _busy("loading", "the model is still being loaded")
+            return _busy("loading", "the model is still being loaded", _RESTART_SECONDS)
         return None
 
-    def _admitted(self) -> AbstractContextManager[Reservation]:
+    def _admitted(self, request: Request) -> AbstractContextManager[Reservation]:
         """Count a request, as long as it lasts. Raises Refused."""
         refused = self._refusal()
         if refused is not None:
             raise refused
-        return self.occupancy.admit()
+        return self.occupancy.admit(allowed_seconds(request.headers.getlist(TIMEOUT_HEADER)))
 
     async def _sizes(self, images: Sequence[bytes]) -> list[int | BadSampleError]:
         """`_pixels` of each image. Long headers are read on another thread: this one answers all callers."""
@@ -264,7 +293,7 @@ class Service:
         images: list[bytes],
         sizes: Sequence[int | BadSampleError],
         reservation: Reservation,
-        submit: Callable[[Sequence[bytes]], Sequence[Future[T]]],
+        submit: _Submit[T],
     ) -> list[asyncio.Future[T]]:
         """Submit images of these sizes together and empty the list: from now on only the predictor has their bytes,
         until it decodes them."""
@@ -274,7 +303,8 @@ class Service:
             reservation.submit_one(len(data))
         accepted = [data for data, size in zip(files, sizes, strict=True) if isinstance(size, int)]
         try:
-            submitted = iter(submit(accepted) if accepted else ())
+            deadline = time.monotonic() + reservation.seconds
+            submitted = iter(submit(accepted, deadline=deadline) if accepted else ())
         except PredictorError as error:
             raise Refused(500, "model", str(error)) from error
         return [self._answer(size, submitted) for size in sizes]
@@ -307,19 +337,26 @@ class Service:
     def _release_pixels(self, size: int, _: asyncio.Future[Any]) -> None:
         self.occupancy.pixels -= size
 
-    async def _answers(self, request: Request, futures: Sequence[asyncio.Future[T]]) -> list[T | BadSampleError]:
+    async def _answers(
+        self, request: Request, futures: Sequence[asyncio.Future[T]], reservation: Reservation
+    ) -> list[T | BadSampleError]:
         """The answer for each image. Raises Refused if the model failed or time ran out, and cancels the others."""
+        seconds = reservation.seconds
         disconnected = asyncio.ensure_future(_disconnected(request))
         disconnected.add_done_callback(lambda _: _cancel(futures))
+        for future in futures:
+            future.add_done_callback(partial(_cancel_others, futures))
         try:
-            _, unanswered = await asyncio.wait(futures, timeout=self.limits.timeout_s)
+            _, unanswered = await asyncio.wait(futures, timeout=seconds)
             if disconnected.done():
                 raise ClientDisconnect
             if unanswered:
                 in_flight = self.occupancy.queue_length
                 raise Refused(
-                    504, "timeout", f"no answer within {self.limits.timeout_s:g} s, with {in_flight} images in flight"
+                    504, "timeout", f"no answer within {round(seconds, 2):g} s, with {in_flight} images in flight"
                 )
+            if any(_is_late(future) for future in futures):
+                raise self.occupancy.busy("overloaded", f"no answer was possible within {round(seconds, 2):g} s")
         finally:
             disconnected.cancel()
             _cancel(futures)
@@ -421,6 +458,16 @@ def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
     for future in futures:
         if not future.cancel() and not future.cancelled():
             future.exception()
+
+
+def _is_late(future: asyncio.Future[Any]) -> bool:
+    return not future.cancelled() and isinstance(future.exception(), PredictorTimeout)
+
+
+def _cancel_others(futures: Sequence[asyncio.Future[Any]], future: asyncio.Future[Any]) -> None:
+    """Cancel all images of a request of which one was dropped: the request is refused."""
+    if _is_late(future):
+        _cancel(futures)
 
 
 _INTERNAL = _error("internal", "internal error; the log of the service has the traceback")

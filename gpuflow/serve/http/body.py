@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpuflow.serve.http.limits import MALFORMED, OVER_LIMIT, Refused, RequestLimits, Reservation, busy
+from gpuflow.serve.http.limits import MALFORMED, OVER_LIMIT, Occupancy, Refused, RequestLimits, Reservation
 from gpuflow.serve.http.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -68,13 +68,14 @@ async def read_images(request: Request, limits: RequestLimits, reservation: Rese
     pieces = _pieces(request, limits, reservation)
     kind = _media_type(request)
     try:
-        async with asyncio.timeout(limits.timeout_s) as limit:
+        seconds = reservation.seconds
+        async with asyncio.timeout(seconds) as limit:
             with reservation.arriving(limit):
                 if kind == "multipart/form-data":
                     return await _files(request, pieces, limits), True
                 body = b"".join([piece async for piece in pieces])
     except TimeoutError:
-        reason = f"the body did not arrive within {limits.timeout_s:g} s"
+        reason = f"the body did not arrive within {round(seconds, 2):g} s"
         if reservation.stopped:
             reason = "the body arrived too slowly while the service is busy or shuts down; send it again later"
         raise Refused(408, "slow_body", reason, {"Connection": "close"}) from None
@@ -217,12 +218,13 @@ class BodyMiddleware:
         app: ASGIApp,
         *,
         metrics: Metrics,
-        limits: RequestLimits,
+        occupancy: Occupancy,
         closing: Callable[[], bool],
         shared: Callable[[ASGIApp], ASGIApp] = lambda answer: answer,
     ) -> None:
         self._app, self._metrics, self._closing, self._shared = app, metrics, closing, shared
-        self._max_discarded = max(_DISCARDED_BODIES * limits.max_body_bytes, _DISCARDED_BYTES)
+        self._occupancy = occupancy
+        self._max_discarded = max(_DISCARDED_BODIES * occupancy.limits.max_body_bytes, _DISCARDED_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -231,7 +233,7 @@ class BodyMiddleware:
         begun = time.perf_counter()
         exchange = _Exchange(scope, receive, send, max_bytes=self._max_discarded, closing=self._closing)
         try:
-            if (refused := _refusal(scope)) is not None:
+            if (refused := _refusal(scope, self._occupancy)) is not None:
                 self._metrics.error(refused.kind)
                 content = error_content(refused.kind, refused.detail)
                 headers = {**(refused.headers or {}), "Connection": "close"}
@@ -253,14 +255,14 @@ class BodyMiddleware:
             )
 
 
-def _refusal(scope: Scope) -> Refused | None:
+def _refusal(scope: Scope, occupancy: Occupancy) -> Refused | None:
     """The refusal of a request that the application does not get, and after which its connection is closed, or None."""
     names = {name for name, _ in scope["headers"]}
     if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may see another end of it (RFC 9112, 6.1)
         return Refused(400, "bad_request", "a request must not have both Content-Length and Transfer-Encoding")
     if OVER_LIMIT in scope.get("state", {}) and scope["path"] not in _PROBES:
         reason = "the service has too many connections; retry later, or keep one open for several requests"
-        return busy("connections", reason)
+        return occupancy.busy("connections", reason)
     return None
 
 

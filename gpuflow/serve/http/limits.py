@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import final
@@ -17,10 +19,12 @@ __all__ = [
     "OVER_LIMIT",
     "PROGRESS_BYTES",
     "STALLED_SECONDS",
+    "TIMEOUT_HEADER",
     "Occupancy",
     "Refused",
     "RequestLimits",
     "Reservation",
+    "allowed_seconds",
     "busy",
 ]
 
@@ -28,7 +32,10 @@ MALFORMED, OVER_LIMIT, CLOSED_HERE = "gpuflow.malformed", "gpuflow.over_limit", 
 """Keys of a request's state: why the rest of its body cannot be read; that its connection is one too many; that the
 service closed its connection, and not the client."""
 
-_RETRY_SECONDS = {"connections": "1", "queue_full": "1", "loading": "5", "draining": "5"}
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+"""How long the caller waits for its answer, from the head of its request on."""
+_SHARE = 0.8
+"""The share of a request's time that it may take by prediction: a batch may take longer than those before it."""
 STALLED_SECONDS, PROGRESS_BYTES = 1.0, 65_536
 """A body or an answer that made less progress than these bytes in this time is stalled. Such a body is refused where
 memory is short, and a connection may be closed for another one."""
@@ -43,7 +50,8 @@ class RequestLimits:
     max_pixels: of one image, by its header. max_queue_pixels: of all images in flight.
     max_scans: of a JPEG; encoders write at most about twenty, and each takes as long as a whole image.
     max_held_bytes: of all bodies in memory, until their images are decoded; a single one is always accepted.
-    timeout_s: seconds for a body to arrive, and again as many for its answer.
+    timeout_s: seconds for a body to arrive, and again as many for its answer; a request may ask for fewer by
+    TIMEOUT_HEADER.
     max_connections: open at once; fewer where the process may not open that many files.
     head_s: seconds for the head of a request to arrive.
     """
@@ -76,9 +84,22 @@ class Refused(HTTPException):
         super().__init__(status, reason, headers)
 
 
-def busy(kind: str, reason: str) -> Refused:
-    """A 503 that says when to try again."""
-    return Refused(503, kind, reason, {"Retry-After": _RETRY_SECONDS[kind]})
+def busy(kind: str, reason: str, seconds: float = 1.0) -> Refused:
+    """Return a 503 that says to try again after this time, in whole seconds."""
+    return Refused(503, kind, reason, {"Retry-After": str(max(1, math.ceil(seconds)))})
+
+
+def allowed_seconds(values: Sequence[str]) -> float:
+    """Return for how long the caller of a request waits, by the values of its TIMEOUT_HEADER; without one, infinity.
+
+    Raises Refused.
+    """
+    if not values:
+        return math.inf
+    if len(values) > 1 or not re.fullmatch("[1-9][0-9]{0,8}", values[0]):
+        rule = f"{TIMEOUT_HEADER} must be a whole number of milliseconds, from 1 to 999999999"
+        raise Refused(400, "bad_request", f"{rule}, got {', '.join(values)!r}")
+    return int(values[0]) / 1000
 
 
 @final
@@ -88,6 +109,7 @@ class Occupancy:
     Args:
         in_flight: images that the predictor has and did not answer yet.
         decoding_bytes: of those it did not decode yet.
+        seconds_for: how long the predictor takes for a number of images, by its recent rate; 0 if that is not known.
 
     active: requests that are admitted and not answered yet. reserved: their images that the predictor does not count
     yet. pixels: of the images that it has. body_bytes: of bodies that are being read or were read, and whose images the
@@ -95,11 +117,16 @@ class Occupancy:
     """
 
     def __init__(
-        self, limits: RequestLimits, *, in_flight: Callable[[], int], decoding_bytes: Callable[[], int]
+        self,
+        limits: RequestLimits,
+        *,
+        in_flight: Callable[[], int],
+        decoding_bytes: Callable[[], int],
+        seconds_for: Callable[[int], float],
     ) -> None:
         self.limits = limits
         self.active = self.reserved = self.pixels = self.body_bytes = 0
-        self._in_flight, self._decoding_bytes = in_flight, decoding_bytes
+        self._in_flight, self._decoding_bytes, self.seconds_for = in_flight, decoding_bytes, seconds_for
         self._arriving: set[Reservation] = set()
 
     @property
@@ -112,10 +139,17 @@ class Occupancy:
         """Size of all bodies in memory."""
         return self.body_bytes + self._decoding_bytes()
 
+    def busy(self, kind: str, reason: str) -> Refused:
+        """Return a 503 that says to try again once the images in flight are answered, or have no time left."""
+        return busy(kind, reason, min(self.seconds_for(self.queue_length), self.limits.timeout_s))
+
     @contextmanager
-    def admit(self) -> Iterator[Reservation]:
-        """Count a request, as long as it lasts. It takes no place yet, but a full queue refuses it. Raises Refused."""
-        reservation = Reservation(self)
+    def admit(self, allowed: float = math.inf) -> Iterator[Reservation]:
+        """Count a request, as long as it lasts. It takes no place yet, but a full queue refuses it. Raises Refused.
+
+        allowed: seconds for which its caller waits for the answer.
+        """
+        reservation = Reservation(self, allowed)
         reservation.check_places(1)
         self.active += 1
         try:
@@ -145,11 +179,17 @@ class Reservation:
     size: of the part of the body that is counted. stopped: whether its body was refused to make room for others.
     """
 
-    def __init__(self, occupancy: Occupancy) -> None:
+    def __init__(self, occupancy: Occupancy, allowed: float) -> None:
         self.size, self.stopped = 0, False
+        self._ends = time.monotonic() + allowed
         self._occupancy, self._images = occupancy, 0
         self._progress = 0, 0.0
         self._limit: asyncio.Timeout | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that this request has for its next step, its body or its answer; 0 if none are left."""
+        return max(0.0, min(self._occupancy.limits.timeout_s, self._ends - time.monotonic()))
 
     # --- the body -----------------------------------------------------------------------------------------------------
 
@@ -170,7 +210,7 @@ class Reservation:
         occupancy, most = self._occupancy, self._occupancy.limits.max_held_bytes
         while (held := occupancy.held_bytes) + size > most and held > self.size:
             if not occupancy.stop_stalled_body():
-                raise busy("queue_full", f"request bodies take {held:,} of {most:,} bytes")
+                raise occupancy.busy("queue_full", f"request bodies take {held:,} of {most:,} bytes")
         occupancy.body_bytes += size
         self.size += size
         if self.size - self._progress[0] >= PROGRESS_BYTES:
@@ -193,11 +233,15 @@ class Reservation:
     # --- the queue ----------------------------------------------------------------------------------------------------
 
     def check_places(self, images: int) -> None:
-        """Raises Refused if the queue has no room for this number of images."""
+        """Raises Refused if the queue has no room for this number of images, or would take too long."""
         length, most = self._occupancy.queue_length, self._occupancy.limits.max_queue
+        rest = f", and the request has {images} images" if images > 1 else ""
         if length + images > most:
-            rest = f", and the request has {images} images" if images > 1 else ""
-            raise busy("queue_full", f"the queue is full: {length} of {most} places taken{rest}")
+            raise self._occupancy.busy("queue_full", f"the queue is full: {length} of {most} places taken{rest}")
+        seconds, left = self._occupancy.seconds_for(length + images), self.seconds
+        if seconds > _SHARE * left:
+            reason = f"the answer would take {seconds:.1f} s, and the request has {left:.1f} s: {length} images wait"
+            raise self._occupancy.busy("overloaded", f"{reason}{rest}")
 
     def reserve(self, images: int, pixels: int) -> None:
         """Take places for the images of a body that has arrived. Raises Refused if the queue is full, or has no room
@@ -208,7 +252,7 @@ class Reservation:
             reason = f"the images of a request must have at most {most:,} pixels, got {pixels:,}; send several requests"
             raise Refused(413, "too_large", reason)
         if taken + pixels > most:
-            raise busy("queue_full", f"the queue is full: its images have {taken:,} of {most:,} pixels")
+            raise self._occupancy.busy("queue_full", f"the queue is full: its images have {taken:,} of {most:,} pixels")
         self._occupancy.reserved += images
         self._images = images
 

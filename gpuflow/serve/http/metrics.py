@@ -38,6 +38,7 @@ KINDS = (
     "model",
     "no_picture",
     "not_found",
+    "overloaded",
     "queue_full",
     "slow_body",
     "slow_head",

@@ -7,6 +7,7 @@ import gc
 import gzip
 import io
 import json
+import re
 import socket
 import threading
 import time
@@ -34,7 +35,7 @@ from tests import images
 from tests.datasets import RAW, VAL, jpeg, program, python, write_config
 from tests.hostile import BAD, HOSTILE
 from tests.images import patch_png, png
-from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate, mean_color
+from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate, Nap, mean_color
 from tests.serve.services import Live, answer_of, predictor_of, served, wait
 
 PHOTO = jpeg(0, 0)
@@ -585,6 +586,124 @@ def test_a_client_that_disconnects() -> None:
         assert counts["gpuflow_errors_total", "disconnected"] == 2
         assert counts["gpuflow_requests_total", "/predict", "499"] == 2
     assert engine.counts == [1], "requests of disconnected clients are dropped"
+
+
+def test_clients_that_have_gone_free_their_places_at_once() -> None:
+    """Those that wait decoded for the model, too."""
+    gate = Gate()
+    engine = FakeEngine(before=gate, batch=2)
+    request = f"POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: {len(PHOTO)}"
+    with served(engine, RequestLimits(max_queue=7)) as live, ThreadPoolExecutor(6) as pool:
+        first = pool.submit(live.ask, PHOTO)
+        assert gate.reached.wait(timeout=20)
+        with contextlib.ExitStack() as clients:
+            for _ in range(6):
+                clients.enter_context(live.connect(request, PHOTO))
+            wait(lambda: live.service.occupancy.held_bytes == 0 and live.queue_length == 7)
+            assert error(live.ask(PHOTO))[:2] == (503, "queue_full")
+        wait(lambda: live.queue_length == 1)
+        others = [pool.submit(live.ask, PHOTO) for _ in range(5)]
+        wait(lambda: live.queue_length == 6)
+        gate.open()
+        assert [answer.result(timeout=20).status_code for answer in (first, *others)] == [200] * 6
+    assert sum(engine.counts) == 6
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_may_ask_for_less_time() -> None:
+    gate, headers = Gate(), {"X_Request_Timeout_Ms": "300"}
+    with served(FakeEngine(before=gate, batch=1)) as live:
+        answer = live.ask(PHOTO, **headers)
+        assert error(answer)[:2] == (504, "timeout")
+        assert answer.json()["error"]["reason"].startswith("no answer within 0.")
+        request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 9\nX-Request-Timeout-Ms: 300"
+        with live.connect(request) as slow:
+            assert answer_of(slow)[0] == 408
+        gate.open()
+        assert live.ask(PHOTO, X_Request_Timeout_Ms="999999999").ok
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "+1", "1.5", "1e3", "0x10", "010", "1,2", "٣", "1000000000", "1 s"])
+@pytest.mark.parametrize("path", ["/predict", "/seen"])
+def test_a_time_that_is_no_number_of_milliseconds(live: Live, path: str, value: str) -> None:
+    answer = live.ask(PHOTO, path, X_Request_Timeout_Ms=value.encode())  # type: ignore[arg-type]
+    assert error(answer)[:2] == (400, "bad_request")
+    rule = "X-Request-Timeout-Ms must be a whole number of milliseconds, from 1 to 999999999, got "
+    assert answer.json()["error"]["reason"].startswith(rule)
+
+
+def test_two_times_are_refused(live: Live) -> None:
+    lines = "POST /predict HTTP/1.1\nContent-Length: 0\nX-Request-Timeout-Ms: 5\nX-Request-Timeout-Ms: 5"
+    with live.connect(lines) as connection:
+        assert answer_of(connection)[0] == 400
+
+
+def test_a_request_that_would_take_longer_than_it_may_is_refused_at_once() -> None:
+    """By the rate that was measured a second ago, and Retry-After follows it."""
+    gate = Gate()
+    with served(FakeEngine(before=gate, batch=1)) as live, ThreadPoolExecutor(8) as pool:
+        taken = [pool.submit(live.ask, PHOTO) for _ in range(4)]
+        wait(lambda: live.queue_length == 4)
+        live.service.occupancy.seconds_for = lambda images: 2.1 * images
+        answer = live.ask(PHOTO, X_Request_Timeout_Ms="13000")
+        assert error(answer)[:2] == (503, "overloaded")
+        assert re.fullmatch(
+            r"the answer would take 10\.5 s, and the request has (12\.\d|13\.0) s: 4 images wait",
+            answer.json()["error"]["reason"],
+        )
+        assert answer.headers["Retry-After"] == "9", "in whole seconds, rounded up"
+        live.service.occupancy.seconds_for = lambda images: 100.0 * images
+        assert live.ask(PHOTO, "/seen").headers["Retry-After"] == "30", "then all that wait are answered, or late"
+        gate.open()
+        assert [answer.result(timeout=20).status_code for answer in taken] == [200] * 4
+
+
+def test_a_request_that_can_no_longer_be_answered_is_refused_before_the_model_runs() -> None:
+    engine = FakeEngine(before=Nap(1.0), batch=1)
+    with served(engine) as live, ThreadPoolExecutor(4) as pool:
+        assert live.ask(PHOTO).ok
+        first = pool.submit(live.ask, PHOTO)
+        wait(lambda: live.queue_length == 1)
+        begun = time.monotonic()
+        late = live.ask(PHOTO, X_Request_Timeout_Ms="1500")
+        assert time.monotonic() - begun < 1.45, "as soon as that is known"
+        assert error(late)[:2] == (503, "overloaded")
+        assert late.json()["error"]["reason"].startswith("no answer was possible within 1.")
+        assert int(late.headers["Retry-After"]) >= 1
+        assert first.result(timeout=20).ok
+    assert engine.counts == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("allowed_ms", "answered", "of_capacity"), [(None, 0.8, 0.8), (2000, 0.9, 0.85)])
+@pytest.mark.parametrize("one_node", [False, True])
+def test_a_service_at_ten_times_its_capacity_answers_most_of_what_it_computes(
+    one_node: bool, allowed_ms: int | None, answered: float, of_capacity: float
+) -> None:
+    """Callers give up after two seconds, and ask again."""
+    seconds, batch, nap = 12.0, 4, 0.5
+    engine, headers = FakeEngine(before=Nap(nap), batch=batch), {"Content-Type": "image/jpeg", "Connection": "close"}
+    if allowed_ms is not None:
+        headers["X-Request-Timeout-Ms"] = str(allowed_ms)
+    predictor = predictor_of(engine, one_node=one_node)
+
+    def ask(url: str) -> int:
+        good = 0
+        while time.monotonic() < end:
+            with contextlib.suppress(requests.Timeout):
+                answer = requests.post(f"{url}/predict", data=PHOTO, headers=headers, timeout=2.0)
+                good += answer.ok
+                if answer.status_code == 503:
+                    time.sleep(0.5)
+        return good
+
+    with predictor, served(predictor) as live, ThreadPoolExecutor(160) as pool:
+        end = time.monotonic() + seconds
+        good = sum(pool.map(ask, [live.url] * 160))
+    assert good >= answered * sum(engine.counts)
+    assert good >= of_capacity * seconds * batch / nap
 
 
 def test_a_model_that_fails() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from gpuflow import cli
 from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.http.body import BodyMiddleware
+from gpuflow.serve.http.limits import Occupancy
 from gpuflow.serve.http.metrics import Metrics
 from tests.datasets import jpeg
 from tests.serve.fakes import FakeEngine
@@ -84,7 +85,8 @@ def test_how_much_of_a_refused_body_is_discarded(max_body_bytes: int, megabytes:
         sent.append(message)
 
     limits = RequestLimits(max_body_bytes=max_body_bytes)
-    app = BodyMiddleware(refuse, metrics=cast(Metrics, Silent()), limits=limits, closing=lambda: False)
+    occupancy = Occupancy(limits, in_flight=lambda: 0, decoding_bytes=lambda: 0, seconds_for=lambda images: 0.0)
+    app = BodyMiddleware(refuse, metrics=cast(Metrics, Silent()), occupancy=occupancy, closing=lambda: False)
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [(b"transfer-encoding", b"chunked")]}
     asyncio.run(app(scope, receive, send))
     assert received == megabytes
