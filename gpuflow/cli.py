@@ -150,7 +150,7 @@ def _labelled(label: str, style: str, text: str) -> Text:
 
 def _order_note(config: Config) -> str:
     """What to change where a training would get the images of one class after those of another; empty otherwise."""
-    pipeline, sources = config.pipelines.get("train"), config.source.sources
+    pipeline, sources = config.pipelines.get("train"), config.sources
     if pipeline is None or pipeline.shuffle or not any(source.folder for source in sources):
         return ""
     return "pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true"
@@ -260,7 +260,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     from gpuflow.sources.hints import missing_source, missing_weights
 
     config = _read(path, overrides)
-    weights = [one.weights for one in config.source.sources if isinstance(one.weights, WeightsSpec)]
+    weights = [one.weights for one in config.sources if isinstance(one.weights, WeightsSpec)]
     problems = []
     for each in weights:
         try:
@@ -277,7 +277,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
             _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
     for name in config.pipelines:
         _out.print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
-    for one in config.source.sources:
+    for one in config.sources:
         if hint := missing_source(one):
             _out.print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
     for each in weights:
@@ -394,7 +394,9 @@ def doctor(
         raise ValueError(f"--data: must be a directory, got {str(data)!r}")
     with _err.status(Text("looking around")) as status:
         config = _read(path, None) if path is not None and not broken_modules() else None
-        source = SourceSpec(folder=str(data)) if data is not None else config.source if config is not None else None
+        source = (
+            SourceSpec(folder=str(data)) if data is not None else config.source_block if config is not None else None
+        )
         threads, readers = (config.run.threads, config.run.readers) if config is not None else ("auto", "auto")
         machine = gather(
             source=source,

@@ -140,6 +140,19 @@ def test_check_of_a_valid_file(gpuflow: Run, config: Path) -> None:
     ]
 
 
+def test_commands_of_a_file_with_serve_alone(gpuflow: Run, tmp_path: Path) -> None:
+    """Those that need a source say so."""
+    path = tmp_path / "x.yaml"
+    path.write_text("serve: {stages: [{decode: {}}, {resize: {height: 4, width: 4}}], model: {file: m.onnx}}\n")
+    for command in (["check"], ["explain"], ["export", "--toml", str(tmp_path / "x.toml")]):
+        done = gpuflow(command[0], path, *command[1:])
+        assert (done.code, done.err) == (0, ""), command
+    missing = f"error: {path}: has no block source; add source: {{folder: ...}} and pipelines: {{val: ...}}\n"
+    for needs in ("train", "bench", "scan", "parity", "show"):
+        done = gpuflow(needs, path, *(["--out", str(tmp_path / "out")] if needs in ("bench", "parity", "show") else []))
+        assert (done.code, done.err.removeprefix("\n")) == (1, missing), needs
+
+
 def test_check_says_that_the_source_is_not_here(gpuflow: Run, config: Path) -> None:
     for given, hint in (("$HOME/photos", "variables such as $HOME are not replaced"), ("/no/photos", "check the path")):
         done = gpuflow("check", config, f"source.folder={given}")

@@ -441,7 +441,7 @@ SourceKeys = _keys_of("SourceKeys", SourceSpec, **_OTHER_TYPES, mix=(tuple[MixKe
 
 
 class Document(_Block):
-    """A file of gpuflow: how an image becomes a tensor, for training and for serving.
+    """A file of gpuflow: how an image becomes a tensor, for training and for serving, or `serve` alone.
 
     Args:
         source: where the samples are.
@@ -452,16 +452,21 @@ class Document(_Block):
         run: how pipelines run.
     """
 
-    source: SourceKeys  # type: ignore[valid-type]
+    source: SourceKeys | None = None  # type: ignore[valid-type]
     preprocess: Any = None
-    pipelines: dict[str, PipelineSpec]
+    pipelines: dict[str, PipelineSpec] = {}
     train: TrainSpec = TrainSpec()
     serve: ServeSpec | None = None
     run: RunSpec = RunSpec()
 
     def problems(self) -> Iterator[Problem]:
         """A problem for each broken rule between keys."""
-        if not self.pipelines:
+        given = {"pipelines"} & self.model_fields_set | ({"source"} if self.source is not None else set())
+        for name in ("source", "pipelines") if given or self.serve is None else ():
+            if name not in given:
+                rule = f"needs the key {name!r}; only a file with neither source nor pipelines may have serve alone"
+                yield Problem.of((), rule, code="config.missing_key")
+        if "pipelines" in given and not self.pipelines:
             rule = "must name at least one pipeline, such as train, got none"
             yield Problem.of("pipelines", rule, code="config.missing_key")
         if "serve" in self.pipelines:
@@ -507,18 +512,31 @@ _WHOLE = "all"
 class Config:
     """A whole file, checked: its values, and one folded program a pipeline.
 
+    source_block: None where the file has `serve` alone.
     programs: by pipeline name; `serve` stands among them where the file has that block.
     views: by pipeline name, those of the pipelines that have views; they are not among `programs`.
     """
 
     path: str
-    source: SourceSpec
+    source_block: SourceSpec | None
     pipelines: Mapping[str, PipelineSpec]
     programs: Mapping[str, Program]
     train: TrainSpec
     serve: ServeSpec | None
     run: RunSpec
     views: Mapping[str, ViewsProgram] = field(default_factory=dict)
+
+    @property
+    def source(self) -> SourceSpec:
+        """The block `source`. Raises ConfigError if there is none."""
+        if self.source_block is None:
+            raise self._without("source")
+        return self.source_block
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """The source, or those of a mix; none where the file has `serve` alone."""
+        return () if self.source_block is None else self.source_block.sources
 
     def program(self, name: str) -> Program:
         """The program of the pipeline of this name, for what takes one image of each sample.
@@ -534,6 +552,8 @@ class Config:
 
     def any_program(self, name: str) -> AnyProgram:
         """The program of the pipeline of this name. Raises ConfigError, with the closest name, if there is none."""
+        if self.source_block is None:
+            raise self._without("source")
         if name not in self.pipelines:
             action = suggest(name, self.pipelines)
             problem = Problem.of("pipelines", f"has no pipeline {name!r}", action=action, code="config.unknown_key")
@@ -543,10 +563,18 @@ class Config:
     def serve_block(self) -> ServeSpec:
         """The block `serve`. Raises ConfigError if there is none."""
         if self.serve is None:
-            action = "add serve: {stages: ..., model: ...}"
-            problem = Problem(f"{self.path}:", "has no block serve", action=action, code="config.missing_key")
-            raise ConfigError([problem])
+            raise self._without("serve")
         return self.serve
+
+    def _without(self, block: Literal["source", "serve"]) -> ConfigError:
+        examples = {
+            "source": "source: {folder: ...} and pipelines: {val: ...}",
+            "serve": "serve: {stages: ..., model: ...}",
+        }
+        action = f"add {examples[block]}"
+        return ConfigError(
+            [Problem(f"{self.path}:", f"has no block {block}", action=action, code="config.missing_key")]
+        )
 
     def split_of(self, name: str) -> str | None:
         """The part of `source.split` that a pipeline reads; None if it reads the whole source, as `serve` does."""

@@ -127,10 +127,10 @@ class _Reader:
         if source is not None:
             self._check_fields(source, programs, views)
         self._stop_if_faulty()
-        assert document is not None and source is not None
+        assert document is not None
         return Config(
             path=self._path,
-            source=source,
+            source_block=source,
             pipelines=document.pipelines,
             programs=programs,
             views=views,
@@ -238,7 +238,9 @@ class _Reader:
         return document
 
     def _source(self, own: Any, other: Mapping[str, Any]) -> SourceSpec | None:
-        """The block `source`; None where its keys are at fault, which `_document` reports."""
+        """The block `source`; None where there is none, or its keys are at fault, which `_document` reports."""
+        if own is None:
+            return None
         try:
             keys = SourceKeys.model_validate(as_tuples(own))
         except pydantic.ValidationError:

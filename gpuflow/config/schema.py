@@ -52,7 +52,9 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, EntryPo
         sources: those of other packages, by name.
     """
     schema = Document.model_json_schema(schema_generator=_Blocks)
-    schema["properties"]["source"] |= {"$ref": "#/$defs/source"}
+    description = schema["properties"]["source"]["description"]
+    schema["properties"]["source"] = {"$ref": "#/$defs/source", "description": description}
+    schema["anyOf"] = [{"required": ["source", "pipelines"]}, {"required": ["serve"]}]
     blocks = schema.pop("$defs")
     for block in PipelineSpec, ServeSpec, ViewSpec:
         properties = blocks[block.__name__]["properties"]

@@ -56,7 +56,7 @@ class Training:
             stages = PipelineSpec(stages=(), batch=BatchSpec(size=BATCH), on_error="replace")
             config = replace(
                 self.config,
-                source=replace(self.config.source, split=(), splits=()),
+                source_block=replace(self.config.source, split=(), splits=()),
                 pipelines={self.name: stages},
                 programs={self.name: prefix.program},
                 run=self.config.run.model_copy(update={"bad_file": str(listed), "max_bad": None, "memory_limit": None}),

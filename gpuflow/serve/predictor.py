@@ -372,9 +372,10 @@ class Predictor:
         except BadSampleError as error:
             return error.located(index, path)
         except TimeoutError:
+            in_flight = self.in_flight
             future.cancel()
             raise PredictorTimeout(
-                f"no answer within {self._timeout:g} s, with {self.in_flight} images in flight; raise run.timeout_s "
+                f"no answer within {self._timeout:g} s, with {in_flight} images in flight; raise run.timeout_s "
                 "or send fewer images at a time"
             ) from None
 

@@ -25,7 +25,7 @@ from gpuflow.stages import (
     Resize,
     Torchvision,
 )
-from tests.config.files import FULL, PIPELINE_KEYS, SMALL, SOURCE_KEYS, fault, read, stages_of, with_block
+from tests.config.files import FULL, SMALL, fault, read, stages_of, with_block
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,9 +127,38 @@ def test_the_source_is_checked_whatever_else_is_wrong() -> None:
 
 def test_blocks_that_are_missing() -> None:
     assert fault("run: {}\n") == (
-        "x.yaml: needs the key 'source': a mapping with " + SOURCE_KEYS + "\n"
-        "x.yaml: needs the key 'pipelines': a mapping, each value a mapping with " + PIPELINE_KEYS
+        "x.yaml: needs the key 'source'; only a file with neither source nor pipelines may have serve alone\n"
+        "x.yaml: needs the key 'pipelines'; only a file with neither source nor pipelines may have serve alone"
     )
+
+
+STAGES_4 = "stages: [{decode: {}}, {resize: {height: 4, width: 4}}]"
+SERVE = f"serve: {{{STAGES_4}}}\n"
+VAL = f"pipelines: {{val: {{{STAGES_4}, batch: {{size: 1}}}}}}\n"
+
+
+@pytest.mark.parametrize("start", ["", "source: null\n", "run: {threads: 1}\n"])
+def test_a_file_with_serve_alone(start: str) -> None:
+    config = read(start + SERVE)
+    assert (config.source_block, config.sources, config.pipelines, list(config.programs)) == (None, (), {}, ["serve"])
+    for ask in (lambda: config.source, lambda: config.program("val"), lambda: config.any_program("train")):
+        with pytest.raises(ConfigError) as caught:
+            ask()
+        assert str(caught.value) == "x.yaml: has no block source; add source: {folder: ...} and pipelines: {val: ...}"
+
+
+@pytest.mark.parametrize(
+    ("block", "missing"),
+    [
+        ("source: {folder: x}\n", ["pipelines"]),
+        (VAL, ["source"]),
+        (f"source: null\n{VAL}", ["source"]),
+        ("serve: null\n", ["source", "pipelines"]),
+    ],
+)
+def test_source_and_pipelines_belong_together(block: str, missing: list[str]) -> None:
+    lines = fault(block if "serve" in block else block + SERVE).splitlines()
+    assert [line.split(";")[0] for line in lines] == [f"x.yaml: needs the key {key!r}" for key in missing]
 
 
 def test_three_ways_to_share_a_source() -> None:

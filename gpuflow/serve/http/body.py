@@ -66,9 +66,8 @@ async def read_images(request: Request, limits: RequestLimits, reservation: Rese
         Refused: 400, 408, 413, 415, 422 or 503. ClientDisconnect: the client has closed the connection.
     """
     pieces = _pieces(request, limits, reservation)
-    kind = _media_type(request)
+    kind, seconds = _media_type(request), reservation.seconds
     try:
-        seconds = reservation.seconds
         async with asyncio.timeout(seconds) as limit:
             with reservation.arriving(limit):
                 if kind == "multipart/form-data":
