@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, assert_never
 
 import cv2
 import numpy as np
@@ -12,7 +13,7 @@ from gpuflow.errors import Key, Problem
 from gpuflow.execute.warp import OPENCV_BORDERS
 from gpuflow.migration.distance import apart, picture
 from gpuflow.migration.files import Document, read_document
-from gpuflow.migration.imported import Entry, Imported, decode, each_channel, gap, normalize, number, size_of
+from gpuflow.migration.imported import Entry, Imported, Step, decode, each_channel, gap, normalize, number, size_of
 
 __all__ = ["read_albumentations"]
 
@@ -41,7 +42,19 @@ _TOP = 255
 """The highest level."""
 _MOVABLE = ("center_crop", "flip", "random_crop")
 """Stages whose results are pixels of the image, so that they may stand before `normalize`."""
-_CONTAINERS = ("Compose", "Sequential")
+_ALL, _FIRST = "its transforms, for every image", "the first of its transforms"
+_CONTAINERS = {
+    "Compose": _ALL,
+    "ReplayCompose": _ALL,
+    "Sequential": _ALL,
+    "SomeOf": _ALL,
+    "RandomOrder": _ALL,
+    "OneOf": _FIRST,
+    "OneOrOther": _FIRST,
+}
+"""Transforms of transforms, and the nearest to them where they draw something."""
+_CHAINS = ("Compose", "ReplayCompose", "Sequential")
+"""Containers that draw nothing but whether they are applied."""
 _LIKE = {
     "RandomBrightnessContrast": "color_jitter, which multiplies where this adds",
     "HueSaturationValue": "color_jitter, which multiplies where this adds",
@@ -56,9 +69,6 @@ _LIKE = {
     "MedianBlur": "gaussian_blur",
     "GaussianBlur": "gaussian_blur, which takes one kernel_size",
     "Sharpen": "sharpness",
-    "PadIfNeeded": "letterbox, which resizes too",
-    "OneOf": "the first of its transforms",
-    "SomeOf": "its transforms, for every image",
     "CLAHE": "equalize",
 }
 
@@ -74,121 +84,165 @@ def read_albumentations(path: str) -> Imported:
     if not isinstance(transform, dict) or "__class_fullname__" not in transform:
         rule = "must hold what Albumentations' A.to_dict gives: transform with __class_fullname__"
         raise document.error(rule, action=f"write it with A.save(transform, {path!r})")
-    reader = _Reader(document)
-    reader.add(transform, ("transform",))
-    notes = ((_BORDER, reader.blends), (_HUE, reader.turns_hues), (_TARGETS, reader.targets), (_RANDOM, reader.random))
+    step = _read(transform, _State(document=document, at=("transform",)))
+    entries = step.entries
+    if step.state.scaled:
+        gray = any(entry.parameters.get("name") == "Grayscale" for entry in entries)
+        numbers = (each_channel(each, gray=gray) for each in (step.state.mean, step.state.std))
+        entries = (*entries, normalize(*numbers), *step.floats)
     return Imported(
         source=f"albumentations:{path}",
-        matches=(_MATCHES, *(note for note, holds in notes if holds)),
-        pipelines={"train" if reader.random else "val": (decode(), *reader.entries)},
-        gaps=tuple(reader.gaps),
+        matches=(_MATCHES, *dict.fromkeys(step.notes)),
+        pipelines={"train" if _RANDOM in step.notes else "val": (decode(), *entries)},
+        gaps=step.gaps,
     )
 
 
-class _Reader:
-    """Goes through the transforms in order.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """What is known at the place of a transform.
 
-    _floats_from: the index of the entry `normalize`, which makes floats; None before there is one. _mean, _std: of that
-    entry, in units of 255 levels.
+    at: the keys that lead to it. before, after: the transforms next to it in its list. scaled: whether it gets floats.
+    mean, std: what all that scaled so far subtracts and divides by, in units of 255 levels.
     """
 
-    def __init__(self, document: Document) -> None:
-        self._document = document
-        self.entries: list[Entry] = []
-        self.gaps: list[Problem] = []
-        self.random = self.blends = self.turns_hues = self.targets = False
-        self._floats_from: int | None = None
-        self._mean, self._std = np.zeros(1), np.full(1, 1 / _TOP)
+    document: Document
+    at: tuple[Key, ...]
+    before: Any = None
+    after: Any = None
+    scaled: bool = False
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1 / _TOP,)
 
-    def add(self, given: Any, at: tuple[Key, ...]) -> None:
-        """Add the entries of a transform. at: where it stands in the file."""
-        if not isinstance(given, dict) or not isinstance(given.get("__class_fullname__"), str):
-            rule = "must be a transform as A.save writes it, with __class_fullname__"
-            raise self._document.error(rule, *at, value=given)
-        name = given["__class_fullname__"].rpartition(".")[2]
-        self.targets = self.targets or any(given.get(key) for key in ("bbox_params", "keypoint_params", "fill_mask"))
-        if name in _CONTAINERS and given.get("p", 1) == 1:
-            parts = given.get("transforms")
-            if not isinstance(parts, list):
-                raise self._document.error("must be a list of transforms", *at, "transforms", value=parts)
-            for i, part in enumerate(parts):
-                self.add(part, (*at, "transforms", i))
-            return
-        if name not in _KNOWN:
-            self._refuse(at, f"is {name}, which has no equal stage", _LIKE.get(name, "leave it out"))
-            return
-        self._at = at
-        if given.get("always_apply"):  # of versions below 2, which take no notice of p then
-            given = {**given, "p": 1.0}
-        keys, make = _KNOWN[name]
-        self.gaps += self._document.unknown(at, given, (*_COMMON, *keys), name)
-        try:
-            for entry in make(self, given):
-                self._emit(entry)
-        except (KeyError, TypeError, ValueError) as error:
-            without = f"is {name} without {error}"
-            other = f"is {name} with other values than Albumentations writes: {error}"
-            raise self._document.error(without if isinstance(error, KeyError) else other, *at) from error
+    def gap(self, key: str, rule: str, nearest: str, measured: str = "") -> Problem:
+        """Return the gap of a transform whose key is not carried over as it is; of the whole without a key."""
+        at = (*self.at, key) if key else self.at
+        return gap(self.document.place(*at), rule, nearest=nearest, apart=measured, path=at)
 
-    def _emit(self, entry: Entry) -> None:
-        """Add an entry: before `normalize` if its results are pixels of the image, which makes no difference."""
-        if self._floats_from is not None and entry.stage in _MOVABLE:
-            self.entries.insert(self._floats_from, entry)
-            self._floats_from += 1
-        else:
-            self.entries.append(entry)
+    def scale(self, mean: Sequence[float], std: Sequence[float]) -> _State:
+        """Subtract `mean` and divide by `std`, after all that was scaled before."""
+        new = np.array(self.mean) + np.array(self.std) * np.array(mean), np.array(self.std) * np.array(std)
+        return replace(self, scaled=True, mean=tuple(new[0].tolist()), std=tuple(new[1].tolist()))
 
-    @property
-    def floats(self) -> bool:
-        """Whether the next transform gets floats."""
-        return self._floats_from is not None
 
-    def scale(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Subtract `mean` and divide by `std`, all that was scaled before included: one entry `normalize`."""
-        self._mean = self._mean + self._std * np.array(mean)
-        self._std = self._std * np.array(std)
-        if self._floats_from is None:
-            self._floats_from = len(self.entries)
-        before, after = self.entries[: self._floats_from], self.entries[self._floats_from + 1 :]
-        entry = normalize(*(each_channel(numbers.tolist(), before) for numbers in (self._mean, self._std)))
-        self.entries = [*before, entry, *after]
+_Step = Step[_State]
+_Part = Entry | Problem | str | _State
+"""What a transform yields: entries, gaps, notes, and the state after it."""
 
-    def _refuse(self, at: tuple[Key, ...], rule: str, nearest: str, measured: str = "") -> None:
-        self.gaps.append(gap(self._document.place(*at), rule, nearest=nearest, apart=measured, path=at))
 
-    def differs(self, key: str, rule: str, nearest: str, measured: str = "") -> None:
-        """Note that the transform at hand is not carried over as it is."""
-        self._refuse((*self._at, key), rule, nearest, measured)
+def _read(given: Any, state: _State) -> _Step:
+    """Return what a transform becomes."""
+    document, at = state.document, state.at
+    if not isinstance(given, dict) or not isinstance(given.get("__class_fullname__"), str):
+        rule = "must be a transform as A.save writes it, with __class_fullname__"
+        raise document.error(rule, *at, value=given)
+    name = _name(given)
+    targets = any(given.get(key) for key in ("bbox_params", "keypoint_params", "fill_mask"))
+    if name in _CONTAINERS:
+        step = _container(name, given, state)
+    elif name not in _KNOWN:
+        problem = state.gap("", f"is {name}, which has no equal stage", _LIKE.get(name, "leave it out"))
+        step = Step(state=state, gaps=(problem,))
+    else:
+        step = _known(name, given, state)
+    return replace(step, notes=(*((_TARGETS,) if targets else ()), *step.notes))
 
-    def draws(self, given: Mapping[str, Any], *ranges: Any) -> None:
-        """Note whether a transform is random: by its probability, or by ranges that are not one number."""
-        self.random |= given.get("p", 1) not in (0, 1) or any(low != high for low, high in ranges)
 
-    def always(self, given: Mapping[str, Any], stage: str) -> None:
-        """Note a transform that is not applied to all images, where its stage is."""
-        if given.get("p", 1) != 1:
-            self.differs(
-                "p", f"is {given['p']:g}, but the stage {stage} has no probability", f"{stage}, for all images"
-            )
+def _name(given: Mapping[str, Any]) -> str:
+    return str(given["__class_fullname__"]).rpartition(".")[2]
 
-    def filters(self, given: Mapping[str, Any], stage: str) -> dict[str, Any]:
-        """The keys of a resize. OpenCV's filters do not widen with the scale."""
-        mode = given.get("interpolation", _LINEAR)
-        if given.get("area_for_downscale"):
-            mode = _AREA
-        if mode in _FILTERS:
-            if _FILTERS[mode] == "nearest":
-                rule = "takes OpenCV's nearest pixels, of two that are equally near often the other one"
-                self.differs("interpolation", rule, f"{stage}: {{interpolation: nearest, antialias: false}}")
-            return {**({} if mode == _LINEAR else {"interpolation": _FILTERS[mode]}), "antialias": False}
-        nearest = "bilinear" if mode == _AREA else "bicubic"
-        measured = apart(
-            lambda image: cv2.resize(picture(), (224, 168), interpolation=mode),
-            lambda image: image.resize((224, 168), getattr(_pillow(), nearest.upper())),
+
+def _container(name: str, given: _Given, state: _State) -> _Step:
+    """All transforms with their notes and gaps; the entries of the first alone where one of them is drawn."""
+    parts = given.get("transforms")
+    if not isinstance(parts, list):
+        raise state.document.error("must be a list of transforms", *state.at, "transforms", value=parts)
+    around, first = [None, *parts, None], _CONTAINERS[name] == _FIRST
+    step = Step(state=state)
+    for i, part in enumerate(parts):
+        neighbours = {} if first else {"before": around[i], "after": around[i + 2]}
+        one = _read(
+            part, replace(step.state, at=(*state.at, "transforms", i), **{"before": None, "after": None, **neighbours})
         )
-        rule = f"is OpenCV's number {mode}, a filter that the stage {stage} does not have"
-        self.differs("interpolation", rule, f"{stage}: {{interpolation: {nearest}, antialias: true}}", measured)
-        return {} if nearest == "bilinear" else {"interpolation": nearest}
+        step = step.then(one if i == 0 or not first else replace(one, entries=(), floats=(), state=step.state))
+    p = given.get("p", 1)
+    if name not in _CHAINS:
+        problem = state.gap("", f"is {name}, which has no equal stage", _CONTAINERS[name])
+    elif p != 1 and parts:
+        problem = state.gap("p", f"is {p}, but a list of stages has no probability", _ALL)
+    else:
+        return step
+    return replace(step, gaps=(problem, *step.gaps))
+
+
+def _known(name: str, given: _Given, state: _State) -> _Step:
+    """A transform that has a stage."""
+    if given.get("always_apply"):  # of versions below 2, which take no notice of p then
+        given = {**given, "p": 1.0}
+    keys, make = _KNOWN[name]
+    step = Step(state=state, gaps=tuple(state.document.unknown(state.at, given, (*_COMMON, *keys), name)))
+    try:
+        for part in make(state, given):
+            step = step.then(_as_step(part, step.state))
+    except (KeyError, TypeError, ValueError) as error:
+        without = f"is {name} without {error}"
+        other = f"is {name} with other values than Albumentations writes: {error}"
+        raise state.document.error(without if isinstance(error, KeyError) else other, *state.at) from error
+    return step
+
+
+def _as_step(part: _Part, state: _State) -> _Step:
+    """An entry is put before `normalize` if its results are pixels of the image, which makes no difference."""
+    match part:
+        case Entry(stage="torchvision") if state.scaled:
+            return Step(state=state, floats=(part,))
+        case Entry():
+            late = state.scaled and part.stage not in _MOVABLE
+            rule, nearest = f"gets floats, and the stage {part.stage} levels of 0-255", f"{part.stage} before normalize"
+            return Step(state=state, entries=(part,), gaps=(state.gap("", rule, nearest),) if late else ())
+        case Problem():
+            return Step(state=state, gaps=(part,))
+        case str():
+            return Step(state=state, notes=(part,))
+        case _State():
+            return Step(state=part)
+        case _:
+            assert_never(part)
+
+
+def _draws(given: _Given, *ranges: Any) -> Iterator[str]:
+    """Note that a transform is random: by its probability, or by ranges that are not one number."""
+    if given.get("p", 1) not in (0, 1) or any(low != high for low, high in ranges):
+        yield _RANDOM
+
+
+def _always(state: _State, given: _Given, stage: str) -> Iterator[Problem]:
+    """The gap of a transform that is not applied to all images, where its stage is."""
+    if given.get("p", 1) != 1:
+        rule = f"is {given['p']:g}, but the stage {stage} has no probability"
+        yield state.gap("p", rule, f"{stage}, for all images")
+
+
+def _filters(given: _Given, state: _State, stage: str) -> tuple[dict[str, Any], list[Problem]]:
+    """The keys of a resize, and the gap of a filter. OpenCV's filters do not widen with the scale."""
+    mode = given.get("interpolation", _LINEAR)
+    if given.get("area_for_downscale"):
+        mode = _AREA
+    if mode in _FILTERS:
+        gaps = []
+        if _FILTERS[mode] == "nearest":
+            rule = "takes OpenCV's nearest pixels, of two that are equally near often the other one"
+            gaps = [state.gap("interpolation", rule, f"{stage}: {{interpolation: nearest, antialias: false}}")]
+        return {**({} if mode == _LINEAR else {"interpolation": _FILTERS[mode]}), "antialias": False}, gaps
+    nearest = "bilinear" if mode == _AREA else "bicubic"
+    measured = apart(
+        lambda image: cv2.resize(picture(), (224, 168), interpolation=mode),
+        lambda image: image.resize((224, 168), getattr(_pillow(), nearest.upper())),
+    )
+    rule = f"is OpenCV's number {mode}, a filter that the stage {stage} does not have"
+    action = f"{stage}: {{interpolation: {nearest}, antialias: true}}"
+    keys = {} if nearest == "bilinear" else {"interpolation": nearest}
+    return keys, [state.gap("interpolation", rule, action, measured)]
 
 
 def _pillow() -> Any:
@@ -198,135 +252,175 @@ def _pillow() -> Any:
 
 
 _Given = Mapping[str, Any]
-_Make = Callable[[_Reader, _Given], list[Entry]]
+_Make = Callable[[_State, _Given], Iterator[_Part]]
 
 
-def _resize(reader: _Reader, given: _Given) -> list[Entry]:
-    reader.always(given, "resize")
-    size = {"height": given["height"], "width": given["width"]}
-    return [Entry("resize", {**size, **reader.filters(given, "resize")})]
+def _resize(state: _State, given: _Given) -> Iterator[_Part]:
+    yield from _always(state, given, "resize")
+    filters, gaps = _filters(given, state, "resize")
+    yield from gaps
+    yield Entry("resize", {"height": given["height"], "width": given["width"], **filters})
 
 
 def _one_side(side: str) -> _Make:
-    def make(reader: _Reader, given: _Given) -> list[Entry]:
-        reader.always(given, "resize")
+    def make(state: _State, given: _Given) -> Iterator[_Part]:
+        if side == "longer" and _fill_box(given, state.after):
+            return  # PadIfNeeded makes the stage of both
+        yield from _always(state, given, "resize")
         length = given["max_size"]
         if length is None and (box := given.get("max_size_hw")) is not None:
             length = max(each or 0 for each in box)
-            reader.differs("max_size_hw", "limits height and width separately", f"resize: {{{side}: {length}}}")
+            yield state.gap("max_size_hw", "limits height and width separately", f"resize: {{{side}: {length}}}")
         elif isinstance(length, (list, tuple)):
             length = max(length)
-            reader.random = True
-            reader.differs("max_size", "draws one of several sizes", f"resize: {{{side}: {length}}}")
+            yield _RANDOM
+            yield state.gap("max_size", "draws one of several sizes", f"resize: {{{side}: {length}}}")
         if not isinstance(length, int):
             raise ValueError(f"max_size must be one number, got {length!r}")
-        return [Entry("resize", {side: length, **reader.filters(given, "resize"), "rounding": "nearest"})]
+        filters, gaps = _filters(given, state, "resize")
+        yield from gaps
+        yield Entry("resize", {side: length, **filters, "rounding": "nearest"})
 
     return make
+
+
+def _fill_box(longest: Any, pad: Any) -> bool:
+    """Whether two transforms fit an image into a box and pad it to that, as the stage letterbox does."""
+    pair = [
+        one if isinstance(one, dict) and isinstance(one.get("__class_fullname__"), str) else None
+        for one in (longest, pad)
+    ]
+    if None in pair or [_name(one) for one in pair] != ["LongestMaxSize", "PadIfNeeded"]:
+        return False
+    if any(one.get("p", 1) != 1 and not one.get("always_apply") for one in pair):
+        return False
+    side = longest.get("max_size")
+    box = [side, side] if isinstance(side, int) else longest.get("max_size_hw")
+    return box is not None and list(box) == [pad.get("min_height"), pad.get("min_width")]
+
+
+def _pad_if_needed(state: _State, given: _Given) -> Iterator[_Part]:
+    keys = {"fill": _levels(given)}
+    if fits := _fill_box(state.before, given):
+        filters, gaps = _filters(state.before, replace(state, at=(*state.at[:-1], state.at[-1] - 1)), "letterbox")
+        keys |= filters
+        yield from gaps
+    yield from _always(state, given, "letterbox")
+    if (height := given["min_height"]) is None or (width := given["min_width"]) is None:
+        yield state.gap("", "is PadIfNeeded to multiples of a number, which has no equal stage", "leave it out")
+        return
+    if not fits:
+        yield state.gap("", "is PadIfNeeded, which has no equal stage", "letterbox, which resizes too")
+    if given.get("position", "center") != "center":
+        yield state.gap("position", f"is {given['position']}", "letterbox, which centres the image")
+    if given.get("border_mode", 0) != cv2.BORDER_CONSTANT:
+        yield state.gap("border_mode", "is a border that the stage letterbox does not have", "letterbox: {fill: 0}")
+    yield Entry("letterbox", {"size": size_of([height, width]), **keys})
 
 
 def _crop(stage: str, **keys: Any) -> _Make:
-    def make(reader: _Reader, given: _Given) -> list[Entry]:
-        reader.always(given, stage)
-        reader.random |= "rounding" not in keys
+    def make(state: _State, given: _Given) -> Iterator[_Part]:
+        yield from _always(state, given, stage)
+        if "rounding" not in keys:
+            yield _RANDOM
         if given.get("pad_if_needed"):
-            reader.differs("pad_if_needed", "pads smaller images", f"{stage}, for images that are large enough")
-        return [Entry(stage, {"size": size_of([given["height"], given["width"]]), **keys})]
+            yield state.gap("pad_if_needed", "pads smaller images", f"{stage}, for images that are large enough")
+        yield Entry(stage, {"size": size_of([given["height"], given["width"]]), **keys})
 
     return make
 
 
-def _random_resized_crop(reader: _Reader, given: _Given) -> list[Entry]:
-    reader.always(given, "random_resized_crop")
-    reader.random = True
+def _random_resized_crop(state: _State, given: _Given) -> Iterator[_Part]:
+    yield from _always(state, given, "random_resized_crop")
+    yield _RANDOM
     keys = {key: [number(x) for x in given[key]] for key in ("scale", "ratio")}
-    return [
-        Entry(
-            "random_resized_crop",
-            {"size": size_of(given["size"]), **keys, **reader.filters(given, "random_resized_crop")},
-        )
-    ]
+    filters, gaps = _filters(given, state, "random_resized_crop")
+    yield from gaps
+    yield Entry("random_resized_crop", {"size": size_of(given["size"]), **keys, **filters})
 
 
 def _flip(side: str) -> _Make:
-    def make(reader: _Reader, given: _Given) -> list[Entry]:
-        reader.draws(given)
-        return [Entry("flip", {side: given["p"]})]
+    def make(state: _State, given: _Given) -> Iterator[_Part]:
+        yield from _draws(given)
+        yield Entry("flip", {side: given["p"]})
 
     return make
 
 
-def _with_probability(stage: str) -> _Make:
-    def make(reader: _Reader, given: _Given) -> list[Entry]:
-        reader.draws(given)
-        if given.get("method", "weighted_average") != "weighted_average":
-            reader.differs("method", "is another conversion to gray", stage)
-        return [Entry(stage, {"probability": given["p"]})]
-
-    return make
+def _invert(state: _State, given: _Given) -> Iterator[_Part]:
+    yield from _draws(given)
+    yield Entry("invert", {"probability": given["p"]})
 
 
-def _to_gray(reader: _Reader, given: _Given) -> list[Entry]:
-    entries = _with_probability("grayscale")(reader, given)
+def _to_gray(state: _State, given: _Given) -> Iterator[_Part]:
+    yield from _draws(given)
+    if given.get("method", "weighted_average") != "weighted_average":
+        yield state.gap("method", "is another conversion to gray", "grayscale")
     if (channels := given.get("num_output_channels", 3)) == 1 and given["p"] == 1:
-        return [Entry("torchvision", {"name": "Grayscale"}, "leaves one channel")]
+        yield Entry("torchvision", {"name": "Grayscale"}, "leaves one channel")
+        return
     if channels != 3:
-        reader.differs("num_output_channels", f"is {channels}", "grayscale, which leaves three channels")
-    return entries
+        yield state.gap("num_output_channels", f"is {channels}", "grayscale, which leaves three channels")
+    yield Entry("grayscale", {"probability": given["p"]})
 
 
-def _color_jitter(reader: _Reader, given: _Given) -> list[Entry]:
+def _color_jitter(state: _State, given: _Given) -> Iterator[_Part]:
     """Albumentations draws the order of the adjustments, too."""
     neutral = {"brightness": 1, "contrast": 1, "saturation": 1, "hue": 0}
-    reader.draws(given, *(given[name] for name in neutral))
+    yield from _draws(given, *(given[name] for name in neutral))
     active = [name for name, value in neutral.items() if list(given[name]) != [value, value]]
-    reader.random |= len(active) > 1 and given["p"] > 0
-    *_, hue = (given[name] for name in neutral)
-    reader.turns_hues |= any(hue)
+    if len(active) > 1 and given["p"] > 0:
+        yield _RANDOM
+    if any(given["hue"]):
+        yield _HUE
     keys = {name: [number(x) for x in given[name]] for name in neutral}
-    return [Entry("color_jitter", {**keys, "probability": given["p"]})]
+    yield Entry("color_jitter", {**keys, "probability": given["p"]})
 
 
-def _posterize(reader: _Reader, given: _Given) -> list[Entry]:
+def _posterize(state: _State, given: _Given) -> Iterator[_Part]:
     low, high = given["num_bits"]
-    reader.draws(given, (low, high))
+    yield from _draws(given, (low, high))
     if low != high:
-        reader.differs("num_bits", "draws the number of bits", f"posterize: {{bits: {low}}}")
-    return [Entry("posterize", {"bits": low, "probability": given["p"]})]
+        yield state.gap("num_bits", "draws the number of bits", f"posterize: {{bits: {low}}}")
+    yield Entry("posterize", {"bits": low, "probability": given["p"]})
 
 
-def _rotate(reader: _Reader, given: _Given) -> list[Entry]:
-    reader.always(given, "rotate")
+def _rotate(state: _State, given: _Given) -> Iterator[_Part]:
+    yield from _always(state, given, "rotate")
     low, high = (number(x) for x in given["limit"])
-    reader.draws(given, (low, high))
+    yield from _draws(given, (low, high))
     borders = {number: name for name, number in OPENCV_BORDERS.items()}
     if (border := borders.get(given.get("border_mode", 0))) is None:
-        reader.differs("border_mode", "is a border that the stage rotate does not have", "border: reflect")
+        yield state.gap("border_mode", "is a border that the stage rotate does not have", "border: reflect")
         border = "reflect"
     if given.get("crop_border"):
-        reader.differs("crop_border", "cuts off the border", "rotate, which keeps the size")
+        yield state.gap("crop_border", "cuts off the border", "rotate, which keeps the size")
     mode = _FILTERS.get(given.get("interpolation", _LINEAR), "bicubic")
-    reader.blends |= border == "constant" and mode != "nearest"
+    if border == "constant" and mode != "nearest":
+        yield _BORDER
     if mode == "bicubic":
-        reader.differs("interpolation", "is a filter that the stage rotate does not have", "bilinear")
+        yield state.gap("interpolation", "is a filter that the stage rotate does not have", "bilinear")
     keys: dict[str, Any] = {"degrees": high if low == -high else [low, high]}
     keys |= {"interpolation": "nearest"} if mode == "nearest" else {}
     keys |= {"border": border} if border != "constant" else {}
+    fill = _levels(given)
+    yield Entry("rotate", {**keys, **({"fill": fill} if fill else {})})
+
+
+def _levels(given: _Given) -> Any:
+    """The key `fill`: a level, or one for each channel."""
     fill = given.get("fill", 0)
-    levels = [round(x) for x in fill] if isinstance(fill, list) else round(fill)
-    return [Entry("rotate", {**keys, **({"fill": levels} if levels else {})})]
+    return [round(x) for x in fill] if isinstance(fill, (list, tuple)) else round(fill)
 
 
-def _normalize(reader: _Reader, given: _Given) -> list[Entry]:
-    reader.always(given, "normalize")
+def _normalize(state: _State, given: _Given) -> Iterator[_Part]:
+    yield from _always(state, given, "normalize")
     if given.get("normalization", "standard") != "standard":
-        reader.differs(
-            "normalization", "takes mean and std of each image", "normalize with the data set's mean and std"
-        )
+        rule, nearest = "takes mean and std of each image", "normalize with the data set's mean and std"
+        yield state.gap("normalization", rule, nearest)
     unit = given["max_pixel_value"]
     mean, std = ([unit * x for x in _numbers(given[key])] for key in ("mean", "std"))
-    reader.scale(mean, std)
-    return []
+    yield state.scale(mean, std)
 
 
 def _numbers(value: Any) -> list[float]:
@@ -334,19 +428,27 @@ def _numbers(value: Any) -> list[float]:
     return [float(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def _to_float(reader: _Reader, given: _Given) -> list[Entry]:
+def _to_float(state: _State, given: _Given) -> Iterator[_Part]:
     """Without max_value, Albumentations takes the largest one of the type: 255, or 1 for floats."""
-    reader.always(given, "normalize")
-    reader.scale([0.0], [float(given.get("max_value") or (1 if reader.floats else _TOP))])
-    return []
+    yield from _always(state, given, "normalize")
+    yield state.scale([0.0], [float(given.get("max_value") or (1 if state.scaled else _TOP))])
+
+
+def _nothing(state: _State, given: _Given) -> Iterator[_Part]:
+    yield from ()
 
 
 _RESIZE = ("interpolation", "area_for_downscale")
 _CROP = ("height", "width", "pad_if_needed", "pad_position", "border_mode", "fill")
+_PAD = (
+    *("min_height", "min_width", "pad_height_divisor", "pad_width_divisor", "padding", "position", "border_mode"),
+    *("fill", "value"),
+)
 _KNOWN: dict[str, tuple[tuple[str, ...], _Make]] = {
     "Resize": ((*_RESIZE, "height", "width"), _resize),
     "SmallestMaxSize": ((*_RESIZE, "max_size", "max_size_hw"), _one_side("shorter")),
     "LongestMaxSize": ((*_RESIZE, "max_size", "max_size_hw"), _one_side("longer")),
+    "PadIfNeeded": (_PAD, _pad_if_needed),
     "CenterCrop": (_CROP, _crop("center_crop", rounding="down")),
     "RandomCrop": (_CROP, _crop("random_crop")),
     "RandomResizedCrop": ((*_RESIZE, "size", "scale", "ratio"), _random_resized_crop),
@@ -354,12 +456,12 @@ _KNOWN: dict[str, tuple[tuple[str, ...], _Make]] = {
     "VerticalFlip": ((), _flip("vertical")),
     "ColorJitter": (("brightness", "contrast", "saturation", "hue"), _color_jitter),
     "ToGray": (("method", "num_output_channels"), _to_gray),
-    "InvertImg": ((), _with_probability("invert")),
+    "InvertImg": ((), _invert),
     "Posterize": (("num_bits",), _posterize),
     "Rotate": (("limit", "interpolation", "border_mode", "fill", "crop_border", "rotate_method"), _rotate),
     "Normalize": (("mean", "std", "max_pixel_value", "normalization"), _normalize),
     "ToFloat": (("max_value",), _to_float),
-    "ToTensorV2": (("transpose_mask",), lambda reader, given: []),
-    "NoOp": ((), lambda reader, given: []),
+    "ToTensorV2": (("transpose_mask",), _nothing),
+    "NoOp": ((), _nothing),
 }
 """The keys of each transform that has an equal stage, and what makes its entries."""

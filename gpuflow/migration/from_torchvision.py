@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from gpuflow.migration.imported import (
     IMAGENET_MEAN,
     Entry,
     Imported,
+    Step,
     decode,
     each_channel,
     gap,
@@ -51,15 +53,49 @@ _FLOATS_ROUND = (
     "level apart for most pixels, and more where solarize, posterize or equalize maps close levels far apart."
 )
 _RANDOM = "Random transforms have the same distributions and other draws, which follow from seed, epoch and position."
+_DRAWS = "not measured: it draws random numbers"
 _FILTERS = ("bilinear", "bicubic")
 _LEVELS = s.ImageSpec(shape=(None, None, 3), color="rgb")
 _FLOATS = _LEVELS.replace(dtype="float32", layout="nchw")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """What is known of the image at the place of a transform.
+
+    place: the place, such as `train:val[2]`. table: the vocabulary.
+    tensor, scaled: whether the image is a tensor, and one of floats: of 0 to 1, but for conversions that run by their
+    names. dtype: that of the floats. gray: it has one channel. mean: that of Normalize. least_side: the fewest pixels
+    that its shorter side may have. floats: the number of entries from the one on that makes floats.
+    """
+
+    place: str
+    table: Mapping[str, type[s.Stage]]
+    tensor: bool = False
+    scaled: bool = False
+    dtype: str = "float32"
+    gray: bool = False
+    mean: tuple[float, ...] | None = None
+    least_side: int = 1
+    floats: int = 0
+
+    def level(self, value: float) -> int | None:
+        """Return the level of 0-255 that a number is in the units of this place, of floats the nearest.
+
+        None if it is not one.
+        """
+        level = value * 255 if self.scaled else value
+        whole = round(level)
+        return whole if 0 <= whole <= 255 and (self.scaled or whole == level) else None
+
+
+_Step = Step[_State]
+
+
 def read_transform(
     transform: Any, source: str, table: Mapping[str, type[s.Stage]], *, tensor: bool = False
 ) -> Imported:
-    """The stages of a transform, which is run on a test picture where something in it has no equal stage.
+    """Return the stages of a transform, which is run on a test picture where something in it has no equal stage.
 
     Args:
         transform: a Compose, or any transform of one image.
@@ -67,278 +103,282 @@ def read_transform(
         table: the vocabulary.
         tensor: it gets uint8 tensors, not PIL images.
     """
-    reader = _Reader(source, table)
-    reader.tensor = tensor
-    reader.add(transform, "")
-    return reader.result()
+    step = _read(transform, _State(place=source, table=table, tensor=tensor))
+    if step.state.scaled and not step.floats:
+        step = replace(step, floats=(_normalized(step.state),))
+    entries = (*step.entries, *step.floats)
+    random = any(make_stage(entry.as_yaml, table).random for entry in entries)
+    return Imported(
+        source=source,
+        matches=(_TENSORS, *dict.fromkeys(step.notes), *((_RANDOM,) if random else ())),
+        pipelines={"train" if random else "val": (decode(), *entries)},
+        gaps=step.gaps,
+    )
 
 
-class _Reader:
-    """Goes through transforms in order.
+def _read(transform: Any, state: _State) -> _Step:
+    """Return what a transform becomes. Its notes are added here, whatever becomes of it."""
+    name, library = type(transform).__name__, type(transform).__module__.partition(".")[0]
+    if (container := _CONTAINERS.get((library, name))) is not None:
+        return container(state, transform)
+    step = _read_one(transform, state, name, library)
+    return replace(step, notes=(*_notes(transform, state), *step.notes))
 
-    tensor, scaled: whether the image is a tensor there, and one of floats: of 0 to 1, but for conversions that run by
-    their names. mean: that of Normalize.
-    """
 
-    def __init__(self, source: str, table: Mapping[str, type[s.Stage]]) -> None:
-        self._source, self._table = source, table
-        self.entries: list[Entry] = []
-        self.gaps: list[Problem] = []
-        self.tensor = self.scaled = False
-        self.pillow_notes = set[str]()  # how PIL images differ from tensors in these transforms
-        self.mean: tuple[float, ...] | None = None
-        self._dtype, self._path = "float32", ""
-        self._least_side = 1  # of the image that comes next, as far as it is known
-        self._rounds = False  # an entry rounds what are floats in torchvision
-        self.masks_filled: Any = 0  # the level that transforms give masks where they pad or warp
-        self._unconverted: str | None = None  # a conversion of PIL images, which does nothing
-        self._floats_from: int | None = None  # the first entry that makes floats, or works on them
+def _read_one(transform: Any, state: _State, name: str, library: str) -> _Step:
+    equal = {"torchvision": _EQUAL, "timm": _TIMM}.get(library, {}).get(name)
+    if library == "torchvision" and name in _PRESETS:
+        return _preset(state, transform)
+    if (library, name) == ("timm", "ToTensor"):
+        return _unscaled(state, transform)
+    if library in ("torchvision", "timm") and name in _STEPS:
+        return _STEPS[name](state, transform)
+    if equal is not None:
+        return _carried_over(state, transform, equal(state, transform))
+    if library == "torchvision" and name not in _REFUSED:
+        return _by_name(replace(state, least_side=1), transform)
+    return _refused(state, transform)
 
-    def result(self) -> Imported:
-        if self.scaled and self._floats_from is None:
-            self._scale()
-        stages = [make_stage(entry.as_yaml, self._table) for entry in self.entries]
-        random = any(stage.random for stage in stages)
-        pillow = ((note, note in self.pillow_notes) for note in (_PILLOW, _PILLOW_WARPS, _PILLOW_HUE))
-        unconverted = (_PILLOW_TYPES.format(self._unconverted), self._unconverted is not None)
-        masks = (_MASKS.format(self.masks_filled), bool(self.masks_filled))
-        notes = (*pillow, unconverted, masks, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
-        return Imported(
-            source=self._source,
-            matches=(_TENSORS, *(note for note, holds in notes if holds)),
-            pipelines={"train" if random else "val": (decode(), *self.entries)},
-            gaps=tuple(self.gaps),
-        )
 
-    # --- transforms -------------------------------------------------------------------------------------------------
+def _notes(transform: Any, state: _State) -> Iterator[str]:
+    """Yield how a transform treats PIL images otherwise than tensors, if it gets PIL images, and masks than images."""
+    name, fill = type(transform).__name__, getattr(transform, "fill", None)
+    if not state.tensor:
+        if name in (*_RESIZING, *_PRESETS):
+            yield _PILLOW
+        if name in _WARPING:
+            yield _PILLOW_WARPS
+        if getattr(transform, "hue", None) is not None:
+            yield _PILLOW_HUE
+    pads = isinstance(fill, dict) and getattr(transform, "padding_mode", "constant") == "constant"
+    if pads and (level := _of_type(fill, "Mask")):
+        yield _MASKS.format(level)
 
-    def add(self, transform: Any, path: str) -> None:
-        """Add the entries of a transform. path: where it stands in the outermost one, such as `[2]`."""
-        self._path = path
-        name, library = type(transform).__name__, type(transform).__module__.partition(".")[0]
-        equal = {"torchvision": _EQUAL, "timm": _TIMM}.get(library, {}).get(name)
-        if (library, name) in (("torchvision", "Compose"), ("torch", "Sequential")):
-            for i, part in enumerate(getattr(transform, "transforms", transform)):
-                self.add(part, f"{path}[{i}]")
-        elif library == "torchvision" and name in _PRESETS:
-            self._preset(transform)
-        elif library == "torchvision" and name == "RandomApply":
-            self._random_apply(transform)
-        elif (library, name) == ("timm", "ToTensor"):
-            self._unscaled(transform)
-        elif library in ("torchvision", "timm") and name in _STEPS:
-            _STEPS[name](self, transform)
-        elif equal is not None:
-            self._equal(transform, equal(self, transform))
-        elif library == "torchvision" and name not in _REFUSED:
-            self._least_side = 1
-            self.by_name(transform)
-        else:
-            self.refuse(transform)
 
-    def note_pillow(self, note: str) -> None:
-        """Note how a transform changes PIL images otherwise than tensors, if it gets PIL images."""
-        if not self.tensor:
-            self.pillow_notes.add(note)
+# --- containers, which return the steps of their transforms with all notes and gaps -----------------------------------
 
-    def _preset(self, preset: Any) -> None:
-        """The transforms that come with torchvision's weights, which take PIL images and tensors."""
-        self.note_pillow(_PILLOW)
-        size = preset.resize_size and _target(list(preset.resize_size))
-        if size and isinstance(resize := _sampled(self, "resize", size, preset), Entry):
-            self._emit(resize)
-        elif size:
-            self.refuse(preset, f"resizes by {_mode(preset)}, which the stage resize does not have")
-        if crop := getattr(preset, "crop_size", None):
-            self._emit(Entry("center_crop", {"size": size_of(crop)}))
-        self.tensor = self.scaled = True
-        self.normalize(preset)
 
-    def _random_apply(self, transform: Any) -> None:
-        """A transform that is applied with a probability: carried over if its stage has such a key."""
-        parts, inner = list(transform.transforms), _Reader(self._source, self._table)
-        inner.tensor, inner.scaled, path = self.tensor, self.scaled, self._path
-        for i, part in enumerate(parts):
-            inner.add(part, f"{path}[{i}]")
-        whole = len(inner.entries) == 1 and not inner.gaps and inner.entries[0].parameters.get("probability", 1) == 1
-        if whole and self._floats_from is None:
-            (entry,) = inner.entries
-            sometimes = Entry(entry.stage, {**entry.parameters, "probability": number(transform.p)})
-            if self._faults(sometimes) is None:
-                self.pillow_notes |= inner.pillow_notes
-                self._emit(sometimes)
-                return
-        names = ", ".join(type(part).__name__ for part in parts)
-        rule = f"RandomApply of {names} with p={transform.p:g} has no equal stage"
-        change = "which changes all images" if transform.p < 1 else ""
-        nearest = "its transforms without RandomApply"
-        self.gaps.append(gap(f"{self._source}{path}:", rule, nearest=nearest, apart=change))
-        for i, part in enumerate(parts):
-            self.add(part, f"{path}[{i}]")
+def _in_order(state: _State, transforms: Iterable[Any]) -> _Step:
+    step = Step(state=state)
+    for i, part in enumerate(transforms):
+        step = step.then(_read(part, replace(step.state, place=f"{state.place}[{i}]")))
+    return step
 
-    def _equal(self, transform: Any, found: _Equal) -> None:
-        """A transform for which there is a stage, at least for some of its parameters."""
-        last = self._floats_from is None or self._floats_from == len(self.entries) - 1
-        movable = type(transform).__name__ in _MOVABLE and last
-        if type(transform).__name__ == "CenterCrop":  # which pads smaller images by 0, also of floats
-            movable = movable and self._least_side >= max(_sides(transform.size))
-        self._least_side = _least_side(transform, self._least_side)
-        if type(transform).__name__ in _RESIZING:
-            self.note_pillow(_PILLOW)
-        unfit = isinstance(found, Entry) and self._faults(found) is not None  # a number that the stage does not take
-        if found is None or unfit or (self._floats_from is not None and not movable):
-            self.by_name(transform)
-        elif isinstance(found, Entry):
-            self._emit(found)
-        else:
-            self._emit(found.entry)
-            stage = make_stage(found.entry.as_yaml, self._table)
-            measured = apart(lambda image: transform(self._input(image)), lambda image: self._run(stage, image))
-            nearest = repr(stage)
-            self.gaps.append(gap(f"{self._source}{self._path}:", found.rule, nearest=nearest, apart=measured))
 
-    def by_name(self, transform: Any, **changed: Any) -> None:
-        """A transform that runs as it is: `torchvision: {name: ...}`."""
-        parameters = _parameters(transform)
-        if parameters is None:
-            self.refuse(transform)
-            return
-        entry = Entry("torchvision", {**parameters, **changed}, "has no faster form")
-        if (reason := self._faults(entry, _FLOATS if self.scaled else _LEVELS)) is not None:
-            self.refuse(transform, reason)
-            return
-        if self.scaled and self._floats_from is None:
-            self._scale()
-        self.entries.append(entry)
+def _random_apply(state: _State, transform: Any) -> _Step:
+    """Transforms that are applied with a probability: carried over if they are one whose stage has such a key."""
+    step = _in_order(state, transform.transforms)
+    stages = (*step.entries, *step.floats)
+    if step.entries and len(stages) == 1 and not step.gaps and stages[0].parameters.get("probability", 1) == 1:
+        sometimes = Entry(stages[0].stage, {**stages[0].parameters, "probability": number(transform.p)})
+        if _fault(state, sometimes) is None:
+            return replace(step, entries=(sometimes,))
+    names = ", ".join(type(part).__name__ for part in transform.transforms)
+    rule = f"RandomApply of {names} with p={transform.p:g} has no equal stage"
+    change = "which changes all images" if transform.p < 1 else ""
+    return _with_gap(step, gap(f"{state.place}:", rule, nearest="its transforms without RandomApply", apart=change))
 
-    def refuse(self, transform: Any, reason: str = "is not a transform that gpuflow knows") -> None:
-        """Something that no stage does: leaving it out is the nearest, unless there is a stage that is like it."""
-        place, name = f"{self._source}{self._path}:", type(transform).__name__
-        called = getattr(transform, "lambd", transform)
-        if (code := getattr(called, "__code__", None)) is not None:
-            place = f"{code.co_filename}:{code.co_firstlineno}: {place}"
-            written = called.__name__ if called is transform else f"{name}({called.__name__})"
-            rule = f"{written} is Python code, which a file cannot hold"
-        else:
-            rule = f"{name} {_REFUSED.get(name, reason)}"
-        if (held := _composes(transform)) and name not in _REFUSED:
-            self._holder(place, rule, held)
-            return
-        if (likely := _NEAREST.get(name)) is not None:
-            self.gaps.append(gap(place, rule, nearest=likely, apart="not measured: it draws random numbers"))
-            return
-        measured = apart(lambda image: transform(self._input(image)), self._input)
-        self.gaps.append(gap(place, rule, nearest="leave it out", apart=measured))
 
-    def _holder(self, place: str, rule: str, held: Mapping[str, Any]) -> None:
-        """An object whose code calls one Compose or several, which it holds by these names."""
-        names, path = ", ".join(held), self._path
-        if len(held) == 1:
-            nearest, about = f"its attribute {names}, a Compose", "what else its code does is not known"
-        else:
-            nearest, about = f"its attributes {names}, each a Compose", "views of one image are written as views"
-        self.gaps.append(gap(place, rule, nearest=nearest, apart=about))
-        if len(held) == 1:
-            self.add(held[names], f"{path}.{names}")
+def _random_choice(state: _State, transform: Any) -> _Step:
+    """One of several transforms: the first of them, with the notes and gaps of all."""
+    parts = enumerate(transform.transforms)
+    first, *others = [_read(part, replace(state, place=f"{state.place}[{i}]")) for i, part in parts]
+    for other in others:
+        first = first.then(replace(first, entries=(), floats=(), gaps=other.gaps, notes=other.notes))
+    return _unlike(first, state, transform)
 
-    # --- what changes the type of an image --------------------------------------------------------------------------
 
-    def normalize(self, transform: Any) -> None:
-        """torchvision's Normalize, or a preset with its numbers."""
-        given = {key: _numbers_of(getattr(transform, key)) for key in ("mean", "std")}
-        if self.scaled and self._floats_from is None:
-            self.mean, std = (each_channel(numbers, self.entries) for numbers in given.values())
-            self._scale(self.mean, std)
-        else:
-            self.by_name(transform, **given)
+def _random_order(state: _State, transform: Any) -> _Step:
+    return _unlike(_in_order(state, transform.transforms), state, transform)
 
-    def change_type(self, transform: Any) -> None:
-        """A conversion to another type of numbers. Those of v2 convert tensors only; that of v1 refuses PIL images."""
-        if self.tensor or not type(transform).__module__.startswith("torchvision.transforms.v2"):
-            self.convert(transform)
-        else:
-            self._unconverted = type(transform).__name__
 
-    def convert(self, transform: Any) -> None:
-        """A conversion that takes place. On levels, nothing is needed but a note of the type."""
-        dtype, scale = str(_of_images(transform.dtype)).removeprefix("torch."), getattr(transform, "scale", True)
-        on_levels, count = self._floats_from is None, len(self.entries)
-        if dtype == (self._dtype if self.scaled else "uint8"):
-            self.tensor = True
-        elif dtype == "None":  # images are not converted
-            return
-        elif on_levels and scale and dtype in ("uint8", *_FLOAT_TYPES):
-            self.tensor, self.scaled = True, dtype != "uint8"
-            self._dtype = dtype if self.scaled else self._dtype
-        else:
-            self.by_name(transform)
-            if len(self.entries) > count:
-                self.tensor, self.scaled = True, dtype != "uint8"
-                self._dtype = dtype if self.scaled else self._dtype
-                self._floats_from = len(self.entries) - 1 if self._floats_from is None else self._floats_from
+def _unlike(step: _Step, state: _State, container: Any) -> _Step:
+    """Add the gap of a container to what stands for it."""
+    name = type(container).__name__
+    rule, nearest = f"{name} {_REFUSED[name]}", _NEAREST[name]
+    return _with_gap(step, gap(f"{state.place}:", rule, nearest=nearest, apart=_DRAWS))
 
-    def _unscaled(self, transform: Any) -> None:
-        """timm's ToTensor, which gives levels as floats."""
-        from torchvision.transforms import v2
 
-        self.convert(v2.ToDtype(transform.dtype, scale=False))
+def _with_gap(step: _Step, problem: Problem) -> _Step:
+    return replace(step, gaps=(problem, *step.gaps))
 
-    def to_pil(self, transform: Any) -> None:
-        if self.scaled:
-            self.refuse(transform, "makes levels of floats again")
-        elif transform.mode not in (None, "RGB"):
-            self.refuse(transform, f"takes the channels for {transform.mode}")
-        self.tensor = False
 
-    def level(self, value: float) -> int | None:
-        """The level of 0-255 that a number is in the units that the image has at this place.
+# --- single transforms ------------------------------------------------------------------------------------------------
 
-        None if it is not one; of floats it is the nearest.
-        """
-        level = value * 255 if self.scaled else value
-        whole = round(level)
-        return whole if 0 <= whole <= 255 and (self.scaled or whole == level) else None
 
-    def _scale(self, mean: Sequence[float] = (0,), std: Sequence[float] = (1,)) -> None:
-        self._floats_from = len(self.entries)
-        mean, std = (each_channel(numbers, self.entries) for numbers in (mean, std))
-        self.entries.append(normalize(mean, std, dtype=self._dtype))
+def _preset(state: _State, preset: Any) -> _Step:
+    """The transforms that come with torchvision's weights, which take PIL images and tensors."""
+    step = Step(state=state)
+    size = preset.resize_size and _target(list(preset.resize_size))
+    if size and isinstance(resize := _sampled(state, "resize", size, preset), Entry):
+        step = _on_levels(state, resize)
+    elif size:
+        step = _refused(state, preset, f"resizes by {_mode(preset)}, which the stage resize does not have")
+    if crop := getattr(preset, "crop_size", None):
+        step = step.then(_on_levels(step.state, Entry("center_crop", {"size": size_of(crop)})))
+    return step.then(_normalize(replace(step.state, tensor=True, scaled=True), preset))
 
-    def _emit(self, entry: Entry) -> None:
-        """Add an entry that works on levels of 0-255: before normalize, if that stands there."""
-        self._rounds = self._rounds or (self.scaled and entry.stage not in _EXACT)
-        if self._floats_from is None:
-            self.entries.append(entry)
-        else:
-            self.entries.insert(self._floats_from, entry)
-            self._floats_from += 1
 
-    # --- checks -----------------------------------------------------------------------------------------------------
+def _carried_over(state: _State, transform: Any, found: _Equal) -> _Step:
+    """A transform for which there is a stage, at least for some of its parameters."""
+    name = type(transform).__name__
+    movable = name in _MOVABLE and state.floats <= 1
+    if name == "CenterCrop":  # which pads smaller images by 0, also of floats
+        movable = movable and state.least_side >= max(_sides(transform.size))
+    after = replace(state, least_side=_least_side(transform, state.least_side))
+    unfit = isinstance(found, Entry) and _fault(state, found) is not None  # a number that the stage does not take
+    if found is None or unfit or (state.floats and not movable):
+        return _by_name(after, transform)
+    if isinstance(found, Entry):
+        return _on_levels(after, found)
+    stage = make_stage(found.entry.as_yaml, state.table)
+    measured = apart(lambda image: transform(_input(state, image)), lambda image: _run(stage, image))
+    problem = gap(f"{state.place}:", found.rule, nearest=repr(stage), apart=measured)
+    return _with_gap(_on_levels(after, found.entry), problem)
 
-    def _faults(self, entry: Entry, spec: s.ImageSpec | None = None) -> str | None:
-        """Why there is no stage of an entry, or why it cannot take what `spec` says; None if it can."""
-        try:
-            stage = make_stage(entry.as_yaml, self._table)
-            if spec is not None:
-                stage.output(spec)
-        except ValueError as error:
-            return f"cannot run as a stage: {error}"
-        return None
 
-    def _input(self, image: Any) -> Any:
-        """A PIL image as what a transform gets at this place."""
-        from torchvision.transforms.v2 import functional
+def _on_levels(state: _State, entry: Entry) -> _Step:
+    """An entry that works on levels of 0-255: before normalize, if that stands there."""
+    rounds = state.scaled and entry.stage not in _EXACT
+    return Step(state=state, entries=(entry,), notes=(_FLOATS_ROUND,) if rounds else ())
 
-        if not self.tensor:
-            return image
-        tensor = functional.pil_to_tensor(image)
-        return functional.to_dtype(tensor, scale=True) if self.scaled else tensor
 
-    def _run(self, stage: s.Stage, image: Any) -> Any:
-        """A stage on a PIL image, as torchvision's transform of uint8 tensors."""
-        from torchvision.transforms.v2 import functional
+def _on_floats(state: _State, *entries: Entry) -> _Step:
+    return Step(state=replace(state, floats=state.floats + len(entries)), floats=entries)
 
-        return stage.torchvision()(functional.pil_to_tensor(image))
+
+def _by_name(state: _State, transform: Any, **changed: Any) -> _Step:
+    """A transform that runs as it is: `torchvision: {name: ...}`."""
+    if (parameters := _parameters(transform)) is None:
+        return _refused(state, transform)
+    entry = Entry("torchvision", {**parameters, **changed}, "has no faster form")
+    if (reason := _fault(state, entry, _FLOATS if state.scaled else _LEVELS)) is not None:
+        return _refused(state, transform, reason)
+    after = replace(state, gray={"Grayscale": True, "RGB": False}.get(parameters["name"], state.gray))
+    if state.floats:
+        return _on_floats(after, entry)
+    if state.scaled:
+        return _on_floats(after, _normalized(state), entry)
+    return Step(state=after, entries=(entry,))
+
+
+def _refused(state: _State, transform: Any, reason: str = "is not a transform that gpuflow knows") -> _Step:
+    """Something that no stage does: leaving it out is the nearest, unless there is a stage that is like it."""
+    place, name = f"{state.place}:", type(transform).__name__
+    called = getattr(transform, "lambd", transform)
+    if (code := getattr(called, "__code__", None)) is not None:
+        place = f"{code.co_filename}:{code.co_firstlineno}: {place}"
+        written = called.__name__ if called is transform else f"{name}({called.__name__})"
+        rule = f"{written} is Python code, which a file cannot hold"
+    else:
+        rule = f"{name} {_REFUSED.get(name, reason)}"
+    if (held := _composes(transform)) and name not in _REFUSED:
+        return _holder(state, place, rule, held)
+    if (likely := _NEAREST.get(name)) is not None:
+        problem = gap(place, rule, nearest=likely, apart=_DRAWS)
+    else:
+        measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
+        problem = gap(place, rule, nearest="leave it out", apart=measured)
+    return _with_gap(Step(state=state), problem)
+
+
+def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _Step:
+    """An object whose code calls one Compose or several, which it holds by these names."""
+    names = ", ".join(held)
+    if len(held) > 1:
+        nearest, about = f"its attributes {names}, each a Compose", "views of one image are written as views"
+        return _with_gap(Step(state=state), gap(place, rule, nearest=nearest, apart=about))
+    step = _read(held[names], replace(state, place=f"{state.place}.{names}"))
+    nearest, about = f"its attribute {names}, a Compose", "what else its code does is not known"
+    return _with_gap(step, gap(place, rule, nearest=nearest, apart=about))
+
+
+# --- what changes the type of an image --------------------------------------------------------------------------------
+
+
+def _normalize(state: _State, transform: Any) -> _Step:
+    """torchvision's Normalize, or a preset with its numbers."""
+    given = {key: _numbers_of(getattr(transform, key)) for key in ("mean", "std")}
+    if not state.scaled or state.floats:
+        return _by_name(state, transform, **given)
+    mean = each_channel(given["mean"], gray=state.gray)
+    return _on_floats(replace(state, mean=mean), _normalized(state, **given))
+
+
+def _normalized(state: _State, mean: Sequence[float] = (0,), std: Sequence[float] = (1,)) -> Entry:
+    numbers = (each_channel(given, gray=state.gray) for given in (mean, std))
+    return normalize(*numbers, dtype=state.dtype)
+
+
+def _change_type(state: _State, transform: Any) -> _Step:
+    """A conversion to another type of numbers. Those of v2 convert tensors only; that of v1 refuses PIL images."""
+    if state.tensor or not type(transform).__module__.startswith("torchvision.transforms.v2"):
+        return _converted(state, transform)
+    return Step(state=state, notes=(_PILLOW_TYPES.format(type(transform).__name__),))
+
+
+def _converted(state: _State, transform: Any) -> _Step:
+    """A conversion that takes place. On levels, nothing is needed but the type."""
+    dtype, scale = str(_of_images(transform.dtype)).removeprefix("torch."), getattr(transform, "scale", True)
+    if dtype == (state.dtype if state.scaled else "uint8"):
+        return Step(state=replace(state, tensor=True))
+    if dtype == "None":  # images are not converted
+        return Step(state=state)
+    changed = {"tensor": True, "scaled": dtype != "uint8", "dtype": state.dtype if dtype == "uint8" else dtype}
+    if not state.floats and scale and dtype in ("uint8", *_FLOAT_TYPES):
+        return Step(state=replace(state, **changed))
+    step = _by_name(state, transform)
+    floats = (*step.entries, *step.floats)
+    if not floats:
+        return step
+    return replace(_on_floats(replace(state, **changed), *floats), gaps=step.gaps, notes=step.notes)
+
+
+def _unscaled(state: _State, transform: Any) -> _Step:
+    """timm's ToTensor, which gives levels as floats."""
+    from torchvision.transforms import v2
+
+    return _converted(state, v2.ToDtype(transform.dtype, scale=False))
+
+
+def _to_pil(state: _State, transform: Any) -> _Step:
+    step = Step(state=state)
+    if state.scaled:
+        step = _refused(state, transform, "makes levels of floats again")
+    elif transform.mode not in (None, "RGB"):
+        step = _refused(state, transform, f"takes the channels for {transform.mode}")
+    return replace(step, state=replace(state, tensor=False))
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _fault(state: _State, entry: Entry, spec: s.ImageSpec | None = None) -> str | None:
+    """Why there is no stage of an entry, or why it cannot take what `spec` says; None if it can."""
+    try:
+        stage = make_stage(entry.as_yaml, state.table)
+        if spec is not None:
+            stage.output(spec)
+    except ValueError as error:
+        return f"cannot run as a stage: {error}"
+    return None
+
+
+def _input(state: _State, image: Any) -> Any:
+    """A PIL image as what a transform gets at this place."""
+    from torchvision.transforms.v2 import functional
+
+    if not state.tensor:
+        return image
+    tensor = functional.pil_to_tensor(image)
+    return functional.to_dtype(tensor, scale=True) if state.scaled else tensor
+
+
+def _run(stage: s.Stage, image: Any) -> Any:
+    """A stage on a PIL image, as torchvision's transform of uint8 tensors."""
+    from torchvision.transforms.v2 import functional
+
+    return stage.torchvision()(functional.pil_to_tensor(image))
 
 
 # --- equal stages -----------------------------------------------------------------------------------------------------
@@ -394,29 +434,29 @@ def _least_side(transform: Any, before: int) -> int:
     return before if name in _SAME_SIZE else 1
 
 
-def _resize(reader: _Reader, t: Any) -> _Equal:
+def _resize(state: _State, t: Any) -> _Equal:
     limit = getattr(t, "max_size", None)
     if t.size is None:
         keys = {"longer": limit}
     else:
         keys = _target(t.size) if limit is None else {**_target(t.size), "max_size": limit}
-    return _sampled(reader, "resize", keys, t)
+    return _sampled(state, "resize", keys, t)
 
 
-def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
+def _sampled(state: _State, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
     """A stage that resizes. `antialias` counts for tensors only. The stage clamps, as torchvision does for levels."""
     mode = _mode(t)
-    unclamped = mode == "bicubic" and reader.scaled
+    unclamped = mode == "bicubic" and state.scaled
     if unclamped and _parameters(t) is not None:
         return None
-    if mode == "nearest" and reader.tensor:
+    if mode == "nearest" and state.tensor:
         return Entry(stage, {**keys, "interpolation": "nearest"})
-    if mode == "nearest-exact" and reader.tensor:
+    if mode == "nearest-exact" and state.tensor:
         return None
     if mode.startswith("nearest") and (parameters := _parameters(t)) is not None:
         rule = f"{type(t).__name__} takes Pillow's nearest pixels, of two that are equally near often the other one"
         return _Nearest(Entry("torchvision", {**parameters, "interpolation": "nearest-exact"}), rule)
-    entry = Entry(stage, {**keys, **_filters(mode, antialias=not reader.tensor or bool(getattr(t, "antialias", True)))})
+    entry = Entry(stage, {**keys, **_filters(mode, antialias=not state.tensor or bool(getattr(t, "antialias", True)))})
     if unclamped:
         return _Nearest(entry, f"{type(t).__name__} resizes floats by bicubic, and does not clamp them to 0-1")
     if mode in _FILTERS:
@@ -424,19 +464,19 @@ def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equa
     return _Nearest(entry, f"{type(t).__name__} resizes by {mode}, which the stage {stage} does not have")
 
 
-def _random_resized_crop(reader: _Reader, t: Any) -> _Equal:
+def _random_resized_crop(state: _State, t: Any) -> _Equal:
     scale, ratio = ([number(x) for x in value] for value in (t.scale, t.ratio))
     keys: dict[str, Any] = {"size": size_of(t.size)}
     keys |= {"scale": scale} if scale != [0.08, 1] else {}
     keys |= {"ratio": ratio} if ratio != [0.75, number(4 / 3)] else {}
-    return _sampled(reader, "random_resized_crop", keys, t)
+    return _sampled(state, "random_resized_crop", keys, t)
 
 
-def _random_crop(reader: _Reader, t: Any) -> _Equal:
+def _random_crop(state: _State, t: Any) -> _Equal:
     keys: dict[str, Any] = {"size": size_of(t.size)}
     padding = _numbers(_padding_of(t) or 0)
     if t.pad_if_needed or padding != 0:
-        if (around := _around(reader, t)) is None:
+        if (around := _around(state, t)) is None:
             return None
         keys |= {"padding": padding} if padding != 0 else {}
         keys |= {"pad_if_needed": True} if t.pad_if_needed else {}
@@ -454,8 +494,8 @@ def _padding_of(crop: Any) -> Any:
     return [left, top, right, bottom]
 
 
-def _flip(side: str) -> Callable[[_Reader, Any], _Equal]:
-    return lambda reader, t: Entry("flip", {side: number(t.p)})
+def _flip(side: str) -> Callable[[_State, Any], _Equal]:
+    return lambda state, t: Entry("flip", {side: number(t.p)})
 
 
 def _of_images(value: Any) -> Any:
@@ -469,21 +509,18 @@ def _of_type(values: dict[Any, Any], *types: str) -> Any:
     return next((names[name] for name in (*types, "others") if name in names), None)
 
 
-def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
+def _fill(state: _State, t: Any) -> dict[str, Any] | None:
     """The key `fill`, unless it is black; None if it is no level."""
     fill = _of_images(t.fill)
-    levels = [reader.level(value) for value in (fill if isinstance(fill, (list, tuple)) else [fill or 0])]
+    levels = [state.level(value) for value in (fill if isinstance(fill, (list, tuple)) else [fill or 0])]
     if None in levels:
         return None
-    if isinstance(t.fill, dict) and (level := _of_type(t.fill, "Mask")):
-        reader.masks_filled = level
     return {"fill": levels[0] if len(set(levels)) == 1 else levels} if any(levels) else {}
 
 
-def _warped(reader: _Reader, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
+def _warped(state: _State, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
     """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
-    reader.note_pillow(_PILLOW_WARPS)
-    if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(reader, t)) is None:
+    if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(state, t)) is None:
         return None
     center, expand = getattr(t, "center", None), getattr(t, "expand", False)
     if center is not None and expand:  # which moves the image out of the frame
@@ -501,24 +538,24 @@ def _span(value: Sequence[float]) -> Any:
     return high if low == -high else [low, high]
 
 
-def _affine(reader: _Reader, t: Any) -> _Equal:
+def _affine(state: _State, t: Any) -> _Equal:
     keys: dict[str, Any] = {"degrees": _span(t.degrees)}
     for key in ("translate", "scale"):
         if (value := getattr(t, key)) is not None:
             keys[key] = [number(x) for x in value]
     if t.shear is not None:
         keys["shear"] = _span(t.shear) if len(t.shear) == 2 else [number(x) for x in t.shear]
-    return _warped(reader, t, "affine", keys)
+    return _warped(state, t, "affine", keys)
 
 
-def _perspective(reader: _Reader, t: Any) -> _Equal:
+def _perspective(state: _State, t: Any) -> _Equal:
     return _warped(
-        reader, t, "perspective", {"distortion_scale": number(t.distortion_scale), "probability": number(t.p)}
+        state, t, "perspective", {"distortion_scale": number(t.distortion_scale), "probability": number(t.p)}
     )
 
 
-def _pad(reader: _Reader, t: Any) -> _Equal:
-    around = _around(reader, t)
+def _pad(state: _State, t: Any) -> _Equal:
+    around = _around(state, t)
     return None if around is None else Entry("pad", {"padding": _numbers(t.padding), **around})
 
 
@@ -533,14 +570,14 @@ def _numbers_of(value: Any) -> list[float]:
     return [number(x) for x in ([value] if np.ndim(value) == 0 else value)]
 
 
-def _around(reader: _Reader, t: Any) -> dict[str, Any] | None:
+def _around(state: _State, t: Any) -> dict[str, Any] | None:
     """The keys `border` and `fill` of what is padded, without defaults; None if no stage has them."""
     if t.padding_mode not in ("constant", "edge", "reflect", "symmetric"):
         return None
-    return _fill(reader, t) if t.padding_mode == "constant" else {"border": t.padding_mode}
+    return _fill(state, t) if t.padding_mode == "constant" else {"border": t.padding_mode}
 
 
-def _color_jitter(reader: _Reader, t: Any) -> _Equal:
+def _color_jitter(state: _State, t: Any) -> _Equal:
     """A range [max(0, 1 - v), 1 + v], or [-v, v] of hues, is written as v."""
     keys: dict[str, Any] = {}
     for name, neutral in (("brightness", 1.0), ("contrast", 1.0), ("saturation", 1.0), ("hue", 0.0)):
@@ -549,76 +586,74 @@ def _color_jitter(reader: _Reader, t: Any) -> _Equal:
             amount = round(high - neutral, 7)
             symmetric = abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9
             keys[name] = number(amount) if symmetric else [number(low), number(high)]
-    if t.hue is not None:
-        reader.note_pillow(_PILLOW_HUE)
     return Entry("color_jitter", keys)
 
 
-def _probability(stage: str) -> Callable[[_Reader, Any], _Equal]:
-    return lambda reader, t: Entry(stage, {"probability": number(t.p)})
+def _probability(stage: str) -> Callable[[_State, Any], _Equal]:
+    return lambda state, t: Entry(stage, {"probability": number(t.p)})
 
 
-def _solarize(reader: _Reader, t: Any) -> _Equal:
-    threshold = round(t.threshold * 255, 3) if reader.scaled else t.threshold
+def _solarize(state: _State, t: Any) -> _Equal:
+    threshold = round(t.threshold * 255, 3) if state.scaled else t.threshold
     return Entry("solarize", {"threshold": number(threshold), "probability": number(t.p)})
 
 
-def _grayscale(reader: _Reader, t: Any) -> _Equal:
+def _grayscale(state: _State, t: Any) -> _Equal:
     return Entry("grayscale", {}) if t.num_output_channels == 3 else None
 
 
-def _gaussian_blur(reader: _Reader, t: Any) -> _Equal:
+def _gaussian_blur(state: _State, t: Any) -> _Equal:
     low, high = (number(x) for x in t.sigma)
     return Entry("gaussian_blur", {"kernel_size": _numbers(t.kernel_size), "sigma": [low, high]})
 
 
-def _random_erasing(reader: _Reader, t: Any) -> _Equal:
+def _random_erasing(state: _State, t: Any) -> _Equal:
     """On levels here. torchvision erases floats mostly, and zeros after its Normalize are the mean colour."""
     value = [float(x) for x in t.value] if isinstance(t.value, (list, tuple)) else t.value
     keys: dict[str, Any] = {"probability": number(t.p)}
     for key, default in (("scale", [0.02, 0.33]), ("ratio", [0.3, 3.3])):
         given = [number(x) for x in getattr(t, key)]
         keys |= {key: given} if given != default else {}
-    return Entry("random_erasing", {**keys, **_mean_level(reader)}) if value in (0, [0.0]) else None
+    return Entry("random_erasing", {**keys, **_mean_level(state)}) if value in (0, [0.0]) else None
 
 
-def _erasing_of_timm(reader: _Reader, t: Any) -> _Equal:
+def _erasing_of_timm(state: _State, t: Any) -> _Equal:
     keys: dict[str, Any] = {"probability": number(t.probability), "scale": [number(t.min_area), number(t.max_area)]}
     keys["ratio"] = [number(math.exp(x)) for x in t.log_aspect_ratio]
-    entry = Entry("random_erasing", {**keys, **_mean_level(reader)})
+    entry = Entry("random_erasing", {**keys, **_mean_level(state)})
     if t.rand_color or t.per_pixel or t.max_count != 1:
         return _Nearest(entry, "timm's RandomErasing fills with noise, or several boxes")
     return entry
 
 
-def _mean_level(reader: _Reader) -> dict[str, Any]:
+def _mean_level(state: _State) -> dict[str, Any]:
     """The key `value` for zeros at this place, unless that is black."""
-    if reader.mean is None:
+    if state.mean is None:
         return {}
-    same = reader.mean == IMAGENET_MEAN
-    return {"value": "imagenet" if same else [round(255 * level) for level in reader.mean]}
+    same = state.mean == IMAGENET_MEAN
+    return {"value": "imagenet" if same else [round(255 * level) for level in state.mean]}
 
 
-def _policy(stage: str, **names: str) -> Callable[[_Reader, Any], _Equal]:
+def _policy(stage: str, **names: str) -> Callable[[_State, Any], _Equal]:
     """A policy of augmentations. names: torchvision's attributes, and gpuflow's keys for them."""
 
-    def equal(reader: _Reader, t: Any) -> _Equal:
+    def equal(state: _State, t: Any) -> _Equal:
         if getattr(getattr(t, "policy", None), "value", "imagenet") != "imagenet":
             return None
         keys = {key: getattr(t, name) for name, key in names.items()}
-        return _warped(reader, t, stage, {**keys, "interpolation": _mode(t)})  # whose default is nearest
+        return _warped(state, t, stage, {**keys, "interpolation": _mode(t)})  # whose default is nearest
 
     return equal
 
 
-_EQUAL: dict[str, Callable[[_Reader, Any], _Equal]] = {
+_EQUAL: dict[str, Callable[[_State, Any], _Equal]] = {
     "Resize": _resize,
-    "CenterCrop": lambda reader, t: Entry("center_crop", {"size": size_of(t.size)}),
+    "CenterCrop": lambda state, t: Entry("center_crop", {"size": size_of(t.size)}),
     "RandomCrop": _random_crop,
     "RandomResizedCrop": _random_resized_crop,
     "RandomHorizontalFlip": _flip("horizontal"),
     "RandomVerticalFlip": _flip("vertical"),
-    "RandomRotation": lambda reader, t: _warped(reader, t, "rotate", {"degrees": _span(t.degrees)}),
+    "RandomRotation": lambda state, t: _warped(state, t, "rotate", {"degrees": _span(t.degrees)}),
     "RandomAffine": _affine,
     "RandomPerspective": _perspective,
     "Pad": _pad,
@@ -628,9 +663,9 @@ _EQUAL: dict[str, Callable[[_Reader, Any], _Equal]] = {
     "RandomAutocontrast": _probability("autocontrast"),
     "RandomEqualize": _probability("equalize"),
     "RandomInvert": _probability("invert"),
-    "RandomPosterize": lambda reader, t: Entry("posterize", {"bits": t.bits, "probability": number(t.p)}),
+    "RandomPosterize": lambda state, t: Entry("posterize", {"bits": t.bits, "probability": number(t.p)}),
     "RandomSolarize": _solarize,
-    "RandomAdjustSharpness": lambda reader, t: Entry(
+    "RandomAdjustSharpness": lambda state, t: Entry(
         "sharpness", {"amount": [number(t.sharpness_factor)] * 2, "probability": number(t.p)}
     ),
     "GaussianBlur": _gaussian_blur,
@@ -640,7 +675,7 @@ _EQUAL: dict[str, Callable[[_Reader, Any], _Equal]] = {
     "AutoAugment": _policy("auto_augment"),
 }
 """What stands for each transform of torchvision."""
-_TIMM: dict[str, Callable[[_Reader, Any], _Equal]] = {
+_TIMM: dict[str, Callable[[_State, Any], _Equal]] = {
     "RandomResizedCropAndInterpolation": _random_resized_crop,
     "RandomErasing": _erasing_of_timm,
 }
@@ -658,6 +693,7 @@ _SAME_SIZE = (
     *("GaussianBlur", "RandAugment", "TrivialAugmentWide", "AutoAugment"),
 )
 _RESIZING = ("Resize", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
+_WARPING = ("RandomRotation", "RandomAffine", "RandomPerspective", "RandAugment", "TrivialAugmentWide", "AutoAugment")
 _REFUSED = {
     "Lambda": "runs Python code, which a file cannot hold",
     "RandomChoice": "draws one of several transforms",
@@ -681,42 +717,50 @@ _NEAREST = {
 }
 
 
-def _nothing(reader: _Reader, t: Any) -> None:
+def _nothing(state: _State, t: Any) -> _Step:
     """What gpuflow does anyway."""
+    return Step(state=state)
 
 
-def _to_image(reader: _Reader, t: Any) -> None:
-    reader.tensor = True
+def _to_image(state: _State, t: Any) -> _Step:
+    return Step(state=replace(state, tensor=True))
 
 
-def _to_scaled(reader: _Reader, t: Any) -> None:
+def _to_scaled(state: _State, t: Any) -> _Step:
     """Only the ToTensor of torchvision.transforms refuses tensors; the others leave them as they are."""
     leaves_tensors = type(t).__name__ == "MaybeToTensor" or type(t).__module__.startswith("torchvision.transforms.v2")
-    if not reader.scaled and not (reader.tensor and leaves_tensors):
-        reader.tensor = reader.scaled = True
+    scales = not state.scaled and not (state.tensor and leaves_tensors)
+    return Step(state=replace(state, tensor=True, scaled=True) if scales else state)
 
 
-def _to_rgb(reader: _Reader, t: Any) -> None:
+def _to_rgb(state: _State, t: Any) -> _Step:
     """Images have three channels, unless Grayscale has left one."""
-    if any(entry.parameters.get("name") == "Grayscale" for entry in reader.entries):
-        reader.by_name(t)
+    return _by_name(state, t) if state.gray else Step(state=state)
 
 
-_STEPS: dict[str, Callable[[_Reader, Any], None]] = {
+_STEPS: dict[str, Callable[[_State, Any], _Step]] = {
     "ToTensor": _to_scaled,
     "MaybeToTensor": _to_scaled,
     "PILToTensor": _to_image,
     "MaybePILToTensor": _to_image,
     "ToImage": _to_image,
-    "ToPILImage": _Reader.to_pil,
-    "ToDtype": _Reader.change_type,
-    "ConvertImageDtype": _Reader.change_type,
-    "Normalize": _Reader.normalize,
+    "ToPILImage": _to_pil,
+    "ToDtype": _change_type,
+    "ConvertImageDtype": _change_type,
+    "Normalize": _normalize,
     "ToPureTensor": _nothing,
     "Identity": _nothing,
     "RGB": _to_rgb,
 }
 """What changes the type of an image, but not its pixels."""
+_CONTAINERS: dict[tuple[str, str], Callable[[_State, Any], _Step]] = {
+    ("torchvision", "Compose"): lambda state, t: _in_order(state, t.transforms),
+    ("torch", "Sequential"): _in_order,
+    ("torchvision", "RandomApply"): _random_apply,
+    ("torchvision", "RandomChoice"): _random_choice,
+    ("torchvision", "RandomOrder"): _random_order,
+}
+"""Transforms of transforms, by library and name."""
 
 
 # --- transforms that run by their names -------------------------------------------------------------------------------

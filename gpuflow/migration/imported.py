@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ __all__ = [
     "Entry",
     "Imported",
     "PresetEntry",
+    "Step",
     "decode",
     "each_channel",
     "gap",
@@ -69,6 +70,29 @@ class Imported:
     model: Mapping[str, Any] | None = None
 
 
+State = TypeVar("State")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step(Generic[State]):
+    """What a transform becomes: the value that readers of chains of transforms fold.
+
+    state: what is known of the image after it. entries: stages of levels. floats: what comes after those, from the
+    entry on that makes floats. gaps: what no stage equals. notes: sentences on how the stages differ from it.
+    """
+
+    state: State
+    entries: tuple[Entry, ...] = ()
+    floats: tuple[Entry, ...] = ()
+    gaps: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def then(self, after: Step[State]) -> Step[State]:
+        """Return this step and the one that was read from its state, as one."""
+        joined = {key: getattr(self, key) + getattr(after, key) for key in ("entries", "floats", "gaps", "notes")}
+        return replace(after, **joined)
+
+
 def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key, ...] = ()) -> Problem:
     """The problem of something that no stage equals.
 
@@ -99,13 +123,8 @@ def normalize(mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1
     return Entry("normalize", parameters)
 
 
-def each_channel(numbers: Sequence[float], entries: Sequence[Entry]) -> tuple[float, ...]:
-    """A number for each channel of the image after these entries; the libraries repeat a single one.
-
-    An image has three channels, or one after torchvision's Grayscale.
-    """
-    names = [entry.parameters.get("name") for entry in entries]
-    gray = "Grayscale" in names and "RGB" not in names[names.index("Grayscale") :]
+def each_channel(numbers: Sequence[float], *, gray: bool) -> tuple[float, ...]:
+    """Return a number for each channel, three or one; the libraries repeat a single one. gray: there is one channel."""
     return (*numbers,) * (3 if len(numbers) == 1 and not gray else 1)
 
 
