@@ -24,7 +24,7 @@ _NAMES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 class Processor:
     """The defaults of a class of image processors, for keys that a file leaves out.
 
-    square: whether a size that is one number is that of a square.
+    square: whether a size that is one number is that of a square. convert: whether it converts images to RGB.
     """
 
     size: Mapping[str, int]
@@ -34,33 +34,51 @@ class Processor:
     crop: Mapping[str, int] | None = None
     square: bool = True
     crop_pct: float | None = None
+    convert: bool = False
+    normalizes: bool = True
 
 
 _224, _SHORTEST = {"height": 224, "width": 224}, {"shortest_edge": 224}
+_MOBILENET = Processor(size={"shortest_edge": 256}, resample=_BILINEAR, mean=_HALF, std=_HALF, crop=_224, square=False)
 PROCESSORS = {
-    "BitImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
-    "BlipImageProcessor": Processor(size={"height": 384, "width": 384}),
-    "ChineseCLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
-    "CLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
+    "BeitImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF),
+    "BitImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
+    "BlipImageProcessor": Processor(size={"height": 384, "width": 384}, convert=True),
+    "ChineseCLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
+    "CLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
     "ConvNextImageProcessor": Processor(
         size={"shortest_edge": 384}, mean=_HALF, std=_HALF, square=False, crop_pct=224 / 256
     ),
     "DeiTImageProcessor": Processor(size={"height": 256, "width": 256}, mean=_HALF, std=_HALF, crop=_224),
-    "MobileNetV1ImageProcessor": Processor(
-        size={"shortest_edge": 256}, resample=_BILINEAR, mean=_HALF, std=_HALF, crop=_224, square=False
-    ),
+    "DPTImageProcessor": Processor(size={"height": 384, "width": 384}, mean=_HALF, std=_HALF),
+    "LayoutLMv3ImageProcessor": Processor(size=_224, resample=_BILINEAR, mean=_HALF, std=_HALF),
+    "MobileNetV1ImageProcessor": _MOBILENET,
+    "MobileNetV2ImageProcessor": _MOBILENET,
     "PvtImageProcessor": Processor(size=_224, mean=IMAGENET_MEAN, std=IMAGENET_STD),
-    "SiglipImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF, square=False),
+    "RTDetrImageProcessor": Processor(
+        size={"height": 640, "width": 640},
+        resample=_BILINEAR,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+        square=False,
+        normalizes=False,
+    ),
+    "SegformerImageProcessor": Processor(
+        size={"height": 512, "width": 512}, resample=_BILINEAR, mean=IMAGENET_MEAN, std=IMAGENET_STD
+    ),
+    "SiglipImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF, square=False, convert=True),
     "ViTImageProcessor": Processor(size=_224, resample=_BILINEAR, mean=_HALF, std=_HALF),
 }
 """The classes that only resize, crop at the centre, rescale and normalize."""
 _KEYS = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
     *("image_mean", "image_std", "do_pad", "pad_size", "crop_pct", "default_to_square"),
-    "use_square_size",
+    *("use_square_size", "do_convert_rgb", "keep_aspect_ratio", "ensure_multiple_of"),
 )
 _IGNORED = (
-    *("image_processor_type", "feature_extractor_type", "processor_class", "do_convert_rgb", "data_format", "device"),
+    *("image_processor_type", "feature_extractor_type", "processor_class", "data_format", "device"),
+    *("do_reduce_labels", "reduce_labels", "format", "do_convert_annotations", "size_divisor"),
+    *("apply_ocr", "ocr_lang", "tesseract_config"),
     *("input_data_format", "return_tensors", "disable_grouping", "_valid_processor_keys", "auto_map", "backend"),
     *("image_seq_length", "_commit_hash", "transformers_version"),
 )
@@ -68,9 +86,16 @@ _IGNORED = (
 _MATCHES = (
     "Matches the fast image processor (transformers' torchvision backend, its default), which resizes uint8 tensors: "
     "the levels are equal. The slow one (use_fast=False, backend='pil') resizes by Pillow, within 1 level for bilinear "
-    "filters and 2 for bicubic ones. Both get three channels; gray and CMYK files are converted. Transparent pixels "
-    "keep their colors, as with Image.open(path).convert('RGB'); where do_convert_rgb is set, transformers from 5.21 "
-    "on puts images that are not converted before on white, which is decode: {background: [255, 255, 255]}.",
+    "filters and 2 for bicubic ones. "
+)
+_CONVERTS = (
+    "It gets what Image.open(path) gives. do_convert_rgb is set: transformers from 5.21 on puts transparent pixels on "
+    "white, as decode.background does here. Remove that key if you convert images by Image.convert('RGB') before, or "
+    "for older versions: both keep the colors of transparent pixels."
+)
+_TAKES_RGB = (
+    "do_convert_rgb is not set: it refuses images that are not RGB, so give it Image.open(path).convert('RGB'), which "
+    "keeps the colors of transparent pixels, as here. gpuflow converts gray, CMYK and palettes itself."
 )
 _NEVER_NULL = ("resample", "rescale_factor", "image_mean", "image_std")
 """Keys that transformers refuses to work with where they are null and used."""
@@ -101,16 +126,28 @@ class _Reader:
 
     def read(self) -> Imported:
         processor = self._processor
-        entries = [decode()]
+        converts = bool(self._get("do_convert_rgb", processor.convert))
+        entries = [Entry("decode", {"color": "rgb", "background": [255, 255, 255]}) if converts else decode()]
         if self._get("do_resize", True):
             entries += self._resize()
         if self._get("do_center_crop", processor.crop is not None):
             height, width = self._pair("crop_size", self._get("crop_size", processor.crop or _224))
             entries.append(_crop(height, width))
-        entries += self._scale()
         if self._get("do_pad", False):
-            self._gap("do_pad", "pads at the bottom and right, to pad_size or the batch's largest image", "letterbox")
-        return Imported(source=self._source, matches=_MATCHES, pipelines={"val": entries}, gaps=tuple(self._gaps))
+            entries += self._pad()
+        entries += self._scale()
+        matches = f"{_MATCHES}{_CONVERTS if converts else _TAKES_RGB}"
+        return Imported(source=self._source, matches=(matches,), pipelines={"val": entries}, gaps=tuple(self._gaps))
+
+    def _pad(self) -> list[Entry]:
+        """The crop of a size that is padded to, which centres smaller images on black."""
+        rule = "pads at the bottom and right, to pad_size or the batch's largest image"
+        if (size := self._get("pad_size", None)) is None:
+            self._gap("do_pad", rule, "leave it out: images of one size need no padding")
+            return []
+        crop = _crop(*self._pair("pad_size", size))
+        self._gap("do_pad", rule, f"center_crop: {{size: {crop.parameters['size']}}}, which centres them on black")
+        return [crop]
 
     def _class(self) -> Processor:
         """The defaults of the file's class."""
@@ -130,6 +167,11 @@ class _Reader:
     def _resize(self) -> list[Entry]:
         processor, filters = self._processor, self._filters()
         size = self._get("size", processor.size)
+        if self._get("keep_aspect_ratio", False):
+            self._gap("keep_aspect_ratio", "resizes by one scale to about this size", "resize, to exactly this size")
+        multiple, sides = self._get("ensure_multiple_of", 1), size.values() if isinstance(size, Mapping) else [size]
+        if any(isinstance(side, int) and side % multiple for side in sides):
+            self._gap("ensure_multiple_of", f"rounds sides to multiples of {multiple}", "resize, without rounding")
         if self._get("use_square_size", False):
             self._gap("use_square_size", "makes images square, of the side that the class has without 'size'", "resize")
         if isinstance(size, int):
@@ -145,6 +187,9 @@ class _Reader:
                 return [Entry("resize", {"height": height, "width": width, **filters})]
             case {"shortest_edge": int(side), **rest} if set(rest) <= {"longest_edge"}:
                 return [Entry("resize", {**self._limited(side, rest.get("longest_edge")), **filters})]
+            case {"longest_edge": int(side), **rest} if not rest:
+                self._gap("size", "limits the longer side, by rules of the class", f"resize: {{longer: {side}}}")
+                return [Entry("resize", {"longer": side, **filters})]
             case {"max_height": int(height), "max_width": int(width), **rest} if not rest:
                 self._gap(
                     "size",
@@ -204,7 +249,7 @@ class _Reader:
     def _scale(self) -> list[Entry]:
         """Rescaling and normalization: (pixel * factor - mean) / std, with the units of 0 to 1 that normalize has."""
         factor = self._positive("rescale_factor", _EIGHT_BITS) if self._get("do_rescale", True) else 1.0
-        if not self._get("do_normalize", True):
+        if not self._get("do_normalize", self._processor.normalizes):
             if factor == 1:
                 return []
             return [normalize(std=[_EIGHT_BITS / factor] * 3)]

@@ -26,13 +26,16 @@ LIBRARIES = ("torchvision", "timm", "hf", "albumentations")
 
 @dataclass(frozen=True, slots=True)
 class LibraryTransform:
-    """A transform of a PIL image in RGB to a tensor [C, H, W]. about: what runs, with versions.
+    """A transform of a PIL image to a tensor [C, H, W]. about: what runs, with versions.
 
+    converts: whether it converts images to RGB itself, so that it gets what Image.open gives; else it gets what
+    Image.open(path).convert("RGB") gives, as the loaders of torchvision and timm do.
     other: another implementation of it, with the name that tells them apart, such as `slow`.
     """
 
     run: Callable[[Any], torch.Tensor]
     about: str
+    converts: bool = False
     other: tuple[str, LibraryTransform] | None = None
 
 
@@ -82,7 +85,8 @@ def _huggingface(name: str) -> LibraryTransform:
     return LibraryTransform(
         run(fast),
         f"{type(fast).__name__}, the fast processor, {version}",
-        ("slow", LibraryTransform(run(slow), f"{type(slow).__name__}, the slow processor, {version}")),
+        True,
+        ("slow", LibraryTransform(run(slow), f"{type(slow).__name__}, the slow processor, {version}", True)),
     )
 
 

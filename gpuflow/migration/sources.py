@@ -14,7 +14,7 @@ from gpuflow.migration.from_huggingface import read_huggingface
 from gpuflow.migration.from_timm import read_timm
 from gpuflow.migration.from_torchpipe import read_torchpipe
 from gpuflow.migration.from_torchvision import read_transform
-from gpuflow.migration.imported import Imported
+from gpuflow.migration.imported import Entry, Imported, gap
 from gpuflow.migration.python_objects import named_transform
 from gpuflow.migration.yaml_text import to_yaml
 from gpuflow.pipeline.program import Program, WarpStep
@@ -56,7 +56,7 @@ def read_source(source: str, table: Mapping[str, type[Stage]]) -> Imported:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A YAML file, and a problem for each thing that it leaves out or that `gpuflow check` refuses."""
+    """A YAML file that `gpuflow check` accepts, and a problem for each thing that it leaves out."""
 
     text: str
     problems: tuple[Problem, ...]
@@ -68,11 +68,11 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
     Args:
         sources: as in `read_source`; of two, one gives the pipeline `train` and the other `val`.
         table: the vocabulary.
-        partial: whether a file is written although something has no equal stage, or although it is not valid.
+        partial: whether a file is written although something has no equal stage. It is valid all the same.
 
     Raises:
-        ConfigError: a source cannot be read, two give the same pipeline; without `partial` also every problem of the
-            result.
+        ConfigError: a source cannot be read, two give the same pipeline, or `gpuflow check` refuses the result; without
+            `partial` also every problem of it.
     """
     found = [read_source(source, table) for source in sources]
     names = [name for one in found for name in one.pipelines]
@@ -82,15 +82,35 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
             [Problem(f"{' '.join(sources)}:", rule, action="import them one by one", code="import.source")]
         )
     text = to_yaml(found, version=__version__)
-    problems = tuple(problem for one in found for problem in one.gaps)
     config = _checked(text, " ".join(sources), table)
+    if partial and not isinstance(config, Config) and any(problem.code == "stage.size" for problem in config):
+        found = list(map(_of_one_size, found))
+        text = to_yaml(found, version=__version__)
+        config = _checked(text, " ".join(sources), table)
+    problems = tuple(problem for one in found for problem in one.gaps)
     if not isinstance(config, Config):
-        problems += config
-    elif any(map(_has_one_warp_for_several, config.programs.values())):
+        raise ConfigError(problems + config)
+    if any(map(_has_one_warp_for_several, config.programs.values())):
         text = to_yaml([replace(one, matches=(*one.matches, _ONE_WARP)) for one in found], version=__version__)
     if problems and not partial:
         raise ConfigError(problems)
     return Written(text, problems)
+
+
+def _of_one_size(found: Imported) -> Imported:
+    """Return what was imported with a crop behind each resize that leaves images of varying size, and a gap for it."""
+    pipelines, gaps = {}, found.gaps
+    for name, entries in found.pipelines.items():
+        pipelines[name] = entries
+        for i, entry in reversed(list(enumerate(entries))):
+            sides = [entry.parameters.get(key) for key in ("max_size", "longer", "shorter")]
+            if entry.stage == "resize" and (side := next(filter(None, sides), None)) is not None:
+                pipelines[name] = [*entries[: i + 1], Entry("center_crop", {"size": side}), *entries[i + 1 :]]
+                rule = f"leaves images of varying size in {name}, which no batch can hold"
+                nearest = f"center_crop: {{size: {side}}}, which centres smaller images on black"
+                gaps = (*gaps, gap(f"{found.source}:", rule, nearest=nearest))
+                break
+    return replace(found, pipelines=pipelines, gaps=gaps)
 
 
 def _has_one_warp_for_several(program: Program) -> bool:

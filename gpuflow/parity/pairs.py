@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal, assert_never
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError, GpuflowError, did_you_mean
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.parity.base import Result, Way
-from gpuflow.parity.images import ParityImage
-from gpuflow.parity.libraries import is_library
-from gpuflow.parity.measure import Scale, Tally, differences, levels_apart
+from gpuflow.parity.images import Encoded, ParityImage
+from gpuflow.parity.libraries import Library, is_library
+from gpuflow.parity.measure import Differences, Scale, Tally, differences, levels_apart
 from gpuflow.parity.model import Answers, LogitTally
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.parity.report import Pair, Picture, Row
@@ -127,7 +127,9 @@ def pairs_of(
             if (reason := ways[way].missing()) is not None:
                 raise GpuflowError(f"--against: {way} cannot run here: {reason}")
         a, b = against
-        pairs = [PairComparison(a, b, Rule("library" if is_library(b) else "asked", tolerance))]
+        library = ways[b]
+        rule = Rule("library" if is_library(b) else "asked", tolerance)
+        pairs = [PairComparison(a, b, rule, library.causes if isinstance(library, Library) else _no_causes)]
         alike = [way for way in ways if way.startswith(f"{b}, ")]
         pairs += [PairComparison(a, way, Rule("nothing")) for way in alike]
         return pairs, dict.fromkeys((*against, *alike))
@@ -141,11 +143,21 @@ def pairs_of(
     return [*pairs, *(PairComparison(base, way, Rule("nothing")) for way in NAIVE if missing[way] is None)], missing
 
 
-class PairComparison:
-    """Collects the differences of a pair: call `begin`, `add` and `end` for each stage, then `result`."""
+Causes = Callable[[Prefix, Encoded], Iterator[tuple[str, Result | None]]]
 
-    def __init__(self, a: str, b: str, rule: Rule) -> None:
-        self.a, self.b, self._rule = a, b, rule
+
+def _no_causes(prefix: Prefix, data: Encoded) -> Iterator[tuple[str, Result | None]]:
+    yield from ()
+
+
+class PairComparison:
+    """Collects the differences of a pair: call `begin`, `add` and `end` for each stage, then `result`.
+
+    causes: yields what may make the results for an image differ, and the second way's result without that.
+    """
+
+    def __init__(self, a: str, b: str, rule: Rule, causes: Causes = _no_causes) -> None:
+        self.a, self.b, self._rule, self._causes_of = a, b, rule, causes
         self._rows: list[Row] = []
         self._skipped: list[tuple[str, str]] = []
         self._logits = {"own": LogitTally(), "hostile": LogitTally()}
@@ -177,6 +189,7 @@ class PairComparison:
         self._alone: list[tuple[str, str]] = []
         self._reference_refuses: list[tuple[str, str]] = []
         self._worst = {"own": [], "hostile": []}
+        self._causes: dict[str, list[str]] = {}
         return True
 
     def add(
@@ -189,6 +202,7 @@ class PairComparison:
                     self._compare(sample, size, a, b)
                 else:
                     self._alone.append((sample.name, f"{self.a} gives {_form(a)}, {self.b} gives {_form(b)}"))
+                    self._find_cause(sample, size, a)
                 continue
             faults = [(way, x) for way, x in ((self.a, a), (self.b, b)) if isinstance(x, BadSampleError)]
             if len(faults) == 2:
@@ -196,6 +210,8 @@ class PairComparison:
                 continue
             ((way, fault),) = faults
             excused = way == self.b and self._may_refuse(sample)
+            if isinstance(a, torch.Tensor) and not excused:
+                self._find_cause(sample, size, a)
             (self._reference_refuses if excused else self._alone).append(
                 (sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}")
             )
@@ -206,9 +222,10 @@ class PairComparison:
 
     def _compare(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor, b: torch.Tensor) -> None:
         self._same_device = self._same_device and a.device.type == b.device.type
-        rows, columns = size or a.shape[1:]
-        a, b = a[:, :rows, :columns].cpu(), b[:, :rows, :columns].cpu()
+        a, b = _cut(a, size), _cut(b, size)
         levels = levels_apart(a, b, self._scale)
+        if not self._within(levels):
+            self._find_cause(sample, size, a)
         kind = _kind(sample)
         self._tallies[kind].add(levels)
         largest = levels.max(axis=0)
@@ -226,6 +243,24 @@ class PairComparison:
             push = heapq.heappush if len(worst) < _PICTURES else heapq.heapreplace
             push(worst, (score, -next(self._order), picture))
 
+    def _within(self, levels: Differences) -> bool:
+        """Whether differences are not more than allowed after these stages."""
+        stages = self._prefix.program.pipeline.stages[: self._prefix.count]
+        allowed = self._rule.allowed(stages, same_device=self._same_device)
+        return allowed is None or not levels.size or float(levels.max()) <= allowed + self._noise
+
+    @property
+    def _noise(self) -> float:
+        return max(self._scale.noise, _ROUNDING if self._rule.kind == "library" else 0.0)
+
+    def _find_cause(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor) -> None:
+        """Note the first cause without which the second way's result is like the first one's."""
+        for cause, b in self._causes_of(self._prefix, sample.data):
+            same = isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+            if b is None or (same and self._within(levels_apart(_cut(a, size), _cut(b, size), self._scale))):
+                self._causes.setdefault(cause, []).append(sample.name)
+                return
+
     def add_logits(self, samples: Sequence[ParityImage], first: Answers, second: Answers) -> None:
         """Compare the model's logits for several images from both ways."""
         for sample, a, b in zip(samples, first, second, strict=True):
@@ -241,7 +276,7 @@ class PairComparison:
                 stage=self._stage.stage_name,
                 number=self._prefix.count,
                 allowed=self._rule.allowed(stages, same_device=self._same_device),
-                noise=max(self._scale.noise, _ROUNDING if self._rule.kind == "library" else 0.0),
+                noise=self._noise,
                 images=own.images + hostile.images,
                 differ=own.differ + hostile.differ,
                 own=own.result(),
@@ -249,6 +284,7 @@ class PairComparison:
                 refused=tuple(self._refused),
                 alone=tuple(self._alone),
                 reference_refuses=tuple(self._reference_refuses),
+                causes=tuple((cause, tuple(images)) for cause, images in self._causes.items()),
                 pixels=self._apart / max(self._pixels, 1),
                 value=self._value,
             )
@@ -268,6 +304,12 @@ class PairComparison:
             notes=tuple(notes),
             pictures=tuple(picture for _, _, picture in worst),
         )
+
+
+def _cut(image: torch.Tensor, size: tuple[int, int] | None) -> torch.Tensor:
+    """The rows and columns to compare."""
+    rows, columns = size or image.shape[1:]
+    return image[:, :rows, :columns].cpu()
 
 
 def _kind(sample: ParityImage) -> str:

@@ -26,6 +26,7 @@ class Row:
     refused: images that both refuse. alone: images that only one of them refuses, or for which the results differ in
     shape or dtype, with the reason.
     reference_refuses: images that only the reference refuses, with the reason; they do not count against the other way.
+    causes: why images differ by more than allowed, or only one way accepts them, with these images' names.
     pixels: the share of pixels that are apart by more than the rounding of floats. value: the largest difference of the
     results themselves, after normalize for instance; infinite where one of two values is NaN or infinite.
     """
@@ -41,6 +42,7 @@ class Row:
     refused: tuple[str, ...]
     alone: tuple[tuple[str, str], ...]
     reference_refuses: tuple[tuple[str, str], ...]
+    causes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pixels: float = 0.0
     value: float = 0.0
 
@@ -119,9 +121,10 @@ class Pair:
             "verdict": ("breach" if self.breach else "pass") if self.asked else None,
             "rows": [
                 {
-                    **_finite(asdict(row)),
+                    **{key: value for key, value in _finite(asdict(row)).items() if key != "causes"},
                     "alone": dict(row.alone),
                     "reference_refuses": dict(row.reference_refuses),
+                    **({"causes": dict(row.causes)} if row.causes else {}),
                     "breach": row.breach,
                 }
                 for row in self.rows

@@ -89,9 +89,16 @@ def breaches(pair: Pair) -> Iterator[str]:
             apart = f"{show_levels(row.max)} levels apart{more}, limit {show_allowed(row)}" if row.apart else ""
             alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
             none = "no image could be compared" if row.images == 0 and not row.alone else ""
-            yield f"{pair.a} against {pair.b} after {row.stage}: {'; '.join(filter(None, (apart, alone, none)))}"
+            causes = (f"because of {_some(images)}: {cause}" for cause, images in row.causes)
+            faults = "; ".join(filter(None, (apart, alone, none, *causes)))
+            yield f"{pair.a} against {pair.b} after {row.stage}: {faults}"
     for fault in pair.faults:
         yield f"{pair.a} against {pair.b}: {fault}"
+
+
+def _some(images: Sequence[str]) -> str:
+    """The first of these names, and how many there are."""
+    return images[0] if len(images) == 1 else f"{images[0]} and {len(images) - 1} more"
 
 
 def notes(report: Report) -> Iterator[str]:

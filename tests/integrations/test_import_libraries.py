@@ -117,6 +117,15 @@ def test_training_transforms_of_timm_have_the_same_stages() -> None:
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 65}, "crop_size": 60, "resample": 2},
         {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 0.875},
         {"image_processor_type": "DeiTImageProcessor"},
+        {"image_processor_type": "BeitImageProcessor", "do_reduce_labels": False},
+        {"image_processor_type": "BeitImageProcessorFast", "size": 64, "crop_size": 60, "do_center_crop": True},
+        {"image_processor_type": "MobileNetV2ImageProcessor"},
+        {"image_processor_type": "SegformerImageProcessorFast", "size": {"height": 64, "width": 96}},
+        {"image_processor_type": "RTDetrImageProcessor", "format": "coco_detection", "do_pad": False},
+        {"image_processor_type": "RTDetrImageProcessor", "do_normalize": True, "size": {"height": 64, "width": 64}},
+        {"image_processor_type": "DPTImageProcessor", "ensure_multiple_of": 32, "keep_aspect_ratio": False},
+        {"image_processor_type": "LayoutLMv3ImageProcessor", "apply_ocr": False},
+        {"image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True},
         {"image_processor_type": "ViTImageProcessor", "size": {"height": 40, "width": 60}, "rescale_factor": 1 / 127.5},
     ],
 )
@@ -139,6 +148,7 @@ def test_the_defaults_of_image_processors_are_those_of_transformers() -> None:
         assert tuple(theirs.image_mean) == ours.mean and tuple(theirs.image_std) == ours.std, name
         assert bool(getattr(theirs, "do_center_crop", False)) == (ours.crop is not None), name
         assert theirs.default_to_square == ours.square, name
+        assert bool(theirs.do_convert_rgb) == ours.convert and bool(theirs.do_normalize) == ours.normalizes, name
 
 
 # --- Albumentations ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ two_warps = v2.Compose(
 )
 one_warp = v2.Compose([v2.RandomRotation(9), v2.Resize((48, 48)), v2.RandomAffine(9), *SCALED])
 no_size = v1.Compose([v1.ToTensor()])
+bicubic = v1.Compose([v1.Resize((224, 224), InterpolationMode.BICUBIC), v1.ToTensor()])
 number = 7
 
 

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import PIL
 import pytest
+from PIL import Image
 
 from gpuflow.parity.libraries import libraries_of
 from tests.commands import Run, command_here
@@ -74,9 +77,43 @@ def test_transforms_that_take_no_image_cannot_be_compared(parity: Run, imported:
     assert "always cannot run here: it fails on every image of gpuflow's own: no image is good enough" in done.err
 
 
-def test_the_library_gets_images_without_transparency(parity: Run, imported: str, photos: Path) -> None:
+def test_transparent_pixels_that_the_library_puts_on_white_are_a_breach_with_their_cause(
+    parity: Run, imported: str, photos: Path, tmp_path: Path
+) -> None:
+    """The library gets what torchvision's loader gives, in which Pillow leaves a gray file's transparency noted."""
     done = parity("--against", "val", f"{FAILING}:on_white", "--data", photos)
-    assert done.code == 0, done.out
+    assert done.code == 1
+    words = " ".join(done.out.split())
+    assert "because of png gray, one level transparent: transparent pixels: Image.convert(" in words
+    (pair,) = json.loads((tmp_path / "out" / "parity.json").read_text())["pairs"]
+    ((cause, images),) = pair["rows"][-1]["causes"].items()
+    assert images == ["png gray, one level transparent"]
+    assert "decode: {background: [255, 255, 255]}" in cause
+
+
+def test_the_order_of_pillows_passes_is_named_as_the_cause(
+    parity: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A tall image with hard edges, whose bicubic overshoot is clamped between the passes."""
+    source = f"{THEIRS}:bicubic"
+    assert command_here(monkeypatch, capsys, "import")(source, "--out", tmp_path / "x.yaml").code == 0
+    y, x = np.mgrid[:800, :300]
+    tall = ((x // 3 + y // 5) % 2)[..., None] * np.array([255, 200, 255])
+    (tmp_path / "data").mkdir()
+    Image.fromarray(tall.astype(np.uint8)).save(tmp_path / "data" / "tall.png")
+    done = parity("--against", source, "--data", tmp_path / "data")
+    (pair,) = json.loads((tmp_path / "out" / "parity.json").read_text())["pairs"]
+    causes = {image: cause for cause, images in pair["rows"][-1].get("causes", {}).items() for image in images}
+    if int(PIL.__version__.partition(".")[0]) >= 13:
+        assert done.code == 1
+        assert causes["tall.png"].startswith("Pillow 13 resizes the columns of a tall image before its rows")
+    else:
+        assert "tall.png" not in causes
+
+
+def test_a_filter_that_differs_is_no_fault_of_decoding(parity: Run, imported: str, photos: Path) -> None:
+    done = parity("--against", "val", imported, "--data", photos, "preprocess.resize.interpolation=bicubic")
+    assert "the stages differ from the library's transforms; compare their" in " ".join(done.out.split())
 
 
 def test_an_image_of_yours_that_only_the_library_refuses_is_a_breach(
