@@ -151,7 +151,7 @@ def _labelled(label: str, style: str, text: str) -> Text:
 def _order_note(config: Config) -> str:
     """What to change where a training would get the images of one class after those of another; empty otherwise."""
     pipeline, sources = config.pipelines.get("train"), config.sources
-    if pipeline is None or pipeline.shuffle or not any(source.folder for source in sources):
+    if pipeline is None or pipeline.shuffle or not any(source.by_class for source in sources):
         return ""
     return "pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true"
 
@@ -256,11 +256,11 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     It does not open the source, which may be on another machine; gpuflow scan does. A file of weights is read if it is
     on this one.
     """
-    from gpuflow.sources import WeightsSpec, check_weights_file
+    from gpuflow.sources import check_weights_file
     from gpuflow.sources.hints import missing_source, missing_weights
 
     config = _read(path, overrides)
-    weights = [one.weights for one in config.sources if isinstance(one.weights, WeightsSpec)]
+    weights = [one.weights for one in config.sources if one.weights is not None]
     problems = []
     for each in weights:
         try:
@@ -332,10 +332,10 @@ def import_(
 def schema() -> None:
     """Print the JSON Schema of the YAML file, with all stages that are installed, for editors that check keys."""
     from gpuflow.config.schema import json_schema
-    from gpuflow.sources import offered_sources
+    from gpuflow.sources import all_kinds
     from gpuflow.vocabulary import stage_table
 
-    print(json.dumps(json_schema(stage_table(), offered_sources()), indent=2, ensure_ascii=False))
+    print(json.dumps(json_schema(stage_table(), all_kinds()), indent=2, ensure_ascii=False))
 
 
 @app.command()
@@ -386,7 +386,7 @@ def doctor(
 
     Exits 1 if there is a problem: something that makes gpuflow fail, or far slower than it could be.
     """
-    from gpuflow.sources import SourceSpec
+    from gpuflow.sources import Folder
     from gpuflow.tools.doctor import judge, report
     from gpuflow.tools.gather import broken_modules, gather
 
@@ -394,9 +394,7 @@ def doctor(
         raise ValueError(f"--data: must be a directory, got {str(data)!r}")
     with _err.status(Text("looking around")) as status:
         config = _read(path, None) if path is not None and not broken_modules() else None
-        source = (
-            SourceSpec(folder=str(data)) if data is not None else config.source_block if config is not None else None
-        )
+        source = Folder(folder=str(data)) if data is not None else config.source_block if config is not None else None
         threads, readers = (config.run.threads, config.run.readers) if config is not None else ("auto", "auto")
         machine = gather(
             source=source,

@@ -38,7 +38,7 @@ from gpuflow.pipeline.stage import (
     require_pixels,
     require_rgb,
 )
-from gpuflow.sources import Allocate, Payload, RecordSource, Source, SourceSpec, lay_out
+from gpuflow.sources import Allocate, Payload, RecordSource, Source, SourceSpec, lay_out, source_spec
 
 __all__ = [
     "ENCODED",
@@ -85,4 +85,5 @@ __all__ = [
     "require_one_size",
     "require_pixels",
     "require_rgb",
+    "source_spec",
 ]

@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 
-from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources import Source, open_source, source_spec
 from tests.fork_servers import forked_servers
 from tests.images import jpeg, photo
 
@@ -134,7 +134,7 @@ def photo_bytes() -> bytes:
 @pytest.fixture
 def source(folder: Path) -> Source:
     """The photographs of a test's own fixture `folder`."""
-    return open_source(SourceSpec(folder=str(folder)))
+    return open_source(source_spec(folder=str(folder)))
 
 
 @pytest.fixture

@@ -227,11 +227,11 @@ os._exit(0)
 
 LISTING = """
 import json, time
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import open_source, source_spec
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1000
 before, start = peak(), time.perf_counter()
-source = open_source(SourceSpec(listing="data/million.csv"))
+source = open_source(source_spec(listing="data/million.csv"))
 seconds = time.perf_counter() - start
 assert len(source) == 1_000_000
 print(json.dumps({"listing_s": [seconds, "s"], "listing_mb": [peak() - before, "MB"]}))

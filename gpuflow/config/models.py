@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,13 +22,12 @@ from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
-from gpuflow.sources import MixEntry, SourceSpec, WeightsSpec
-from gpuflow.sources.base import Fraction
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources import KINDS, SourceSpec
 from gpuflow.sources.storage import CacheSpec
 
 __all__ = [
     "BatchSpec",
+    "CacheKeys",
     "Config",
     "Document",
     "ModelSpec",
@@ -42,6 +42,8 @@ __all__ = [
     "TensorrtSpec",
     "TrainSpec",
     "ViewSpec",
+    "alternatives",
+    "keys_of",
 ]
 
 OnError = Literal["raise", "replace", "skip"]
@@ -411,33 +413,62 @@ class RunSpec(_Block):
     nvtx: bool = False
 
 
-def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:
-    """A block with a key for each field of a dataclass, which checks the values. `other_types` are those of YAML, and
-    their defaults, where they differ; None for a field that is no key."""
-    hints = typing.get_type_hints(spec)
-    keys: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(spec)
-    }
-    keys.pop("other", None)  # its names are keys themselves
-    keys = {key: value for key, value in (keys | other_types).items() if value is not None}
-    return pydantic.create_model(name, __base__=_Block, __doc__=spec.__doc__, **keys)
+def keys_of(spec: type[Any]) -> type[BaseModel]:
+    """Return a block with a key for each field of a dataclass, which checks the types of values, not their bounds.
+
+    What a kind of source must have is not required here: `spec_class` reports it.
+    """
+    if spec not in _KEYS:
+        hints, is_source = typing.get_type_hints(spec), issubclass(spec, SourceSpec)
+        defaults = {
+            field.name: field.default if field.default is not dataclasses.MISSING else None if is_source else ...
+            for field in dataclasses.fields(spec)
+        }
+        keys: dict[str, Any] = {name: (_yaml_type(hints[name]), default) for name, default in defaults.items()}
+        _KEYS[spec] = pydantic.create_model(spec.__name__, __base__=_Block, __doc__=spec.__doc__, **keys)
+    return _KEYS[spec]
 
 
-FieldKeys = _keys_of("FieldKeys", FieldSpec)
-WeightsKeys = _keys_of("WeightsKeys", WeightsSpec)
-CacheKeys = _keys_of(
-    "CacheKeys", CacheSpec, size=(Annotated[int, BeforeValidator(_bytes, json_schema_input_type=Bytes)], ...)
+def _yaml_type(hint: Any) -> Any:
+    """Return the type of a dataclass's field as YAML gives it: blocks for dataclasses, without pairs for mappings."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is SourceSpec:
+        return dict
+    if dataclasses.is_dataclass(hint):
+        return keys_of(hint)  # type: ignore[arg-type]
+    if origin is Mapping:
+        return dict[parts[0], _yaml_type(parts[1])]  # type: ignore[misc,valid-type]
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(_yaml_type, alternatives(parts)))]  # noqa: UP007  # of a tuple
+    return tuple[_yaml_type(parts[0]), ...] if origin is tuple and parts[-1] is Ellipsis else hint  # type: ignore[misc]
+
+
+def alternatives(parts: Sequence[Any]) -> Sequence[Any]:
+    """Return what a union's value may be in YAML, which has mappings where Python may have pairs."""
+    mappings = [part for part in parts if typing.get_origin(part) is Mapping]
+    return mappings or parts
+
+
+class CacheKeys(_Block):
+    __doc__ = CacheSpec.__doc__
+
+    dir: str
+    size: Annotated[int, BeforeValidator(_bytes, json_schema_input_type=Bytes)]
+
+
+_KEYS: dict[type[Any], type[BaseModel]] = {CacheSpec: CacheKeys}
+
+SourceKeys = pydantic.create_model(
+    "SourceKeys",
+    __doc__="The keys of all kinds of sources.",
+    **dict.fromkeys(KINDS, (str, None)),  # type: ignore[call-overload]
+    **{
+        name: (field.annotation, None)
+        for spec in KINDS.values()
+        for name, field in keys_of(spec).model_fields.items()
+        if name not in KINDS
+    },
 )
-_OTHER_TYPES: dict[str, Any] = {
-    "split": (dict[str, Fraction], {}),
-    "fields": (dict[str, FieldKeys | None], {}),  # type: ignore[valid-type]
-    "weights": (WeightsKeys | None, None),
-    "cache": (CacheKeys | None, None),
-}
-MixedSourceKeys = _keys_of("MixedSourceKeys", SourceSpec, **_OTHER_TYPES, mix=None)
-MixKeys = _keys_of("MixKeys", MixEntry, source=(MixedSourceKeys, ...))
-SourceKeys = _keys_of("SourceKeys", SourceSpec, **_OTHER_TYPES, mix=(tuple[MixKeys, ...], ()))  # type: ignore[valid-type]
 
 
 class Document(_Block):
@@ -452,15 +483,17 @@ class Document(_Block):
         run: how pipelines run.
     """
 
-    source: SourceKeys | None = None  # type: ignore[valid-type]
+    source: pydantic.SkipValidation[SourceKeys | None] = None  # type: ignore[valid-type]
     preprocess: Any = None
     pipelines: dict[str, PipelineSpec] = {}
     train: TrainSpec = TrainSpec()
     serve: ServeSpec | None = None
     run: RunSpec = RunSpec()
 
-    def problems(self) -> Iterator[Problem]:
-        """A problem for each broken rule between keys."""
+    def problems(self, source: SourceSpec | None) -> Iterator[Problem]:
+        """Yield a problem for each broken rule between keys. source: None where there is no block, or it is wrong."""
+        parts = source.part_names if source is not None else ()
+        key = "splits" if source is not None and source.splits else "split"
         given = {"pipelines"} & self.model_fields_set | ({"source"} if self.source is not None else set())
         for name in ("source", "pipelines") if given or self.serve is None else ():
             if name not in given:
@@ -474,35 +507,29 @@ class Document(_Block):
             yield Problem.of(("pipelines", "serve"), rule, action=action, code="config.conflict")
         for name, pipeline in self.pipelines.items():
             yield from (problem.below("pipelines", name) for problem in pipeline.problems())
-            yield from (problem.below("pipelines", name) for problem in self._split_problems(name, pipeline))
-        if _WHOLE in self._parts:
+            if source is not None:
+                yield from (problem.below("pipelines", name) for problem in _part_problems(name, pipeline, parts, key))
+        if _WHOLE in parts:
             rule, action = f"takes the name that means the whole source, {_WHOLE}", "give this part another one"
-            yield Problem.of(("source", self._key_of_parts, _WHOLE), rule, action=action, code="config.conflict")
+            yield Problem.of(("source", key, _WHOLE), rule, action=action, code="config.conflict")
         yield from (problem.below("train") for problem in self.train.problems())
         if self.serve is not None:
             yield from (problem.below("serve") for problem in self.serve.problems())
 
-    @property
-    def _parts(self) -> tuple[str, ...]:
-        return (*getattr(self.source, "split", ()), *getattr(self.source, "splits", ()))
 
-    @property
-    def _key_of_parts(self) -> str:
-        return "splits" if getattr(self.source, "splits", ()) else "split"
+def _part_problems(name: str, pipeline: PipelineSpec, parts: Sequence[str], key: str) -> Iterator[Problem]:
+    """A problem where a pipeline does not read a part of the source, and does not ask for the whole source.
 
-    def _split_problems(self, name: str, pipeline: PipelineSpec) -> Iterator[Problem]:
-        """A problem where a pipeline does not read a part of `source.split`, and does not ask for the whole source."""
-        parts = self._parts
-        if pipeline.split is None and parts and name not in parts:
-            some = ", ".join(parts[:20]) + ", ..." * (len(parts) > 20)
-            rule = f"is not a part of source.{self._key_of_parts}, which has {some}"
-            action = f"{suggest(name, parts, else_all=False)} set split: NAME, or split: {_WHOLE} for the whole source"
-            yield Problem.of((), rule, action=action.strip(), code="config.conflict")
-        if pipeline.split is not None and pipeline.split not in (*parts, _WHOLE):
-            rule = f"must name a part of source.{self._key_of_parts}, or {_WHOLE}"
-            yield Problem.of(
-                "split", rule, pipeline.split, suggest(pipeline.split, (*parts, _WHOLE)), code="config.range"
-            )
+    key: of the source's parts, split or splits.
+    """
+    if pipeline.split is None and parts and name not in parts:
+        some = ", ".join(parts[:20]) + ", ..." * (len(parts) > 20)
+        rule = f"is not a part of source.{key}, which has {some}"
+        action = f"{suggest(name, parts, else_all=False)} set split: NAME, or split: {_WHOLE} for the whole source"
+        yield Problem.of((), rule, action=action.strip(), code="config.conflict")
+    if pipeline.split is not None and pipeline.split not in (*parts, _WHOLE):
+        rule = f"must name a part of source.{key}, or {_WHOLE}"
+        yield Problem.of("split", rule, pipeline.split, suggest(pipeline.split, (*parts, _WHOLE)), code="config.range")
 
 
 _WHOLE = "all"

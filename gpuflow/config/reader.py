@@ -3,6 +3,7 @@
 yaml_file.py      text to data with line numbers
 overrides.py      `run.threads=8` on the command line
 models.py         the blocks of a file: keys, types, defaults, rules between keys
+source_block.py   `source: {folder: photos}` to a source's spec
 stage_entries.py  `- resize: {shorter: 256}` to a stage
 words.py          types and faults in words
 """
@@ -18,11 +19,12 @@ from typing import Any
 
 import pydantic
 
-from gpuflow.config.models import Config, Document, Pixels, PresetKeys, SourceKeys
+from gpuflow.config.models import Config, Document, Pixels, PresetKeys
 from gpuflow.config.overrides import Overrides
 from gpuflow.config.record_fields import declared_problems
+from gpuflow.config.source_block import make_source
 from gpuflow.config.stage_entries import as_tuples, make_stage
-from gpuflow.config.words import fits, meant_key, problems_of
+from gpuflow.config.words import fits, problems_of
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem, show
@@ -32,7 +34,7 @@ from gpuflow.pipeline.stage import Decoder, Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram
-from gpuflow.sources import SourceSpec, offered_sources
+from gpuflow.sources import SourceSpec, all_kinds
 
 __all__ = ["AddedStages", "check_config", "read_config"]
 
@@ -106,7 +108,6 @@ class _Reader:
         self._data, self._lines = read_yaml(path) if data is None else (data, {})
         self._overrides = Overrides(self._data)
         self._problems: list[tuple[float, Problem]] = []
-        self._mixed: dict[int, dict[str, Any]] = {}
 
     def read(self, overrides: Sequence[str]) -> Config:
         for override in overrides:
@@ -120,9 +121,8 @@ class _Reader:
                 self._report(Problem.of(at, "must be text without NUL or lone surrogates", text, code="config.type"))
         self._stop_if_faulty()
         self._apply_train_size()
-        own, other, known = self._source_keys()
-        document = self._document(own) if known else None
-        source = self._source(own, other) if known else None
+        source = self._source()
+        document = self._document(source)
         programs, views = self._programs(), self._views()
         if source is not None:
             self._check_fields(source, programs, views)
@@ -194,66 +194,29 @@ class _Reader:
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
-    def _source_keys(self) -> tuple[Any, dict[str, Any], bool]:
-        """The block `source` without the keys of other packages, these, and whether all keys are known.
+    def _source(self) -> SourceSpec | None:
+        """The block `source`; None where it is missing or wrong, which is reported."""
+        if "source" not in self._data:
+            return None  # which `_document` reports
+        try:
+            return make_source(self._data["source"], all_kinds())
+        except ConfigError as error:
+            for problem in error.problems:
+                self._report(problem)
+        return None
 
-        Of a mix, the keys of other packages in its sources are in `_mixed`.
-        """
-        own, other, known = self._own_keys(("source",), self._data.get("source"))
-        entries = own.get("mix") if isinstance(own, dict) else None
-        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
-            if isinstance(entry, dict) and "source" in entry:
-                source, self._mixed[i], fine = self._own_keys(("source", "mix", i, "source"), entry["source"])
-                own["mix"][i], known = {**entry, "source": source}, known and fine
-        if not known:
-            self._document(own, rules=False)
-        return own, other, known
-
-    def _own_keys(self, at: tuple[Key, ...], block: Any) -> tuple[Any, dict[str, Any], bool]:
-        """A block that describes a source, without the keys of other packages, these, and whether all are known."""
-        if not isinstance(block, dict):
-            return block, {}, True
-        offered = offered_sources()
-        foreign = [key for key in block if isinstance(key, str) and key not in SourceKeys.model_fields]
-        unknown = [key for key in foreign if key not in offered]
-        own = {key: value for key, value in block.items() if key not in foreign}
-        if isinstance(own.get("mix"), list):
-            own["mix"] = list(own["mix"])
-        for key in unknown:
-            action = meant_key(key, [*SourceKeys.model_fields, *offered], Document)
-            self._report(Problem.of((*at, key), "is not a key here", action=action, code="config.unknown_key"))
-        return own, {key: block[key] for key in foreign if key in offered}, not unknown
-
-    def _document(self, source: Any, *, rules: bool = True) -> Document | None:
-        """All blocks; None where a key or a type is wrong. rules: whether those between keys are checked, too."""
-        values = as_tuples({**self._data, "source": source} if "source" in self._data else self._data)
+    def _document(self, source: SourceSpec | None) -> Document | None:
+        """All blocks; None where a key or a type is wrong."""
+        values = as_tuples(self._data)
         try:
             document = Document.model_validate(values)
         except pydantic.ValidationError as error:
             for problem in problems_of(error, Document, values):
                 self._report(problem)
             return None
-        for problem in document.problems() if rules else ():
+        for problem in document.problems(source):
             self._report(problem)
         return document
-
-    def _source(self, own: Any, other: Mapping[str, Any]) -> SourceSpec | None:
-        """The block `source`; None where there is none, or its keys are at fault, which `_document` reports."""
-        if own is None:
-            return None
-        try:
-            keys = SourceKeys.model_validate(as_tuples(own))
-        except pydantic.ValidationError:
-            return None
-        values = keys.model_dump()
-        for i, mixed in self._mixed.items():
-            values["mix"][i]["source"]["other"] = mixed
-        try:
-            return SourceSpec(**values, other=other)
-        except ConfigError as error:
-            for problem in error.problems:
-                self._report(problem)
-        return None
 
     # --- stages -----------------------------------------------------------------------------------------------------
 

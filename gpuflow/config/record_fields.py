@@ -20,17 +20,16 @@ def declared_problems(name: str, program: AnyProgram, source: SourceSpec) -> Ite
     """A problem for each field that a pipeline takes and the source does not declare, or with another type, and for
     each mixing stage where the declared fields cannot be mixed.
 
-    Without declared fields, those of COCO and of other packages' sources are known once the source is open.
+    Where fields need no declaration, they are known once the source is open.
     """
     declared = source.declared
-    if declared or not any(spec.kind == "coco" or spec.other for spec in source.sources):
+    if declared or not any(spec.has_other_fields for spec in source.sources):
         yield from field_problems_of(_taken(name, program), {name: spec.type for name, spec in declared})
-    if declared:
-        others = [name for name, spec in declared if spec.type not in ("image", "label")]
-        classes = any(spec.type == "label" and spec.kind in (None, "class") for _, spec in declared)
-        yield from mixing_problems(name, program, others, one_class=classes)
-    elif source.sources[0].kind == "coco":
-        yield from mixing_problems(name, program, ["boxes"], one_class=False)
+    if fields := source.fields_in_full:
+        others = [name for name, spec in fields if spec.type not in ("image", "label")]
+        classes = any(spec.type == "label" and spec.kind in (None, "class") for _, spec in fields)
+        # without a declaration, the others need not be there
+        yield from mixing_problems(name, program, others if declared else others[:1], one_class=classes)
 
 
 def mixing_problems(name: str, program: AnyProgram, fields: Sequence[str], *, one_class: bool) -> Iterator[Problem]:

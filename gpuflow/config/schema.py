@@ -13,43 +13,30 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from gpuflow.config.models import (
-    CacheKeys,
-    Document,
-    FieldKeys,
-    MixedSourceKeys,
-    MixKeys,
-    PipelineSpec,
-    ServeSpec,
-    SourceKeys,
-    ViewSpec,
-    WeightsKeys,
-)
+from gpuflow.config.models import CacheKeys, Document, PipelineSpec, ServeSpec, ViewSpec, alternatives
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.stage import Stage
-from gpuflow.sources import MixEntry, SourceSpec, WeightsSpec
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources import KINDS, SourceSpec
+from gpuflow.sources.storage import CacheSpec
 
 __all__ = ["docstring_of", "json_schema"]
 
 Schema = dict[str, Any]
 
-_SOURCE_BLOCKS = SourceKeys, MixKeys, MixedSourceKeys, FieldKeys, WeightsKeys
 _STAGES = {"$ref": "#/$defs/stages"}
 
 
-def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, EntryPoint] | None = None) -> Schema:
+def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, type[SourceSpec]] = KINDS) -> Schema:
     """The JSON Schema, draft 2020-12, of a file whose lists name stages of this table.
 
     Args:
         stages: the vocabulary, name to class.
-        sources: those of other packages, by name.
+        sources: the kinds of sources, name to class.
     """
     schema = Document.model_json_schema(schema_generator=_Blocks)
     description = schema["properties"]["source"]["description"]
@@ -62,22 +49,13 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, EntryPo
     pipeline = blocks[PipelineSpec.__name__]
     pipeline["properties"]["decode"]["anyOf"] = [{"$ref": "#/$defs/stage.decode"}, {"type": "null"}]
     pipeline["oneOf"] = [{"required": ["stages"]}, {"required": ["views"]}]
-    for keys in _SOURCE_BLOCKS:
-        del blocks[keys.__name__]
-    other_types: dict[str, Any] = {
-        "split": SourceKeys.model_fields["split"].annotation,
-        "fields": Mapping[str, FieldSpec | None],
-        "mix": tuple[MixEntry, ...],
-        "weights": WeightsSpec | None,
-        "cache": None,
+    kinds = {f"source.{kind}": _fields_schema(spec) for kind, spec in sources.items()}
+    definitions = {
+        "source": {"description": "Where the samples are.", "oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds]},
+        **kinds,
+        CacheKeys.__name__: CacheKeys.model_json_schema(schema_generator=_Blocks),
+        "stages": _list_schema(stages),
     }
-    cache = {"anyOf": [{"$ref": f"#/$defs/{CacheKeys.__name__}"}, {"type": "null"}], "default": None}
-    source = _fields_schema(SourceSpec, other_types)
-    del source["properties"]["other"]
-    source["properties"]["cache"] |= cache
-    for name, entry in (sources or {}).items():
-        source["properties"][name] = {"description": f"A source of another package: {entry.value}"}
-    definitions = {"source": source, "stages": _list_schema(stages)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gpuflow",
@@ -152,15 +130,15 @@ def _required(kind: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
 
 
-def _fields_schema(kind: type[Any], other_types: Mapping[str, Any] | None = None) -> Schema:
-    """The fields of a dataclass as the keys of a mapping. `other_types` are those of YAML, where they differ."""
+def _fields_schema(kind: type[Any]) -> Schema:
+    """The fields of a dataclass as the keys of a mapping."""
     summary, texts = docstring_of(kind)
-    hints = typing.get_type_hints(kind, include_extras=True) | dict(other_types or {})
+    hints = typing.get_type_hints(kind, include_extras=True)
     properties = {}
     for field in dataclasses.fields(kind):
         value = {"description": texts[field.name]} if field.name in texts else {}
         value |= _type_schema(hints[field.name])
-        if field.name not in (other_types or {}) and _is_plain(field.default):
+        if _is_plain(field.default):
             value["default"] = json.loads(json.dumps(field.default))
         properties[field.name] = value
     schema: Schema = {"type": "object", "description": summary, "properties": properties}
@@ -177,12 +155,14 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _type_schema(parts[0], next((part for part in parts[1:] if isinstance(part, Bounds)), bounds))
-    if SourceSpec in parts:  # in a mix
+    if hint is SourceSpec:  # in a mix
         return {"$ref": "#/$defs/source"}
+    if hint is CacheSpec:
+        return {"$ref": f"#/$defs/{CacheKeys.__name__}"}
     if origin is Literal:
         return {"enum": list(parts)}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_type_schema(part, bounds) for part in parts]}
+        return {"anyOf": [_type_schema(part, bounds) for part in alternatives(parts)]}
     if origin is tuple and parts[-1] is Ellipsis:
         return {"type": "array", "items": _type_schema(parts[0], bounds)}
     if origin is tuple:

@@ -16,10 +16,15 @@ from gpuflow.pipeline.record_values import FromRecord
 __all__ = ["fits", "meant_key", "problems_of", "type_in_words"]
 
 
-def problems_of(error: pydantic.ValidationError, model: type[BaseModel], data: Any) -> Iterator[Problem]:
-    """What pydantic found wrong with data for a model: one problem for each place."""
+def problems_of(
+    error: pydantic.ValidationError, model: type[BaseModel], data: Any, document: type[BaseModel] | None = None
+) -> Iterator[Problem]:
+    """What pydantic found wrong with data for a model: one problem for each place.
+
+    document: of which the model is a part, and where unknown keys may belong; by default the model itself.
+    """
     for fault in _group(error, data):
-        yield _describe(fault, model)
+        yield _describe(fault, model, document or model)
 
 
 _BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
@@ -27,6 +32,7 @@ _MOST_PLACES = 3
 _MAIN_KEYS = "folder", "stages", "file", "model", "size"
 """Of source, pipelines and views, serve.model, train and batch."""
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_WORDS |= {dict: "a mapping"}
 
 
 def type_in_words(hint: Any) -> str:
@@ -111,7 +117,7 @@ def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
     return list(by_place.values())
 
 
-def _describe(fault: Any, model: type[BaseModel]) -> Problem:
+def _describe(fault: Any, model: type[BaseModel], document: type[BaseModel]) -> Problem:
     """One of pydantic's faults, in this project's words."""
     at, kind, value = fault["loc"], fault["type"], fault["input"]
     parent, hint = _hint_at(model, at)
@@ -120,7 +126,7 @@ def _describe(fault: Any, model: type[BaseModel]) -> Problem:
     if kind == "extra_forbidden":
         assert parent is not None
         known = [field.alias or name for name, field in parent.model_fields.items()]
-        return Problem.of(at, "is not a key here", action=meant_key(at[-1], known, model), code="config.unknown_key")
+        return Problem.of(at, "is not a key here", action=meant_key(at[-1], known, document), code="config.unknown_key")
     if kind == "missing":
         return Problem.of(at[:-1], f"needs the key {at[-1]!r}: {type_in_words(hint)}", code="config.missing_key")
     if kind in _BOUNDS:

@@ -34,10 +34,10 @@ from gpuflow.pipeline.targets import TargetRules
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.sources import (
     HfSource,
+    Mix,
     MixSource,
     Source,
     SourceSpec,
-    WeightsSpec,
     fields_of,
     has_labels,
     is_read_remotely,
@@ -46,7 +46,6 @@ from gpuflow.sources import (
     subset,
     unwrapped,
     weights_of,
-    window_of,
 )
 from gpuflow.sources.storage import LocalStorage, time_limit
 
@@ -188,6 +187,7 @@ def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: i
         return ShuffledOrder(size=len(source), seed=spec.seed, shuffle=False)
     with _naming_file(config):
         if isinstance(source, MixSource):
+            assert isinstance(spec, Mix)
             return _mixed_order(spec, source, batch_size)
         return _order_of(spec, source, spec.seed)
 
@@ -196,7 +196,7 @@ def _order_of(spec: SourceSpec, source: Source, seed: int) -> Order:
     """The shuffled order of one source, or of its part."""
     weights = weights_of(spec, source)
     if weights is not None:
-        assert isinstance(spec.weights, WeightsSpec)
+        assert spec.weights is not None
         most = len(weights) if spec.weights.replacement else int(np.count_nonzero(weights))
         size = spec.weights.samples or most
         if not spec.weights.replacement and size > most:
@@ -206,13 +206,13 @@ def _order_of(spec: SourceSpec, source: Source, seed: int) -> Order:
             )
         return WeightedOrder(weights, size=size, seed=seed, replacement=spec.weights.replacement)
     if source.shard_sizes is not None:
-        return ShardedOrder(shard_sizes=source.shard_sizes, seed=seed, window=window_of(spec, source))
+        return ShardedOrder(shard_sizes=source.shard_sizes, seed=seed, window=spec.shard_window(unwrapped(source)))
     return ShuffledOrder(size=len(source), seed=seed)
 
 
-def _mixed_order(spec: SourceSpec, source: MixSource, batch_size: int) -> MixedOrder:
+def _mixed_order(spec: Mix, source: MixSource, batch_size: int) -> MixedOrder:
     orders = []
-    for i, (part_spec, part) in enumerate(zip(spec.mixed, source.parts, strict=True)):
+    for i, (part_spec, part) in enumerate(zip(spec.sources, source.parts, strict=True)):
         try:
             orders.append(_order_of(part_spec, part, key64("part", spec.seed, i)))
         except SourceError as error:
@@ -220,7 +220,7 @@ def _mixed_order(spec: SourceSpec, source: MixSource, batch_size: int) -> MixedO
     order = MixedOrder(
         orders,
         source.sizes,
-        [entry.weight for entry in spec.entries],
+        [entry.weight for entry in spec.mix],
         samples=spec.samples or len(source),
         seed=spec.seed,
         run=batch_size if spec.by == "batch" else 1,
@@ -230,7 +230,7 @@ def _mixed_order(spec: SourceSpec, source: MixSource, batch_size: int) -> MixedO
             what = "samples" if spec.by == "sample" else f"batches of {batch_size}"
             raise SourceError(
                 f"source.mix[{i}].weight must give it a part of the {sum(order.counts)} {what} of an epoch, got "
-                f"{spec.entries[i].weight:g}, which gives none; raise it, or source.samples"
+                f"{spec.mix[i].weight:g}, which gives none; raise it, or source.samples"
             )
     return order
 
@@ -275,8 +275,8 @@ def _require_other_file(config: Config) -> None:
     if not path:
         return
     for source in config.source.sources:
-        weights = source.weights.file if isinstance(source.weights, WeightsSpec) else None
-        for key, read in (("listing", source.listing), ("coco", source.coco), ("weights.file", weights)):
+        weights = source.weights.file if source.weights is not None else None
+        for key, read in ((source.kind, source.where), ("weights.file", weights)):
             if read and os.path.realpath(path) == os.path.realpath(os.path.expanduser(read)):
                 problem = f"must not be the file of source.{key}, got {path!r}; name another file"
                 raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)])
@@ -289,11 +289,11 @@ def _identity(config: Config, name: str, source: Source, batch_size: int) -> str
     """
     spec = config.source
     split = (spec.split or spec.splits, config.split_of(name))
-    kind = (spec.kind, split, window_of(spec, source) if source.shard_sizes else None)
+    kind = (spec.kind, split, spec.shard_window(unwrapped(source)) if source.shard_sizes else None)
     shuffle, rules = config.pipelines[name].shuffle, config.pipelines[name].targets.rules
     changed = () if rules == TargetRules() else (repr(rules),)
-    if spec.mix and shuffle:
-        kinds = [(entry.weight, entry.spec.kind, window_of(entry.spec)) for entry in spec.entries]
+    if isinstance(spec, Mix) and shuffle:
+        kinds = [(entry.weight, entry.source.kind, entry.source.shard_window()) for entry in spec.mix]
         changed = (*changed, (kinds, spec.samples, spec.by, batch_size if spec.by == "batch" else None))
     return f"{key64(name, kind, shuffle, config.any_program(name).pipeline.fingerprint, *changed):016x}"
 
@@ -310,6 +310,7 @@ def _shared_name(config: Config, name: str) -> str:
 def _former_identity(config: Config, name: str, source: Source) -> str:
     """The identity in states of earlier versions, which had no fingerprint of the files."""
     spec = config.source
-    kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.shard_window if source.shard_sizes else None)
+    places = (getattr(spec, key, None) for key in ("folder", "listing", "tar"))
+    kind = (*places, spec.split, spec.shard_window() if source.shard_sizes else None)
     shuffle = config.pipelines[name].shuffle
     return f"{key64(name, kind, len(source), shuffle, config.any_program(name).pipeline.fingerprint):016x}"

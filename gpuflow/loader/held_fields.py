@@ -11,27 +11,24 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, show
-from gpuflow.pipeline.records import GEOMETRIC, Column, Field, Ragged
+from gpuflow.pipeline.records import Column, Field, Ragged
 from gpuflow.sources import SourceSpec
-from gpuflow.sources.field_spec import FieldSpec
 
 __all__ = ["columns_of", "for_numpy", "keypoints_of", "moved_fields", "without_tensors"]
 
 _IN_TARGETS = {"boxes": "boxes", "mask": "masks", "keypoints": "keypoints"}
 """What `Batch.targets` and torchvision's detectors call fields of these types."""
-_OF_COCO = tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
 
 
 def moved_fields(source: SourceSpec) -> tuple[Field, ...]:
-    """The boxes, masks and keypoints that a source declares, or COCO's. The source is not read for them."""
-    coco, found = source.kind == "coco", list[Field]()
-    for name, spec in source.declared or (_OF_COCO if coco else ()):
+    """The boxes, masks and keypoints that a source declares, or that its kind has. The source is not read for them."""
+    found = list[Field]()
+    for name, spec in source.fields_in_full:
         match spec.type:
             case "boxes":
-                found.append(Field(name=name, type="boxes", labels="labels" if coco else spec.labels or ""))
+                found.append(Field(name=name, type="boxes", labels=spec.labels or ""))
             case "mask":
-                instances = coco or not spec.is_mask_file
-                found.append(Field(name=name, type="mask", instances=instances, fill=spec.fill or 0))
+                found.append(Field(name=name, type="mask", instances=not spec.is_mask_file, fill=spec.fill or 0))
             case "keypoints":
                 found.append(Field(name=name, type="keypoints", flip_pairs=spec.flip_pairs or ()))
             case _:

@@ -20,6 +20,7 @@ from gpuflow.parity.base import BATCH, Results, missing_gpu, missing_torchpipe, 
 from gpuflow.parity.images import Encoded, InMemory
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline.program import Program
+from gpuflow.sources import Folder
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
 __all__ = ["Serving", "Training"]
@@ -56,7 +57,7 @@ class Training:
             stages = PipelineSpec(stages=(), batch=BatchSpec(size=BATCH), on_error="replace")
             config = replace(
                 self.config,
-                source_block=replace(self.config.source, split=(), splits=()),
+                source_block=Folder(folder="", seed=self.config.source.seed),  # the samples are in memory
                 pipelines={self.name: stages},
                 programs={self.name: prefix.program},
                 run=self.config.run.model_copy(update={"bad_file": str(listed), "max_bad": None, "memory_limit": None}),

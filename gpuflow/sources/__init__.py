@@ -1,24 +1,33 @@
 """Sources: for each index the encoded bytes and the label of a sample, from local or remote files.
 
-`open_source` indexes the files that a `SourceSpec` describes; `subset` selects one of its splits. Both return a
-`Source`.
+`source_spec` makes the `SourceSpec` of a block `source`. `open_source` indexes the files that it describes; `subset`
+selects one of its splits. Both return a `Source`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.sources.base import MixEntry, Source, SourceSpec, WeightsSpec, is_read_remotely
-from gpuflow.sources.coco import open_coco
+from gpuflow.errors import ConfigError
+from gpuflow.sources.base import (
+    Extent,
+    NotMeasuredError,
+    Source,
+    SourceSpec,
+    WeightsSpec,
+    is_read_remotely,
+    spec_class,
+)
+from gpuflow.sources.coco import Coco
 from gpuflow.sources.fingerprint import fingerprint_of
-from gpuflow.sources.folder import open_folder
-from gpuflow.sources.hf import HfSource, open_hf
-from gpuflow.sources.listing import open_listing
-from gpuflow.sources.mix import MixSource, open_mix
-from gpuflow.sources.offered import offered_sources, open_offered
+from gpuflow.sources.folder import Folder
+from gpuflow.sources.hf import Hf, HfSource
+from gpuflow.sources.listing import Listing
+from gpuflow.sources.mix import Mix, MixEntry, MixSource
+from gpuflow.sources.offered import Offered, offered_kinds
 from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
 from gpuflow.sources.record_source import (
     RecordSource,
@@ -31,22 +40,28 @@ from gpuflow.sources.record_source import (
 )
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.storage import CachedStorage
-from gpuflow.sources.tar import open_tar
+from gpuflow.sources.tar import Tar
 from gpuflow.sources.weights import check_weights_file, read_weights
 
 __all__ = [
     "KINDS",
     "SPARE_BYTES",
     "Allocate",
+    "Extent",
+    "Folder",
     "HfSource",
+    "Mix",
     "MixEntry",
     "MixSource",
+    "NotMeasuredError",
+    "Offered",
     "Payload",
     "RecordSource",
     "Source",
     "SourceSpec",
     "Subset",
     "WeightsSpec",
+    "all_kinds",
     "cache_counts",
     "check_weights_file",
     "fields_of",
@@ -56,34 +71,50 @@ __all__ = [
     "is_read_remotely",
     "lay_out",
     "left_out_of",
-    "offered_sources",
     "open_source",
     "records_of",
+    "source_spec",
+    "spec_class",
     "subset",
     "unwrapped",
     "weights_of",
-    "window_of",
     "without_records",
 ]
 
-KINDS: dict[str, Callable[[SourceSpec], Source]] = {
-    "folder": open_folder,
-    "listing": open_listing,
-    "tar": open_tar,
-    "coco": open_coco,
-    "hf": open_hf,
-    "mix": lambda spec: open_mix(spec, open_source),
+KINDS: dict[str, type[SourceSpec]] = {
+    "folder": Folder,
+    "listing": Listing,
+    "tar": Tar,
+    "coco": Coco,
+    "hf": Hf,
+    "mix": Mix,
 }
 
 
-def open_source(spec: SourceSpec) -> Source:
-    """Index the whole source that `spec` describes, all splits together.
+def all_kinds() -> dict[str, type[SourceSpec]]:
+    """Return the spec classes of all kinds of sources, by the keys that say where samples are: of gpuflow and of the
+    packages that are installed.
 
-    Raises:
-        SourceError: it cannot be indexed; the message says where and why.
-        MissingExtra: the path is a URL and fsspec is not installed.
+    Raises GpuflowError: a package offers a key that is known already.
     """
-    return open_offered(spec) if spec.other else KINDS[spec.kind](spec)
+    return KINDS | offered_kinds({key for spec in KINDS.values() for key in spec.key_fields()})
+
+
+def source_spec(**keys: Any) -> SourceSpec:
+    """Return the spec of a source with these keys of the block `source`; None stands for a key that is not given.
+
+    Raises ConfigError with all problems.
+    """
+    spec, problems = spec_class(keys, all_kinds())
+    if spec is None or problems:
+        raise ConfigError([problem.below("source") for problem in problems])
+    given = {key: value for key, value in keys.items() if value is not None}
+    return spec.of(given, lambda block: block if isinstance(block, SourceSpec) else source_spec(**block))
+
+
+def open_source(spec: SourceSpec) -> Source:
+    """Index the whole source that `spec` describes, see `SourceSpec.open`."""
+    return spec.open()
 
 
 def unwrapped(source: Source) -> Source:
@@ -102,14 +133,6 @@ def cache_counts(source: Source) -> dict[str, int] | None:
     return {name: sum(each[name] for each in counts) for name in counts[0]} if counts else None
 
 
-def window_of(spec: SourceSpec, source: Source | None = None) -> int:
-    """How many neighbouring samples of a source with shards are shuffled among each other."""
-    own = unwrapped(source) if source is not None else None
-    if spec.window is None and isinstance(own, HfSource) and own.window is not None:
-        return own.window
-    return spec.shard_window
-
-
 def weights_of(spec: SourceSpec, source: Source) -> NDArray[np.float64] | None:
     """The weight of each sample of a source, or of a part of it; None where `spec` gives no weights.
 
@@ -117,5 +140,5 @@ def weights_of(spec: SourceSpec, source: Source) -> NDArray[np.float64] | None:
         SourceError: a weight cannot be read, is negative or not finite, or all of the part are 0.
     """
     if isinstance(source, Subset):
-        return read_weights(spec, source.source, open_source, source.indices)
-    return read_weights(spec, source, open_source, np.arange(len(source)))
+        return read_weights(spec, source.source, source.indices)
+    return read_weights(spec, source, np.arange(len(source)))

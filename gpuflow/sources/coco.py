@@ -10,25 +10,27 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError, show
-from gpuflow.sources.base import SourceSpec
+from gpuflow.errors import Problem, SourceError, show
+from gpuflow.pipeline.records import GEOMETRIC
+from gpuflow.sources.base import Samples
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.keys import Listed
 from gpuflow.sources.listing_text import check_path, parsed_json, resolved
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.storage import is_remote, open_storage
 
-__all__ = ["open_coco"]
+__all__ = ["Coco"]
 
 _IMAGES = 4096
 """Number of images in one block."""
@@ -37,9 +39,50 @@ _SIDE = 2**31
 _OF_ANNOTATIONS = ("bbox", "segmentation", "keypoints")
 
 
-def open_coco(spec: SourceSpec) -> FileSource:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Coco(Listed, Samples):
+    """A file of annotations in COCO's format, and the images that it names.
+
+    Args:
+        coco: a file of annotations in COCO's format, such as instances_train2017.json.
+        images: the directory of its images.
+    """
+
+    kind: ClassVar[str] = "coco"
+    instead: ClassVar[Mapping[str, str]] = {**Samples.instead, "classes": "its categories name the classes"}
+    has_other_fields: ClassVar[bool] = True
+
+    coco: str
+    images: str
+
+    def index(self) -> FileSource:
+        return _index(self)
+
+    def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
+        given = [key for key in field.given if key != "flip_pairs"]
+        if field.type == "label":
+            rule, action = "must not be declared for a source.coco", "its labels belong to boxes; remove it"
+            yield Problem.of((), rule, action=action, code="config.conflict")
+        elif field.type in ("image", *GEOMETRIC) and given:
+            rule = f"must have no keys for {field.type} in a source.coco, got {', '.join(given)}"
+            yield Problem.of((), rule, action="remove them; the format says it all", code="config.conflict")
+
+    def labels_of(self, field: FieldSpec) -> str | None:
+        return "labels" if field.type == "boxes" else None
+
+    @property
+    def folder_of_images(self) -> str:
+        return self.images
+
+    @property
+    def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
+        declared = self.declared or tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
+        return tuple((name, replace(_with_column(field), labels=self.labels_of(field))) for name, field in declared)
+
+
+def _index(spec: Coco) -> FileSource:
     """Index `spec.coco`. All annotations are read and checked; images only when they are loaded."""
-    assert spec.coco is not None and spec.images is not None
     place = spec.coco if is_remote(spec.coco) else os.path.expanduser(spec.coco)
     document = _document(place)
     classes, label_of = _categories(document, place)
@@ -77,7 +120,7 @@ def open_coco(spec: SourceSpec) -> FileSource:
         note += f", {len(annotations) - kept:,} annotations of crowds left out"
     paths = resolved(table, root, places.sample)
     return FileSource(
-        open_storage(paths[0], spec.cache_spec),
+        open_storage(paths[0], spec.cache),
         paths,
         zeros,
         classes,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 
@@ -54,12 +54,17 @@ class FieldSpec:
     flip_pairs: Annotated[tuple[tuple[int, int], ...], Bounds(least=0)] | None = None
 
     @property
+    def given(self) -> list[str]:
+        """The keys that are given, but for `type`."""
+        return [field.name for field in fields(self) if field.name != "type" and getattr(self, field.name) is not None]
+
+    @property
     def is_mask_file(self) -> bool:
         """Whether it is a mask in a separate file."""
         return self.type == "mask" and self.kind in (None, "file")
 
 
-Fields = Mapping[str, FieldSpec | Mapping[str, Any] | None] | tuple[tuple[str, FieldSpec], ...]
+Fields = Mapping[str, FieldSpec | None] | tuple[tuple[str, FieldSpec], ...]
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "image": ("column",),
@@ -73,7 +78,6 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 _KINDS = {"label": ("class", "classes", "number", "vector"), "mask": ("file", "rle", "polygons")}
 _ONCE = ("image", "label", "boxes")
-_OF_COCO = ("boxes", "mask", "keypoints")
 
 
 def classes_of_boxes(
@@ -94,10 +98,10 @@ def label_field(declared: Sequence[tuple[str, FieldSpec]]) -> tuple[str, FieldSp
 
 def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
     """The fields as pairs of name and spec, each with its type where the name says it."""
-    items = given.items() if isinstance(given, Mapping) else given
+    items: Iterable[tuple[str, Any]] = given.items() if isinstance(given, Mapping) else given
     pairs = []
     for name, value in items:
-        keys = {} if value is None else _keys(value) if isinstance(value, FieldSpec) else dict(value)
+        keys = asdict(value) if isinstance(value, FieldSpec) else dict(value or ())
         if keys.get("type") is None and name in TYPES:
             keys["type"] = name
         if keys.get("classes") is not None and not isinstance(keys["classes"], int):
@@ -110,16 +114,14 @@ def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
     return tuple(pairs)
 
 
-def _keys(spec: FieldSpec) -> dict[str, Any]:
-    return {field.name: getattr(spec, field.name) for field in fields(spec)}
-
-
-def field_problems(pairs: Sequence[tuple[str, FieldSpec]], source: str) -> Iterator[Problem]:
+def field_problems(
+    pairs: Sequence[tuple[str, FieldSpec]], labels_of: Callable[[FieldSpec], str | None]
+) -> Iterator[Problem]:
     """A problem for each broken rule between the keys of fields, its path from the mapping of fields on.
 
     Args:
         pairs: names and specs.
-        source: the kind of source that has them.
+        labels_of: returns the column with the labels of boxes, None if they have none.
     """
     first: dict[str, str] = {}
     columns: dict[str, str] = {}
@@ -130,24 +132,22 @@ def field_problems(pairs: Sequence[tuple[str, FieldSpec]], source: str) -> Itera
                 name, "needs the key 'type', because its name is no type", action=action, code="config.type"
             )
             continue
-        yield from (problem.below(name) for problem in _key_problems(spec, source))
+        yield from (problem.below(name) for problem in _key_problems(spec, labels_of(spec)))
         if spec.type in _ONCE:
             other = first.setdefault(spec.type, name)
             if other != name:
                 rule, action = f"must be the only field of type {spec.type}, got {other} too", "remove one"
                 yield Problem.of(name, rule, action=action, code="config.conflict")
-        labels = "labels" if (spec.type, source) == ("boxes", "coco") else spec.labels
-        for column in (name, labels):
+        for column in (name, labels_of(spec)):
             if column is not None and columns.setdefault(column, name) != name:
                 rule = f"must have a unique name in a record, got {column!r} in {columns[column]} too"
                 yield Problem.of(name, rule, action="rename one", code="config.conflict")
 
 
-def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
-    """Rules between the keys of one field with a type, and the kind of its source."""
+def _key_problems(spec: FieldSpec, labels: str | None) -> Iterator[Problem]:
+    """Rules between the keys of one field with a type. labels: the column with the labels of boxes."""
     assert spec.type is not None
-    wrong = [key for key in _keys(spec) if key != "type" and getattr(spec, key) is not None]
-    for key in wrong:
+    for key in spec.given:
         if key not in _KEYS[spec.type]:
             owners = " and ".join(kind for kind in TYPES if key in _KEYS[kind])
             rule = f"must go with {owners}, got a field of type {spec.type}"
@@ -159,7 +159,7 @@ def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
     if isinstance(spec.classes, tuple) and (not spec.classes or len(set(spec.classes)) < len(spec.classes)):
         yield Problem.of("classes", "must be distinct names, at least one", spec.classes, code="config.range")
     yield from out_of_bounds(spec)
-    if spec.classes is not None and spec.type == "boxes" and spec.labels is None and source != "coco":
+    if spec.classes is not None and spec.type == "boxes" and labels is None:
         action = "name the column of the labels: labels: COLUMN"
         yield Problem.of("classes", "must go with the key labels", action=action, code="config.conflict")
     if spec.classes is not None and spec.type == "label" and spec.kind in ("number", "vector"):
@@ -181,28 +181,3 @@ def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
     if len(set(numbers := list(chain.from_iterable(spec.flip_pairs or ())))) < len(numbers):
         rule = "must name each keypoint at most once"
         yield Problem.of("flip_pairs", rule, spec.flip_pairs, code="config.range")
-    yield from _source_problems(spec, source)
-
-
-def _source_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
-    """Rules between a field with a type and the kind of its source."""
-    given = [key for key in _keys(spec) if key != "type" and getattr(spec, key) is not None]
-    if source == "folder":
-        if spec.type not in ("image", "label"):
-            action = "name the files in a source.listing, which has columns for other fields"
-            rule = f"must be an image or a label in a source.folder, got {spec.type}"
-            yield Problem.of((), rule, action=action, code="config.conflict")
-        elif given and (spec.type, given, spec.kind) != ("label", ["kind"], "class"):
-            rule, action = "has no keys in a source.folder", f"remove {', '.join(given)}, or use a source.listing"
-            yield Problem.of((), rule, action=action, code="config.conflict")
-    elif source == "coco":
-        given = [key for key in given if key != "flip_pairs"]
-        if spec.type == "label":
-            rule, action = "must not be declared for a source.coco", "its labels belong to boxes; remove it"
-            yield Problem.of((), rule, action=action, code="config.conflict")
-        elif spec.type in ("image", *_OF_COCO) and given:
-            rule = f"must have no keys for {spec.type} in a source.coco, got {', '.join(given)}"
-            yield Problem.of((), rule, action="remove them; the format says it all", code="config.conflict")
-    elif source == "tar" and spec.type == "image" and spec.column is not None:
-        rule, action = "must not be given in a source.tar", "the image is the member with an image's suffix"
-        yield Problem.of("column", rule, action=action, code="config.conflict")

@@ -20,7 +20,7 @@ __all__ = ["FileSource"]
 
 @final
 class FileSource:
-    """A source with one file per sample, all on one storage. `open_folder` and `open_listing` create it.
+    """A source with one file per sample, all on one storage. Folders, listings and COCO files are such sources.
 
     Args:
         root: the folder that whole paths may lie below; of no matter to the fingerprint.
@@ -62,6 +62,11 @@ class FileSource:
     def entries(self) -> bytes:
         """See `gpuflow.sources.fingerprint.entries_of`."""
         return self._paths.entries_below(self._root)
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """What its images, and the files of its masks, are read from."""
+        return (self.storage, *self._table.storages)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -7,21 +7,29 @@ Unlike there, names that begin with a dot are left out: `.ipynb_checkpoints` is 
 from __future__ import annotations
 
 import os
+import random
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import ClassVar, final
 
 import numpy as np
 
-from gpuflow.errors import SourceError
-from gpuflow.sources.base import SourceSpec
+from gpuflow.errors import Problem, SourceError
+from gpuflow.sources.base import Extent, Samples
 from gpuflow.sources.directories import ancestors, cannot_be_listed, identity_of, is_directory, walk
+from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.keys import Cached, WithExtensions, WithSplits
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
+from gpuflow.sources.tar import extents_in_shards
 
-__all__ = ["EXTENSIONS", "image_extensions", "open_folder"]
+__all__ = ["EXTENSIONS", "Folder"]
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The extensions of ImageFolder, in its order; upper and lower case are equal."""
@@ -42,20 +50,64 @@ _NAMED = 6
 """The most empty class directories that an error names."""
 
 
-def image_extensions(spec: SourceSpec) -> tuple[str, ...]:
-    """How the names of a folder's images end, each with its dot."""
-    return (*EXTENSIONS, *(f".{name}" for name in spec.extensions))
+@final
+@dataclass(frozen=True, kw_only=True)
+class Folder(WithExtensions, WithSplits, Cached, Samples):
+    """A directory with one directory for each class.
+
+    Args:
+        folder: a directory with one directory for each class.
+    """
+
+    kind: ClassVar[str] = "folder"
+    instead: ClassVar[Mapping[str, str]] = {"classes": "its directories name the classes"}
+    by_class: ClassVar[bool] = True
+    has_columns: ClassVar[bool] = False
+
+    folder: str
+
+    def open(self) -> FileSource:
+        return _open(self)
+
+    def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+        """See the base. The folder may also be flat, or hold tar shards."""
+        waiting, shards = [os.path.expanduser(self.folder)], list[str]()
+        images: list[Extent] = []
+        while waiting and len(images) < limit and time.monotonic() < deadline:
+            with os.scandir(waiting.pop(chance.randrange(len(waiting)))) as entries:
+                for entry in islice(entries, limit):
+                    if entry.is_dir():
+                        waiting.append(entry.path)
+                    elif entry.name.lower().endswith(self.image_extensions):
+                        images.append(Extent(entry.path))
+                    elif entry.name.endswith(".tar"):
+                        shards.append(entry.path)
+        return images or extents_in_shards(shards, self.extensions, limit, deadline, chance)
+
+    def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
+        given = field.given
+        if field.type not in ("image", "label"):
+            action = "name the files in a source.listing, which has columns for other fields"
+            rule = f"must be an image or a label in a source.folder, got {field.type}"
+            yield Problem.of((), rule, action=action, code="config.conflict")
+        elif given and (field.type, given, field.kind) != ("label", ["kind"], "class"):
+            rule, action = "has no keys in a source.folder", f"remove {', '.join(given)}, or use a source.listing"
+            yield Problem.of((), rule, action=action, code="config.conflict")
+
+    @property
+    def image_extensions(self) -> tuple[str, ...]:
+        """How the names of the images end, each with its dot."""
+        return (*EXTENSIONS, *(f".{name}" for name in self.extensions))
 
 
-def open_folder(spec: SourceSpec) -> FileSource:
+def _open(spec: Folder) -> FileSource:
     """Index `spec.folder`, ordered by class, then by directory, then by file name."""
-    assert spec.folder is not None
     storage: Storage
     tree_of: Callable[[str, tuple[str, ...]], Iterator[tuple[str, list[str]]]]
-    extensions = image_extensions(spec)
+    extensions = spec.image_extensions
     if is_remote(spec.folder):
         root = spec.folder.rstrip("/")
-        storage = remote = open_remote(root, spec.cache_spec)
+        storage = remote = open_remote(root, spec.cache)
         tree_of = partial(_remote_tree, remote)
     else:
         root = os.path.expanduser(spec.folder)

@@ -9,21 +9,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, ClassVar, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import Problem, SourceError
 from gpuflow.pipeline.records import Field, LeftOut, Records
-from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.base import Source
 from gpuflow.sources.directories import ancestors, identity_of, matching, walk
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
 from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.keys import Named, WithSplits, WithWindow
 from gpuflow.sources.labels import resolve_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.payload import Allocate, Payload
@@ -32,14 +33,14 @@ from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable
 from gpuflow.sources.sample_labels import sample_labels
 from gpuflow.sources.storage import LocalStorage, Storage, is_remote
 
-__all__ = ["HfSource", "open_hf"]
+__all__ = ["Hf", "HfSource"]
 
 Classes = tuple[str, ...]
 
 
 @final
 class HfSource:
-    """The samples of a dataset, in the order of its files and their rows. `open_hf` creates it.
+    """The samples of a dataset, in the order of its files and their rows. `Hf` opens it.
 
     Args:
         cells: the column of images.
@@ -120,9 +121,51 @@ class HfSource:
         self._table.close()
 
 
-def open_hf(spec: SourceSpec) -> HfSource:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hf(WithWindow, WithSplits, Named):
+    """A dataset that Hugging Face's `datasets` saved (`save_to_disk`), or Parquet files.
+
+    Args:
+        hf: a dataset that Hugging Face's `datasets` saved (`save_to_disk`), or Parquet files: one, a
+            directory of them, or a pattern.
+        image: the column of the images; by default `image`, or the one that has images.
+        label: the column of the labels; by default `label`, or the one that has classes.
+    """
+
+    kind: ClassVar[str] = "hf"
+
+    hf: str
+    image: str | None = None
+    label: str | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        for key in ("image", "label") if self.fields else ():
+            if getattr(self, key) is not None:
+                rule, action = "must not stand next to fields", f"move it there: {key}: {{column: NAME}}"
+                yield Problem.of(key, rule, action=action, code="config.conflict")
+
+    def open(self) -> HfSource:
+        source = _open(self)
+        self.check_window(source)
+        return source
+
+    def shard_window(self, source: Source | None = None) -> int:
+        own = source.window if isinstance(source, HfSource) and self.window is None else None
+        return own or super().shard_window(source)
+
+    def with_one_column(self, name: str, column: str, **changes: Any) -> Self:
+        return super().with_one_column(name, column, image=None, label=None, **changes)
+
+    def _fields_of_files(self) -> tuple[tuple[str, FieldSpec], ...]:
+        if self.image is not None:
+            return (("image", FieldSpec(type="image", column=self.image)),)
+        return super()._fields_of_files()
+
+
+def _open(spec: Hf) -> HfSource:
     """Index `spec.hf`. Raises SourceError, or MissingExtra without pyarrow."""
-    assert spec.hf is not None
     if is_remote(spec.hf):
         raise SourceError(
             f"source.hf must be a path of this machine, got {spec.hf!r}; copy the dataset to a local disk"
@@ -255,12 +298,12 @@ def _loaded(path: str, key: str, *, optional: bool = False) -> list[Any] | None:
 class _Reader:
     """Reads the small columns of a dataset's files, and finds where those of images lie."""
 
-    def __init__(self, spec: SourceSpec, tables: Sequence[Table], storage: LocalStorage) -> None:
+    def __init__(self, spec: Hf, tables: Sequence[Table], storage: LocalStorage) -> None:
         self._spec, self._tables, self._storage = spec, tables, storage
         self._ends = np.cumsum([table.rows for table in tables])
         self._schema, self._all_features = tables[0].schema, [features_of(table.schema) for table in tables]
         self._features = self._all_features[0]
-        self._where, self._locate = str(spec.hf), Locate(self._place)
+        self._where, self._locate = spec.hf, Locate(self._place)
         for table in tables[1:]:
             if table.form != tables[0].form:
                 raise SourceError(

@@ -41,7 +41,7 @@ def missing_path(path: str) -> str:
 def missing_source(spec: SourceSpec) -> str:
     """What a source names that does not exist, and a hint; empty if it exists, or is not a single local path."""
     path = spec.where
-    if spec.other or spec.mix or is_remote(path) or any(mark in path for mark in "*?[{"):
+    if not spec.is_path or is_remote(path) or any(mark in path for mark in "*?[{"):
         return ""
     return _missing(path)
 

@@ -12,14 +12,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.files import FileSource
+from gpuflow.sources.keys import Listed, Named
 from gpuflow.sources.labels import Codes, resolve_labels, texts_of
 from gpuflow.sources.listing_fields import open_with_fields
 from gpuflow.sources.listing_text import (
@@ -36,7 +37,7 @@ from gpuflow.sources.listing_text import (
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
-__all__ = ["open_listing"]
+__all__ = ["Listing"]
 
 _ROWS = 16_384
 """Number of rows in one block."""
@@ -75,16 +76,40 @@ class Row(NamedTuple):
     label: int | str
 
 
-def open_listing(spec: SourceSpec) -> FileSource:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Listing(Listed, Named):
+    """A CSV or JSON-lines file of paths and labels.
+
+    Args:
+        listing: a CSV or JSON-lines file of paths and labels.
+        root: the directory that a listing's relative paths start from; by default the listing's own.
+    """
+
+    kind: ClassVar[str] = "listing"
+
+    listing: str
+    root: str | None = None
+
+    def index(self) -> FileSource:
+        return _index(self)
+
+    @property
+    def folder_of_images(self) -> str:
+        return self.root or self.listing
+
+
+def _index(spec: Listing) -> FileSource:
     """Index `spec.listing`. Samples have the order of its rows."""
-    assert spec.listing is not None
     place = spec.listing if is_remote(spec.listing) else os.path.expanduser(spec.listing)
     extension = os.path.splitext(place)[1].lower()
     if extension not in _FORMATS:
         action = "did you mean source.hf?" if extension in (".parquet", ".arrow") else "rename the file"
         raise SourceError(f"source.listing must end in {', '.join(_FORMATS)}, got {spec.listing!r}; {action}")
+    root = spec.root if spec.root is not None else parent_of(place)
+    root = root if is_remote(root) else os.path.expanduser(root)
     if spec.declared:
-        return open_with_fields(spec, place, is_csv=_FORMATS[extension][1] is _csv_rows)
+        return open_with_fields(spec, place, root, spec.cache, is_csv=_FORMATS[extension][1] is _csv_rows)
     chunks, rows = _FORMATS[extension]
     data = load(place)
     table, codes, parts = PathTableBuilder(), Codes(), []
@@ -108,13 +133,9 @@ def open_listing(spec: SourceSpec) -> FileSource:
         return f"{place}:{next(islice(rows(data, place), first, None)).line}"
 
     classes, values = resolve_labels(texts_of(codes, spec.classes), spec.classes, locate, place)
-    root = spec.root if spec.root is not None else parent_of(place)
-    root = root if is_remote(root) else os.path.expanduser(root)
     located = resolved(table, root, lambda i: f"{place}:{next(islice(rows(data, place), i, None)).line}")
     note = _header_note(data) if rows is _csv_rows else ""
-    return FileSource(
-        open_storage(located[0], spec.cache_spec), located, values[row_codes], classes, root=root, note=note
-    )
+    return FileSource(open_storage(located[0], spec.cache), located, values[row_codes], classes, root=root, note=note)
 
 
 def _columns(data: bytes) -> Columns:

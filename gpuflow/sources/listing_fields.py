@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, final
 
 from gpuflow.errors import SourceError, show
-from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import near_word
+from gpuflow.sources.keys import Named
 from gpuflow.sources.listing_text import (
     check_path,
     check_sample,
@@ -28,7 +27,7 @@ from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
 from gpuflow.sources.sample_labels import names_in, sample_labels
-from gpuflow.sources.storage import is_remote, open_storage, parent_of
+from gpuflow.sources.storage import CacheSpec, is_remote, open_storage
 
 __all__ = ["open_with_fields"]
 
@@ -47,8 +46,11 @@ class _Lines:
         self.locate = Locate(lambda i: f"{place}:{self.numbers[i]}")
 
 
-def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSource:
-    """Index a listing with the fields that `spec` declares. Samples have the order of its rows."""
+def open_with_fields(spec: Named, place: str, root: str, cache: CacheSpec | None, *, is_csv: bool) -> FileSource:
+    """Index a listing with the fields that `spec` declares. Samples have the order of its rows.
+
+    root: the directory that relative paths start from. cache: where files behind URLs are kept.
+    """
     declared = dict(spec.declared)
     image = next((field.column or name for name, field in declared.items() if field.type == "image"), "path")
     label_column, label = label_field(spec.declared)
@@ -76,15 +78,13 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
         builder.add(block, len(block[image]))
     if not lines.numbers:
         raise SourceError(f"{place}: must list at least one sample, got none; add rows")
-    root = spec.root if spec.root is not None else parent_of(place)
-    root = root if is_remote(root) else os.path.expanduser(root)
     paths = {column: resolved(table, root, lines.locate.sample) for column, table in tables.items()}
-    storage = open_storage(paths[image][0], spec.cache_spec)
+    storage = open_storage(paths[image][0], cache)
     files = {}
     for name, column in masks.items():
         path = paths[column][0]
         same = is_remote(path) == storage.remote
-        files[name] = MaskFiles(storage if same else open_storage(path, spec.cache_spec), paths[column], root)
+        files[name] = MaskFiles(storage if same else open_storage(path, cache), paths[column], root)
     storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
     classes, values = labels.build()
     records = builder.build(files, storages)

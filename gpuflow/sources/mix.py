@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Annotated, Any, ClassVar, Literal, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import ConfigError, Problem, SourceError
+from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.records import Column, Field, LeftOut, Ragged, Records
 from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
+from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
+from gpuflow.sources.keys import WithSplits, class_problems
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_source import fields_of, has_labels, left_out_of, records_of, without_records
 from gpuflow.sources.storage import Storage
 
-__all__ = ["MixSource", "open_mix"]
+__all__ = ["Mix", "MixEntry", "MixSource"]
 
 
 @final
@@ -156,12 +159,118 @@ class MixSource:
         return int(self._ends[number]) - len(self.parts[number])
 
 
-def open_mix(spec: SourceSpec, open_source: Callable[[SourceSpec], Source]) -> MixSource:
-    """Index all sources of a mix. open_source: indexes one of them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixEntry:
+    """One source of a mix.
+
+    Args:
+        source: where its samples are.
+        weight: how much of the mix comes from it, in proportion to the weights of the other sources.
+    """
+
+    source: SourceSpec
+    weight: Annotated[float, Bounds(above=0)] = 1.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Mix(WithSplits):
+    """Several sources, each with a weight.
+
+    Args:
+        mix: several sources, each with a weight: where a pipeline shuffles, it draws from them in these proportions.
+        by: whether each `sample` is drawn from any of the sources, or each `batch` from one of them.
+        samples: samples of an epoch where a pipeline shuffles; by default as many as all sources have.
+        classes: the names of the classes; by default all its sources have the same.
+        unite_classes: unite the classes of its sources by name.
+    """
+
+    kind: ClassVar[str] = "mix"
+    instead: ClassVar[Mapping[str, str]] = {
+        key: f"give each source of the mix its own {key}" for key in ("fields", "weights", "cache", "window")
+    }
+    is_path: ClassVar[bool] = False
+
+    mix: tuple[MixEntry, ...]
+    by: Literal["sample", "batch"] = "sample"
+    samples: Annotated[int, Bounds(least=1)] | None = None
+    classes: tuple[str, ...] | None = None
+    unite_classes: bool = False
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any], make: Callable[[Any], SourceSpec]) -> Self:
+        entries, problems = list[MixEntry](), list[Problem]()
+        for i, entry in enumerate(keys["mix"]):
+            try:
+                if not isinstance(entry, MixEntry):
+                    entry = MixEntry(**{**entry, "source": make(entry["source"])})
+                entries.append(entry)
+            except ConfigError as error:
+                problems += (problem.below("source", "mix", i) for problem in error.problems)
+        if problems:
+            raise ConfigError(problems)
+        return cls(**{**keys, "mix": tuple(entries)})
+
+    def __post_init__(self) -> None:
+        if self.classes is not None:
+            object.__setattr__(self, "classes", tuple(self.classes))
+        super().__post_init__()
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        yield from class_problems(self.classes)
+        if self.classes is not None and self.unite_classes:
+            rule = "must not stand next to classes"
+            yield Problem.of("unite_classes", rule, action="remove one of them", code="config.conflict")
+        if not self.mix:
+            yield Problem.of("mix", "must list at least one source", (), code="config.range")
+        for i, entry in enumerate(self.mix):
+            yield from (problem.below("mix", i) for problem in out_of_bounds(entry))
+            at = ("mix", i, "source")
+            if isinstance(entry.source, Mix):
+                rule, action = "must not be in a mix", "list its sources in the other mix"
+                yield Problem.of((*at, "mix"), rule, action=action, code="config.conflict")
+            for key in ("split", "seed"):
+                if getattr(entry.source, key):
+                    rule = "must stand next to mix, and is for all its sources"
+                    yield Problem.of((*at, key), rule, action="move it there", code="config.conflict")
+            if self.splits and not isinstance(entry.source, WithSplits):
+                rule, action = "must be those of sources that have splits", "give the fractions of parts with split"
+                got = f"got source.{entry.source.kind}"
+                yield Problem.of("splits", f"{rule}, {got}", action=action, code="config.conflict")
+
+    def open(self) -> MixSource:
+        return _open(self)
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """The sources, each with the splits that the mix names."""
+        return tuple(
+            replace(entry.source, splits=self.splits)
+            if self.splits and isinstance(entry.source, WithSplits)
+            else entry.source
+            for entry in self.mix
+        )
+
+    @property
+    def where(self) -> str:
+        return " and ".join(entry.source.where for entry in self.mix)
+
+    @property
+    def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
+        return self.mix[0].source.declared
+
+    @property
+    def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
+        return self.mix[0].source.fields_in_full
+
+
+def _open(spec: Mix) -> MixSource:
+    """Index all sources of a mix."""
     parts: list[Source] = []
-    for i, part in enumerate(spec.mixed):
+    for i, part in enumerate(spec.sources):
         try:
-            parts.append(open_source(part))
+            parts.append(part.open())
             _check(parts)
         except SourceError as error:
             for opened in parts:
@@ -230,9 +339,9 @@ def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:
     return counts
 
 
-def _classes(spec: SourceSpec, parts: Sequence[Source]) -> tuple[str, ...]:
+def _classes(spec: Mix, parts: Sequence[Source]) -> tuple[str, ...]:
     """The classes of a mix: what all sources have, or what `spec` says. Raises SourceError."""
-    if isinstance(spec.classes, tuple):
+    if spec.classes is not None:
         if has_labels(parts[0]) and parts[0].labels.dtype.kind == "f":
             raise SourceError("source.classes must go with labels that are classes, got numbers; remove it")
         for i, part in enumerate(parts):

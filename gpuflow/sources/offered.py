@@ -8,55 +8,72 @@ source's to obey, while gpuflow divides it by `split` and `seed`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from gpuflow.errors import GpuflowError, SourceError
 from gpuflow.runtime.entry_points import entry_points
-from gpuflow.sources.base import Source, SourceSpec
+from gpuflow.sources.base import Source
+from gpuflow.sources.keys import Named, WithWindow
 
-__all__ = ["offered_sources", "open_offered"]
+__all__ = ["Offered", "offered_kinds"]
 
 _MEMBERS = ("__len__", "classes", "labels", "shard_sizes", "storage", "on", "path", "read", "close")
 
 
-def offered_sources() -> dict[str, importlib.metadata.EntryPoint]:
-    """What other packages offer, by the key in YAML. Nothing is imported.
+@dataclass(frozen=True, kw_only=True)
+class Offered(WithWindow, Named):
+    """A source of another package. `offered_kinds` makes a subclass for each, with its key."""
+
+    entry: ClassVar[importlib.metadata.EntryPoint]
+    is_path: ClassVar[bool] = False
+    has_other_fields: ClassVar[bool] = True
+
+    @property
+    def where(self) -> str:
+        return f"{self.kind}: {getattr(self, self.kind)}"
+
+    def open(self) -> Source:
+        try:
+            source = self.entry.load()(getattr(self, self.kind), self)
+        except (ImportError, AttributeError) as error:
+            fault = f"{self.entry.value} cannot be used: {error}; repair its package"
+            raise SourceError(f"source.{self.kind}: {fault}") from error
+        except OSError as error:
+            raise SourceError(f"source.{self.kind}: {error}; check the path") from error
+        if missing := [member for member in _MEMBERS if not hasattr(source, member)]:
+            raise SourceError(
+                f"source.{self.kind}: {self.entry.value} must return a source, and its result has no "
+                f"{', '.join(missing)}; repair its package"
+            )
+        opened: Source = source
+        self.check_window(opened)
+        return opened
+
+
+def offered_kinds(known: Collection[str]) -> dict[str, type[Offered]]:
+    """Return what other packages offer, by the key in YAML. Nothing is imported. known: the keys that gpuflow has.
 
     Raises:
         GpuflowError: two packages offer a source of the same name, or one offers a key that gpuflow has.
     """
-    known = {field.name for field in dataclasses.fields(SourceSpec)}
-    found: dict[str, importlib.metadata.EntryPoint] = {}
+    kinds: dict[str, type[Offered]] = {}
     for entry in entry_points("gpuflow.sources"):
-        if entry.name in known or entry.name in found:
+        if entry.name in known or entry.name in kinds:
             raise GpuflowError(
                 f"source {entry.name!r} of {entry.value} is already known; rename it or uninstall its package"
             )
-        found[entry.name] = entry
-    return found
+        kinds[entry.name] = _kind_of(entry)
+    return kinds
 
 
-def open_offered(spec: SourceSpec, offered: Mapping[str, importlib.metadata.EntryPoint] | None = None) -> Source:
-    """Open the source of another package that a spec names. offered: what there is; by default what is installed.
-
-    Raises SourceError: it is not installed, cannot be imported or opened, or is no source.
-    """
-    entries = offered_sources() if offered is None else offered
-    [(name, value)] = dict(spec.other).items()
-    if name not in entries:
-        raise SourceError(f"source.{name}: no installed package offers it; install the one that does")
-    entry = entries[name]
-    try:
-        source = entry.load()(value, spec)
-    except (ImportError, AttributeError) as error:
-        raise SourceError(f"source.{name}: {entry.value} cannot be used: {error}; repair its package") from error
-    except OSError as error:
-        raise SourceError(f"source.{name}: {error}; check the path") from error
-    if missing := [member for member in _MEMBERS if not hasattr(source, member)]:
-        raise SourceError(
-            f"source.{name}: {entry.value} must return a source, and its result has no {', '.join(missing)}; "
-            "repair its package"
-        )
-    opened: Source = source
-    return opened
+@functools.cache
+def _kind_of(entry: importlib.metadata.EntryPoint) -> type[Offered]:
+    text = f"A source of another package: {entry.value}."
+    members = {"kind": entry.name, "entry": entry, "__doc__": f"{text}\n\nArgs:\n    {entry.name}: {text}\n"}
+    return dataclasses.make_dataclass(
+        "Offered", [(entry.name, Any)], bases=(Offered,), namespace=members, frozen=True, kw_only=True
+    )

@@ -9,22 +9,27 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import re
+import tarfile
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import Problem, SourceError
 from gpuflow.pipeline.records import Field, LeftOut, Records
-from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.base import Extent
+from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hints import missing_path
+from gpuflow.sources.keys import Cached, Named, WithExtensions, WithWindow
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.payload import Allocate, Payload
@@ -44,7 +49,7 @@ from gpuflow.sources.tar_members import (
     text_of,
 )
 
-__all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "member_extensions", "open_tar"]
+__all__ = ["IMAGE_EXTENSIONS", "Tar", "TarSource", "expand_braces", "extents_in_shards"]
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp")
 
@@ -73,7 +78,7 @@ class _Index:
 
 @final
 class TarSource:
-    """The samples of one or more shards. `open_tar` creates it."""
+    """The samples of one or more shards. `Tar` opens it."""
 
     def __init__(
         self,
@@ -143,23 +148,71 @@ class TarSource:
         self._table.close()
 
 
-def member_extensions(spec: SourceSpec) -> tuple[str, ...]:
-    """The suffixes of the members that are images, without a dot."""
-    return (*IMAGE_EXTENSIONS, *spec.extensions)
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tar(WithExtensions, WithWindow, Cached, Named):
+    """WebDataset-style shards.
+
+    Args:
+        tar: a path with brace ranges: `shards/{000..012}.tar`.
+    """
+
+    kind: ClassVar[str] = "tar"
+
+    tar: str
+
+    def open(self) -> TarSource:
+        return _open(self)
+
+    def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+        shards = expand_braces(os.path.expanduser(self.tar))
+        return extents_in_shards(shards, self.extensions, limit, deadline, chance)
+
+    def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
+        if field.type == "image" and field.column is not None:
+            rule, action = "must not be given in a source.tar", "the image is the member with an image's suffix"
+            yield Problem.of("column", rule, action=action, code="config.conflict")
+
+    def _fields_of_files(self) -> tuple[tuple[str, FieldSpec], ...]:
+        # the suffix of a mask's member may be one of images
+        return tuple((name, field) for name, field in self.declared if field.type == "image" or field.is_mask_file)
+
+    @property
+    def image_suffixes(self) -> tuple[str, ...]:
+        """The suffixes of the members that are images, without a dot."""
+        return (*IMAGE_EXTENSIONS, *self.extensions)
 
 
-def open_tar(spec: SourceSpec) -> TarSource:
+def extents_in_shards(
+    shards: Sequence[str], extensions: Sequence[str], limit: int, deadline: float, chance: random.Random
+) -> list[Extent]:
+    """Return where images of local shards lie, see `SourceSpec.find_images`. extensions: see `Tar`."""
+    suffixes = tuple(f".{name}" for name in (*IMAGE_EXTENSIONS, *extensions))
+    images: list[Extent] = []
+    for path in chance.sample(shards, len(shards)):
+        try:
+            with tarfile.open(path, "r:") as shard:
+                for member in shard:
+                    if member.isreg() and member.name.lower().endswith(suffixes):
+                        images.append(Extent(path, member.offset_data, member.size))
+                    if len(images) == limit or time.monotonic() > deadline:
+                        return images
+        except tarfile.TarError as fault:
+            raise SourceError(f"{path}: not a tar file ({fault}); check what it is") from fault
+    return images
+
+
+def _open(spec: Tar) -> TarSource:
     """Index `spec.tar`, or load the index from the cache. Samples have the order of shards, then of members."""
-    assert spec.tar is not None
     pattern = spec.tar if is_remote(spec.tar) else os.path.expanduser(spec.tar)
     names = expand_braces(pattern)
-    storage = open_storage(pattern, spec.cache_spec)
+    storage = open_storage(pattern, spec.cache)
     shards = _inspected(storage, names)
     if spec.declared:
         source = _with_fields(spec, storage, shards)
         _warn_of_small_cache(spec, storage, shards, len(source))
         return source
-    extensions = member_extensions(spec)
+    extensions = spec.image_suffixes
     cache = cache_path("tar", shards, SCAN_FORMAT, *spec.extensions)
     index = _index_of(load_arrays(cache))
     if index is None:
@@ -180,9 +233,9 @@ def open_tar(spec: SourceSpec) -> TarSource:
     return TarSource(storage, shards, index, classes, labels[index.codes])
 
 
-def _with_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard]) -> TarSource:
+def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSource:
     """The shards with the fields that `spec` declares."""
-    found = read_fields(spec, storage, shards, member_extensions(spec))
+    found = read_fields(spec, storage, shards, spec.image_suffixes)
     index = _Index(
         images=found.images,
         starts=found.starts,
@@ -234,15 +287,16 @@ def _inspected(storage: Storage, names: Sequence[str]) -> list[Shard]:
     return shards
 
 
-def _warn_of_small_cache(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], samples: int) -> None:
+def _warn_of_small_cache(spec: Tar, storage: Storage, shards: Sequence[Shard], samples: int) -> None:
     """Blocks serve several samples of a window. A cache that does not hold one downloads them for each sample."""
-    cache = spec.cache_spec
+    cache = spec.cache
     if cache is None or not isinstance(storage, CachedStorage):
         return
-    window = sum(shard.size for shard in shards) * min(spec.shard_window, samples) // samples
-    if window > cache.size:
+    window = spec.shard_window()
+    size = sum(shard.size for shard in shards) * min(window, samples) // samples
+    if size > cache.size:
         warnings.warn(
-            f"source.cache.size must hold the {spec.shard_window:,} samples of source.window ({window / 1e6:,.0f} MB), "
+            f"source.cache.size must hold the {window:,} samples of source.window ({size / 1e6:,.0f} MB), "
             f"got {cache.size / 1e6:,.0f} MB: shuffled batches will download blocks more than once; raise it, or lower "
             "source.window",
             stacklevel=2,

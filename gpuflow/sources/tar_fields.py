@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
-from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.hints import near_word
+from gpuflow.sources.keys import Named
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
@@ -111,15 +111,14 @@ class _Members:
         return f"{self._value(i, column)}{': ' if column.startswith('.') else ''}[{j}]"
 
 
-def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], images: Sequence[str]) -> TarFields:
+def read_fields(spec: Named, storage: Storage, shards: Sequence[Shard], images: Sequence[str]) -> TarFields:
     """Index shards with the fields that `spec` declares. Samples have the order of shards, then of members.
 
     images: the suffixes of images.
     """
-    assert spec.tar is not None
     declared = tuple((name, _with_column(name, field)) for name, field in spec.declared)
-    _check_default_members(spec.declared, spec.tar)
-    _check_shared_members(declared, spec.tar)
+    _check_default_members(spec.declared, spec.where)
+    _check_shared_members(declared, spec.where)
     mask_suffixes = tuple(dict.fromkeys(_column(field)[1:] for _, field in declared if field.is_mask_file))
     others = [_column(field) for _, field in declared if field.type != "image" and not field.is_mask_file]
     others += [field.labels for _, field in declared if field.labels is not None]
@@ -136,7 +135,7 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     count = len(members.images)
     if not count:
         raise SourceError(
-            f"{spec.tar}: must hold at least one image ({', '.join(images)}), got none; check what is in it"
+            f"{spec.where}: must hold at least one image ({', '.join(images)}), got none; check what is in it"
         )
     for suffix in sorted(required):
         _check_present(members, suffix, members.arrays[f"text.{suffix}.ends"])
@@ -144,8 +143,8 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
         _check_present(members, suffix, members.arrays[f"mask.{suffix}.starts"])
     label_column, label = label_field(declared)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
-    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.tar, members.locate)
-    labels = sample_labels(label, label_column, label_classes, spec.tar, members.locate)
+    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.where, members.locate)
+    labels = sample_labels(label, label_column, label_classes, spec.where, members.locate)
     columns = {column: _reader_of(members, column, declared) for column in builder.columns()}
     label_reader = _reader_of(members, label_column, declared) if label is not None else None
     for first in range(0, count, _ROWS):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
-from gpuflow.sources.base import Source, SourceSpec, WeightsSpec
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.base import Samples, Source, SourceSpec, WeightsSpec
 from gpuflow.sources.fingerprint import entries_of
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
@@ -25,26 +23,23 @@ __all__ = ["check_weights_file", "read_weights"]
 _FIELD = "weight"
 
 
-def read_weights(
-    spec: SourceSpec, source: Source, open_source: Callable[[SourceSpec], Source], part: NDArray[np.int64]
-) -> NDArray[np.float64] | None:
+def read_weights(spec: SourceSpec, source: Source, part: NDArray[np.int64]) -> NDArray[np.float64] | None:
     """The weights of some samples of a source, float64; None where `spec` gives none.
 
     Args:
         source: the whole source.
-        open_source: indexes a source.
         part: indices of the samples that are asked for.
 
     Raises SourceError: there is not one finite weight >= 0 for each sample of the source, or those of the part are 0.
     """
-    if not isinstance(spec.weights, WeightsSpec):
+    if not isinstance(spec, Samples) or spec.weights is None:
         return None
     if spec.weights.file is not None:
         place = os.path.expanduser(spec.weights.file)
         weights, lines = _from_file(place, spec.weights.column)
     else:
         place, lines = spec.where, None
-        weights = _from_column(spec, spec.weights.column or "", source, open_source)
+        weights = _from_column(spec, spec.weights.column or "", source)
     if len(weights) != len(source):
         raise SourceError(
             f"source.weights: {place} must have one weight for each of the {len(source)} samples, got {len(weights)}; "
@@ -88,19 +83,10 @@ def _check_above_0(weights: NDArray[np.float64], place: str, whole: str) -> None
         )
 
 
-def _from_column(
-    spec: SourceSpec, column: str, source: Source, open_source: Callable[[SourceSpec], Source]
-) -> NDArray[np.float64]:
+def _from_column(spec: Samples, column: str, source: Source) -> NDArray[np.float64]:
     """The values of a column: the source is indexed again, with it as its only field besides those of files."""
-    in_members = spec.tar is not None  # where a mask's suffix may be one of images
-    kept = tuple(
-        (n, field) for n, field in spec.declared if field.type == "image" or (in_members and field.is_mask_file)
-    )
-    if spec.image is not None:
-        kept = (("image", FieldSpec(type="image", column=spec.image)),)
-    fields = (*kept, (_FIELD, FieldSpec(type="number", column=column)))
     try:
-        other = open_source(replace(spec, fields=fields, weights=None, image=None, label=None, classes=None))
+        other = spec.with_one_column(_FIELD, column).open()
     except SourceError as error:
         raise SourceError(f"source.weights: {error}") from error
     try:
@@ -111,7 +97,7 @@ def _from_column(
         other.close()
 
 
-def _check_same_samples(spec: SourceSpec, source: Source, other: Source) -> None:
+def _check_same_samples(spec: Samples, source: Source, other: Source) -> None:
     """Raise SourceError where a source that was indexed again has other samples, or has them in another order."""
     if len(source) == len(other) and entries_of(source) == entries_of(other):
         return

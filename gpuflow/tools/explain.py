@@ -35,8 +35,8 @@ from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.pipeline.stage import Decoder, Policy
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.sources import (
+    Mix,
     Source,
-    WeightsSpec,
     fields_of,
     fingerprint_of,
     has_labels,
@@ -147,9 +147,9 @@ def _order(config: Config, name: str) -> str:
     spec = config.source
     if not config.pipelines[name].shuffle:
         return "as in the source"
-    if spec.mix:
-        return f"each {spec.by} drawn from {len(spec.entries)} sources in the proportions of their weights, shuffled"
-    if isinstance(spec.weights, WeightsSpec):
+    if isinstance(spec, Mix):
+        return f"each {spec.by} drawn from {len(spec.mix)} sources in the proportions of their weights, shuffled"
+    if spec.weights is not None:
         return f"drawn by weights {'with' if spec.weights.replacement else 'without'} replacement"
     return "shuffled"
 

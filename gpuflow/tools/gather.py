@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, reason_of
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import NotMeasuredError, SourceSpec
 from gpuflow.sources.storage import is_remote
 from gpuflow.tools.machine import (
     MODULES,
@@ -78,13 +78,13 @@ def _measured(
     readers = readers or (gpu_readers_of(threads) if machine.gpus else threads)
     decoders = rates.cpu_decoders()
     disk, files, error, unmeasured = tuple[DiskRate, ...](), list[NDArray[np.uint8]](), None, None
-    local = source is not None and not is_remote(str(source.root or source.images or source.where))
+    local = source is not None and not is_remote(source.folder_of_images)
     if local:
         assert source is not None
         progress("reading images")
         try:
             disk, files = rates.disk_rates(source, readers=sorted({readers, max(readers, rates.MANY_READERS)}))
-        except rates.NotMeasuredError as reason:
+        except NotMeasuredError as reason:
             unmeasured = str(reason)
         except SourceError as fault:
             error = str(fault)

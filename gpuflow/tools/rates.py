@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import tarfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,15 +25,11 @@ from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError, reason_of
 from gpuflow.execute import colors
 from gpuflow.runtime.threads import DaemonPool
-from gpuflow.sources import SourceSpec, is_read_remotely, open_source
-from gpuflow.sources.folder import image_extensions
-from gpuflow.sources.tar import expand_braces, member_extensions
+from gpuflow.sources import Extent, SourceSpec
 from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 
 __all__ = [
     "MANY_READERS",
-    "Extent",
-    "NotMeasuredError",
     "ProbedImage",
     "at_once",
     "core_rates",
@@ -62,18 +57,6 @@ T = TypeVar("T")
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------
-
-
-class NotMeasuredError(Exception):
-    """A source is of a kind whose files are not measured, and is not at fault."""
-
-
-class Extent(NamedTuple):
-    """The bytes of an image: `size` bytes of a file from offset `start`, or the whole file where `size` is None."""
-
-    path: str
-    start: int = 0
-    size: int | None = None
 
 
 class _Read(NamedTuple):
@@ -130,69 +113,21 @@ def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskR
 def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECONDS) -> list[Extent]:
     """Images of a local source in random order, the same in each call. Lists only part of a large source.
 
-    A folder may also be flat, or contain tar shards. The search ends after `seconds`.
+    The search ends after `seconds`.
 
     Raises:
-        NotMeasuredError: the source is of a kind whose files are not known here.
+        NotMeasuredError: the source is of a kind whose files are not measured.
         SourceError: there are none, or they cannot be listed.
     """
     deadline, chance = time.monotonic() + seconds, random.Random(0)
     try:
-        match spec.kind:
-            case "folder":
-                found = _in_folder(os.path.expanduser(spec.where), spec, limit, deadline, chance)
-            case "tar":
-                found = _in_shards(expand_braces(os.path.expanduser(spec.where)), spec, limit, deadline, chance)
-            case "listing" | "coco":
-                source = open_source(spec)
-                if is_read_remotely(source):
-                    raise NotMeasuredError(f"{spec.where} lists files behind URLs")
-                found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
-                source.close()
-            case _ if spec.other:
-                raise NotMeasuredError(f"{spec.where} belongs to another package")
-            case _:
-                raise NotMeasuredError(f"{spec.where} is no folder of images")
+        found = spec.find_images(limit, deadline, chance)
     except OSError as fault:
         raise SourceError(f"{fault.filename}: {str(fault.strerror).lower()}; check the path") from fault
     if not found:
         raise SourceError(f"{spec.where}: holds no images; name a folder that does")
     chance.shuffle(found)
     return found
-
-
-def _in_folder(root: str, spec: SourceSpec, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
-    extensions = image_extensions(spec)
-    waiting, shards = [root], list[str]()
-    images: list[Extent] = []
-    while waiting and len(images) < limit and time.monotonic() < deadline:
-        with os.scandir(waiting.pop(chance.randrange(len(waiting)))) as entries:
-            for entry in islice(entries, limit):
-                if entry.is_dir():
-                    waiting.append(entry.path)
-                elif entry.name.lower().endswith(extensions):
-                    images.append(Extent(entry.path))
-                elif entry.name.endswith(".tar"):
-                    shards.append(entry.path)
-    return images or _in_shards(shards, spec, limit, deadline, chance)
-
-
-def _in_shards(
-    shards: Sequence[str], spec: SourceSpec, limit: int, deadline: float, chance: random.Random
-) -> list[Extent]:
-    extensions = tuple(f".{name}" for name in member_extensions(spec))
-    images: list[Extent] = []
-    for path in chance.sample(shards, len(shards)):
-        try:
-            with tarfile.open(path, "r:") as shard:
-                for member in shard:
-                    if member.isreg() and member.name.lower().endswith(extensions):
-                        images.append(Extent(path, member.offset_data, member.size))
-                    if len(images) == limit or time.monotonic() > deadline:
-                        return images
-        except tarfile.TarError as fault:
-            raise SourceError(f"{path}: not a tar file ({fault}); check what it is") from fault
-    return images
 
 
 def _dropped(extents: Sequence[Extent], deadline: float) -> list[Extent]:

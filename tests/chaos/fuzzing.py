@@ -26,7 +26,7 @@ from gpuflow.config import read_config
 from gpuflow.errors import BadSampleError, ConfigError, SourceError, StateError
 from gpuflow.serve.http.app import RequestLimits, create_app
 from gpuflow.serve.predictor import Predictor
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import SourceSpec, open_source, source_spec
 from gpuflow.stages import STAGES, Decode, Resize
 from tests.chaos.accounting import Report
 from tests.damaged import pool
@@ -153,7 +153,7 @@ def tars(rng: random.Random, directory: Path) -> None:
     path = directory / f"{rng.getrandbits(64):x}.tar"
     path.write_bytes(found)
     try:
-        _read_all(SourceSpec(tar=str(path)))
+        _read_all(source_spec(tar=str(path)))
     finally:
         path.unlink()
 
@@ -212,7 +212,7 @@ def listings(rng: random.Random, directory: Path) -> None:
     path = directory / f"{rng.getrandbits(64):x}{suffix}"
     path.write_bytes(mutated(rng, data, (*_CSV_WORDS, *known)) if rng.random() < 0.9 else data)
     try:
-        _read_all(SourceSpec(listing=str(path), classes=rng.choice((None, None, 3))))
+        _read_all(source_spec(listing=str(path), classes=rng.choice((None, None, 3))))
     finally:
         path.unlink()
 

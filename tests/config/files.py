@@ -8,6 +8,7 @@ import pytest
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
+from gpuflow.sources import KINDS
 from gpuflow.stages import STAGES
 
 FULL = """\
@@ -41,10 +42,7 @@ pipelines:
     stages: [decode, center_crop: {size: 8}]
 """
 PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error, targets"
-SOURCE_KEYS = (
-    "folder, listing, tar, coco, hf, mix, images, image, label, by, samples, root, classes, unite_classes, split, "
-    "splits, seed, window, extensions, weights, fields, cache"
-)
+SOURCE_KEYS = ", ".join(dict.fromkeys([*KINDS, *(key for kind in KINDS.values() for key in kind.key_fields())]))
 RUN_KEYS = "threads, readers, processes, decoder_calls, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit"
 RUN_KEYS += ", deterministic, nvtx"
 

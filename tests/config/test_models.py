@@ -45,7 +45,7 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("source: {folder: x, split: [1]}", "source.split must be a mapping, each value a number, got [1]"),
         ("source: {folder: x, split: {val: b}}", "source.split.val must be a number, got 'b'"),
         (
-            "source: {folder: x, classes: [1, 2]}",
+            "source: {listing: x, classes: [1, 2]}",
             "source.classes must be an integer or a list, each text, got [1, 2]",
         ),
         ("run: 3", f"run must be a mapping with {RUN_KEYS}, got 3"),
@@ -127,7 +127,7 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("source: {folder: x, seed: -1}", "source.seed must be >= 0, got -1"),
         ("source: {listing: x, classes: 0}", "source.classes must be >= 1, got 0"),
         (
-            "source: {folder: x, cache: {dir: y, size: 2 MB}}",
+            "source: {folder: 's3://x', cache: {dir: y, size: 2 MB}}",
             "source.cache.size must be at least 16MiB, got 2000000",
         ),
         (
@@ -136,8 +136,14 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ),
         (
             "source: {folder: x, classes: 3}",
-            "source.classes must go with listing, tar, hf or mix, got source.folder; its directories name the classes",
+            "source.classes must go with source.listing, source.tar, source.hf or source.mix, got source.folder; its "
+            "directories name the classes",
         ),
+        (
+            "source: {folder: x, cache: {dir: y, size: 1 GB}}",
+            "source.cache must go with URLs, got 'x', whose files are not copied; remove cache",
+        ),
+        ("source: {mix: [{source: {folder: x}}], classes: 3}", "source.classes must be a list, each text, got 3"),
         (
             "source: {listing: x, classes: [a, a]}",
             "source.classes must be distinct names, at least one, got ['a', 'a']",

@@ -34,7 +34,7 @@ def test_overrides() -> None:
         Normalize(dtype="float16"),
     )
     assert config.pipelines["train"].batch == BatchSpec(**{"global": 64})  # type: ignore[arg-type]
-    assert config.source.folder == "else=where"
+    assert config.source.where == "else=where"
     assert config.serve is not None and config.serve.model is not None
     assert config.serve.model.engine == "onnxruntime"
     assert config.run.bad_file == ""

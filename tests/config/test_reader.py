@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpuflow.config import BatchSpec, Config, read_config
 from gpuflow.errors import UNSET, ConfigError
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import source_spec
 from gpuflow.stages import (
     STAGES,
     CenterCrop,
@@ -51,7 +51,7 @@ def test_a_whole_file() -> None:
     assert config.programs["serve"].pipeline.name == "serve"
     assert config.pipelines["train"].batch == BatchSpec(size=256, drop_last=True)
     assert (config.pipelines["train"].shuffle, config.pipelines["val"].shuffle) == (True, False)
-    assert config.source == SourceSpec(folder="photos", split=(("train", 0.9), ("val", 0.1)), seed=3)
+    assert config.source == source_spec(folder="photos", split=(("train", 0.9), ("val", 0.1)), seed=3)
     assert (config.train.lr, config.train.epochs, config.train.model) == (1e-3, 3, "resnet18")
     assert config.serve is not None and config.serve.model is not None
     assert (config.serve.model.file, config.serve.model.engine, config.serve.model.batch) == ("model.onnx", "auto", 16)

@@ -151,7 +151,7 @@ def test_every_key_is_described_in_words() -> None:
         if name == "stages":
             continue
         assert definition["description"], name
-        for key, value in definition["properties"].items():
+        for key, value in definition.get("properties", {}).items():
             text = value.get("description", "")
             assert text[-1:] == "." and text[0] in "`[" + text[0].upper(), f"{name}.{key}: {text!r}"
 

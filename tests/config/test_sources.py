@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuflow.sources import SourceSpec, WeightsSpec
+from gpuflow.sources import Mix, WeightsSpec, source_spec
 from tests.config.files import fault, read, with_block
 
 
@@ -14,16 +14,18 @@ def test_a_mix_and_weights_are_read_from_yaml() -> None:
         "by: batch, samples: 100, unite_classes: true, split: {val: 0.5}}"
     )
     source = read(with_block(block)).source
-    first, second = source.entries
-    assert (first.spec, first.weight, second.weight) == (SourceSpec(folder="a"), 2, 1)
-    assert second.spec == SourceSpec(hf="b", image="img", weights=WeightsSpec(column="w"))
+    assert isinstance(source, Mix)
+    first, second = source.mix
+    assert (first.source, first.weight, second.weight) == (source_spec(folder="a"), 2, 1)
+    assert second.source == source_spec(hf="b", image="img", weights=WeightsSpec(column="w"))
     assert (source.by, source.samples, source.unite_classes, source.kind) == ("batch", 100, True, "mix")
     assert source.where == "a and b"
 
 
 def test_an_override_reaches_a_source_of_a_mix() -> None:
-    source = read(with_block("source: {mix: [{source: {folder: a}}, {source: {folder: b}}]}"), "source.mix.1.weight=3")
-    assert [entry.weight for entry in source.source.entries] == [1, 3]
+    block = with_block("source: {mix: [{source: {folder: a}}, {source: {folder: b}}]}")
+    source = read(block, "source.mix.1.weight=3").source
+    assert isinstance(source, Mix) and [entry.weight for entry in source.mix] == [1, 3]
 
 
 MIX = "source:\n  mix:\n    - source: {folder: a}\n    - %s\n"
@@ -36,8 +38,10 @@ MIX = "source:\n  mix:\n    - source: {folder: a}\n    - %s\n"
         ("source: {folder: 3}", "source.mix[1].source.folder must be text, got 3"),
         ("{source: {folder: b}, wieght: 2}", "source.mix[1].wieght is not a key here; did you mean 'weight'?"),
         ("{source: {folder: b}, weight: -2}", "source.mix[1].weight must be > 0, got -2.0"),
-        ("{weight: 2}", "source.mix[1] needs the key 'source': a mapping with folder"),
-        ("source: {mix: []}", "source.mix[1].source.mix is not a key here"),
+        ("{weight: 2}", "source.mix[1] needs the key 'source': a mapping"),
+        ("source: {mix: []}", "source.mix[1].source.mix must list at least one source, got []"),
+        ("source: {mix: [{source: {folder: b}}]}", "source.mix[1].source.mix must not be in a mix"),
+        ("source: 3", "source.mix[1].source must be a mapping, got 3"),
         ("source: {folder: b, split: {x: 0.5}}", "source.mix[1].source.split must stand next to mix, and is for all"),
         (
             "source: {}",

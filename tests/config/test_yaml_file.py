@@ -189,7 +189,7 @@ def test_a_long_file_and_a_few_aliases_of_it_are_read() -> None:
 
 def test_text_in_any_alphabet_and_line_end() -> None:
     config = read(SMALL.replace("photos", "Fotos/größe/写真").replace("\n", "\r\n"))
-    assert config.source.folder == "Fotos/größe/写真"
+    assert config.source.where == "Fotos/größe/写真"
 
 
 @settings(max_examples=150)

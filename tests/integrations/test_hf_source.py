@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from gpuflow.runtime import memory
 from gpuflow.sources import (
     HfSource,
     Source,
-    SourceSpec,
     fields_of,
     open_source,
     records_of,
+    source_spec,
     subset,
     weights_of,
-    window_of,
 )
 from gpuflow.sources.fingerprint import fingerprint_of
 from gpuflow.sources.hf_tables import ParquetCells
@@ -103,7 +101,7 @@ def contents(source: Source, indices: list[int]) -> list[bytes | str]:
 
 @forms
 def test_samples_labels_and_paths(form: str, root: Path) -> None:
-    source = open_source(SourceSpec(hf=str(root / FORMS[form])))
+    source = open_source(source_spec(hf=str(root / FORMS[form])))
     assert (len(source), source.classes) == (COUNT, tuple(NAMES))
     assert source.labels.tolist() == [i % 3 for i in range(COUNT)]
     wanted = [40, 3, 56, 0, 3, 21]
@@ -116,7 +114,7 @@ def test_samples_labels_and_paths(form: str, root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["parts", "many"])
 def test_splits_of_the_dataset_are_parts(name: str, root: Path) -> None:
-    spec = SourceSpec(hf=str(root / name), splits=("train", "test"))
+    spec = source_spec(hf=str(root / name), splits=("train", "test"))
     source = open_source(spec)
     train, test = subset(source, spec, "train"), subset(source, spec, "test")
     assert (len(source), len(train), len(test)) == (COUNT + 6, COUNT, 6)
@@ -129,23 +127,23 @@ def test_other_columns_and_types(tmp_path: Path) -> None:
     data = images(9)
     table = {"picture": data, "name": ["b", "a", "c"] * 3, "number": [2, 0, 1] * 3}
     pq.write_table(pa.table(table), tmp_path / "x.parquet", row_group_size=4, compression="zstd")
-    named = open_source(SourceSpec(hf=str(tmp_path / "x.parquet"), label="name"))
+    named = open_source(source_spec(hf=str(tmp_path / "x.parquet"), label="name"))
     assert (named.classes, named.labels.tolist()) == (("a", "b", "c"), [1, 0, 2] * 3)
-    numbered = open_source(SourceSpec(hf=str(tmp_path), image="picture", label="number"))
+    numbered = open_source(source_spec(hf=str(tmp_path), image="picture", label="number"))
     assert (numbered.classes, numbered.labels.tolist()) == (("0", "1", "2"), [2, 0, 1] * 3)
     assert contents(numbered, [8, 0]) == [data[8], data[0]]
     with pytest.raises(
         SourceError, match=r"must have a column of labels, got picture, name, number; name it with label"
     ):
-        open_source(SourceSpec(hf=str(tmp_path / "x.parquet")))
+        open_source(source_spec(hf=str(tmp_path / "x.parquet")))
     with pytest.raises(
         SourceError, match=r"the column 'name' must hold encoded images .*got string; name another .*pict"
     ):
-        open_source(SourceSpec(hf=str(tmp_path / "x.parquet"), image="name", label="number"))
+        open_source(source_spec(hf=str(tmp_path / "x.parquet"), image="name", label="number"))
     with pytest.raises(
         SourceError, match=r"must have the column of images 'pictur', got picture.*did you mean 'picture'"
     ):
-        open_source(SourceSpec(hf=str(tmp_path / "x.parquet"), image="pictur", label="number"))
+        open_source(source_spec(hf=str(tmp_path / "x.parquet"), image="pictur", label="number"))
 
 
 @forms
@@ -156,7 +154,7 @@ def test_fields_by_column(form: str, root: Path) -> None:
         "caption": {"type": "text"},
         "w": {"type": "number"},
     }
-    source = open_source(SourceSpec(hf=str(root / FORMS[form]), fields=fields))
+    source = open_source(source_spec(hf=str(root / FORMS[form]), fields=fields))
     boxes, _, _ = fields_of(source)
     assert (boxes.classes, boxes.labels) == (("a", "b"), "objects.kind")
     records = records_of(source, [50, 1])
@@ -172,14 +170,14 @@ def test_masks_are_cells(tmp_path: Path) -> None:
     data.save_to_disk(tmp_path / "saved")
     data.to_parquet(tmp_path / "x.parquet", batch_size=2)
     for name in ("saved", "x.parquet"):
-        source = open_source(SourceSpec(hf=str(tmp_path / name), fields={"image": None, "label": None, "mask": None}))
+        source = open_source(source_spec(hf=str(tmp_path / name), fields={"image": None, "label": None, "mask": None}))
         masks: Any = records_of(source, [4, 0]).columns["mask"]
         assert [mask.data for mask in masks] == [bytes([4] * 9), bytes(9)]
 
 
 @forms
 def test_weights_are_a_column(form: str, root: Path) -> None:
-    spec = SourceSpec(hf=str(root / FORMS[form]), weights={"column": "w"})
+    spec = source_spec(hf=str(root / FORMS[form]), weights={"column": "w"})
     found = weights_of(spec, open_source(spec))
     assert found is not None and found.tolist() == [i % 5 for i in range(COUNT)]
 
@@ -220,7 +218,7 @@ def test_ranks_threads_processes_and_resume_change_nothing(form: str, root: Path
 
 @forms
 def test_workers_that_read_for_a_gpu_give_the_same_bytes(form: str, root: Path) -> None:
-    source = open_source(SourceSpec(hf=str(root / FORMS[form])))
+    source = open_source(source_spec(hf=str(root / FORMS[form])))
     reader = ProcessReader(source, 2)
     wanted = [40, 3, 56, 0]
     try:
@@ -234,7 +232,7 @@ def test_workers_that_read_for_a_gpu_give_the_same_bytes(form: str, root: Path) 
 
 def test_windows_read_each_row_group_few_times(root: Path, tmp_path: Path) -> None:
     """Over an epoch in small batches, each row group once for each window that it is in, at most."""
-    source = open_source(SourceSpec(hf=str(root / "one.parquet"), window=16))
+    source = open_source(source_spec(hf=str(root / "one.parquet"), window=16))
     assert isinstance(source, HfSource) and isinstance(source._cells, ParquetCells)
     sizes = source.shard_sizes
     assert sizes is not None and len(sizes) == 8
@@ -245,23 +243,23 @@ def test_windows_read_each_row_group_few_times(root: Path, tmp_path: Path) -> No
 
 
 def test_the_window_of_parquet_files_is_what_fits_into_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SourceSpec(hf=str(root / "one.parquet"))
-    assert window_of(spec, open_source(spec)) == 8192, "small images"
+    spec = source_spec(hf=str(root / "one.parquet"))
+    assert spec.shard_window(open_source(spec)) == 8192, "small images"
     mean = sum(map(len, images())) / COUNT
     monkeypatch.setattr("gpuflow.sources.hf_tables._WINDOW_BYTES", int(mean * 20))
-    assert 15 <= window_of(spec, open_source(spec)) <= 20
-    assert window_of(replace(spec, window=7), open_source(spec)) == 7
+    assert 15 <= spec.shard_window(open_source(spec)) <= 20
+    assert source_spec(hf=spec.where, window=7).shard_window(open_source(spec)) == 7
 
 
 def test_a_fingerprint_knows_files_labels_and_fields(root: Path, tmp_path: Path) -> None:
-    specs = [SourceSpec(hf=str(root / FORMS[form])) for form in FORMS]
-    specs.append(SourceSpec(hf=str(root / "saved"), fields={"image": None, "label": None, "w": {"type": "number"}}))
-    specs.append(SourceSpec(hf=str(root / "parts"), splits=("train", "test")))
+    specs = [source_spec(hf=str(root / FORMS[form])) for form in FORMS]
+    specs.append(source_spec(hf=str(root / "saved"), fields={"image": None, "label": None, "w": {"type": "number"}}))
+    specs.append(source_spec(hf=str(root / "parts"), splits=("train", "test")))
     assert len({fingerprint_of(open_source(spec)) for spec in specs}) == len(specs)
     for name in ("saved", "many"):
         shutil.copytree(root / name, tmp_path / name)
-    assert fingerprint_of(open_source(SourceSpec(hf=str(tmp_path / "saved")))) == fingerprint_of(open_source(specs[0]))
-    assert fingerprint_of(open_source(SourceSpec(hf=str(tmp_path / "many/train-*")))) == fingerprint_of(
+    assert fingerprint_of(open_source(source_spec(hf=str(tmp_path / "saved")))) == fingerprint_of(open_source(specs[0]))
+    assert fingerprint_of(open_source(source_spec(hf=str(tmp_path / "many/train-*")))) == fingerprint_of(
         open_source(specs[2])
     )
 
@@ -282,7 +280,7 @@ def test_a_mix_with_a_folder(root: Path, tmp_path: Path) -> None:
     assert [len(batch) for batch in batches] == [4] * 5
     assert sorted(len({row[0] >= COUNT for row in batch}) for batch in batches) == [1] * 5
     assert {index: sound[index] for index in sound if index >= COUNT} == {COUNT: 0, COUNT + 1: 3}
-    reader = ProcessReader(open_source(SourceSpec(mix=tuple(parts), unite_classes=True)), 1)
+    reader = ProcessReader(open_source(source_spec(mix=tuple(parts), unite_classes=True)), 1)
     try:
         payload = reader.read([COUNT + 1, 5, 6], lambda size: memory.shared(size))
         assert [payload.sample(i).tobytes() for i in range(3)] == [images(1, 501)[0], images()[5], images()[6]]
@@ -302,7 +300,7 @@ def test_a_file_that_is_cut_short(form: str, cut: int, root: Path, tmp_path: Pat
     file = target / "data-00001-of-00002.arrow" if form == "saved" else target
     file.write_bytes(file.read_bytes()[:-cut])
     with pytest.raises(SourceError) as error:
-        open_source(SourceSpec(hf=str(target)))
+        open_source(source_spec(hf=str(target)))
     kind = "Arrow" if form == "saved" else "Parquet"
     assert str(error.value).startswith(f"{file}: must be a whole {kind} file, got an error: ")
     assert str(error.value).endswith("; copy or write it again")
@@ -314,7 +312,7 @@ def test_a_null_image_is_a_bad_sample(form: str, tmp_path: Path) -> None:
     data = dataset(9, image=[*held[:4], None, *held[5:]])
     data.save_to_disk(tmp_path / "saved")
     data.to_parquet(tmp_path / "x.parquet", batch_size=3)
-    source = open_source(SourceSpec(hf=str(tmp_path / form)))
+    source = open_source(source_spec(hf=str(tmp_path / form)))
     expected = [images(9)[3], "has no image: its cell is null, or a path without the image", images(9)[5]]
     assert contents(source, [3, 4, 5]) == expected
     path = config(tmp_path, {"hf": str(tmp_path / form)}, on_error="skip")
@@ -336,7 +334,7 @@ def test_a_damaged_row_group_makes_its_samples_bad(tmp_path: Path) -> None:
     start = about.data_page_offset
     data[start : start + 200] = b"\xff" * 200
     (tmp_path / "x.parquet").write_bytes(data)
-    source = open_source(SourceSpec(hf=str(tmp_path / "x.parquet")))
+    source = open_source(source_spec(hf=str(tmp_path / "x.parquet")))
     found = contents(source, list(range(9)))
     assert found[:3] + found[6:] == images(9)[:3] + images(9)[6:]
     assert all(isinstance(error, str) and error.startswith("its row group 1 cannot be read: ") for error in found[3:6])
@@ -345,7 +343,7 @@ def test_a_damaged_row_group_makes_its_samples_bad(tmp_path: Path) -> None:
 @forms
 def test_a_file_that_changes_while_it_is_read(form: str, root: Path, tmp_path: Path) -> None:
     shutil.copytree(root, tmp_path / "copy")
-    source = open_source(SourceSpec(hf=str(tmp_path / "copy" / FORMS[form])))
+    source = open_source(source_spec(hf=str(tmp_path / "copy" / FORMS[form])))
     first = Path(source.path(0).rpartition("[")[0])
     first.write_bytes(first.read_bytes() + b"more")
     with pytest.raises(SourceError, match="shard must stay as it was indexed, but has changed"):
@@ -362,8 +360,8 @@ def test_a_file_that_changes_while_it_is_read(form: str, root: Path, tmp_path: P
 def test_a_label_that_is_none(label: list[int | None], expected: str, tmp_path: Path) -> None:
     dataset(3, label=label).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(SourceError, match=expected):
-        open_source(SourceSpec(hf=str(tmp_path / "x.parquet")))
-    source = open_source(SourceSpec(hf=str(tmp_path / "x.parquet"), fields={"image": None}))
+        open_source(source_spec(hf=str(tmp_path / "x.parquet")))
+    source = open_source(source_spec(hf=str(tmp_path / "x.parquet"), fields={"image": None}))
     assert len(source) == 3
 
 
@@ -379,21 +377,21 @@ def test_paths_and_splits_that_are_wrong(root: Path, tmp_path: Path) -> None:
     ]
     for path, splits, expected in cases:
         with pytest.raises(SourceError) as error:
-            open_source(SourceSpec(hf=path, splits=splits))
+            open_source(source_spec(hf=path, splits=splits))
         assert expected in str(error.value)
 
 
 def test_a_row_group_that_is_too_large(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuflow.sources.hf_tables._LARGEST_GROUP", 1000)
     with pytest.raises(SourceError, match=r"row group 0 must have at most 1 GiB, .*write smaller row groups"):
-        open_source(SourceSpec(hf=str(root / "one.parquet")))
+        open_source(source_spec(hf=str(root / "one.parquet")))
 
 
 def test_datasets_that_a_selection_was_saved_of(tmp_path: Path) -> None:
     dataset(9).select([8, 2, 5]).save_to_disk(tmp_path / "saved")
-    source = open_source(SourceSpec(hf=str(tmp_path / "saved")))
+    source = open_source(source_spec(hf=str(tmp_path / "saved")))
     assert contents(source, [0, 1, 2]) == [images(9)[i] for i in (8, 2, 5)]
     state = json.loads((tmp_path / "saved/state.json").read_text())
     (tmp_path / "saved/state.json").write_text(json.dumps({**state, "_indices_data_files": [{"filename": "i.arrow"}]}))
     with pytest.raises(SourceError, match="holds a selection of rows in a file of its own; load it and save it again"):
-        open_source(SourceSpec(hf=str(tmp_path / "saved")))
+        open_source(source_spec(hf=str(tmp_path / "saved")))

@@ -20,7 +20,7 @@ import pytest
 
 import gpuflow
 from gpuflow.errors import SourceError
-from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources import Source, SourceSpec, open_source, source_spec
 from gpuflow.sources.storage import CachedStorage
 from tests.datasets import epoch_rows, jpeg, write_config
 
@@ -110,7 +110,7 @@ kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 @kinds
 def test_what_is_read(bucket: Bucket, kind: str) -> None:
-    source = open_source(SourceSpec(**KINDS[kind]))
+    source = open_source(source_spec(**KINDS[kind]))
     assert len(source) == SAMPLES
     assert source.labels.tolist() == ([0] * 6 + [1] * 6 if kind == "folder" else [0, 1] * 6)
     assert read_all(source) == EXPECTED[kind]
@@ -134,7 +134,7 @@ def test_batches_are_those_of_local_files(bucket: Bucket, tmp_path: Path, kind: 
 
 @kinds
 def test_what_is_in_the_cache_is_not_asked_for(bucket: Bucket, tmp_path: Path, kind: str) -> None:
-    spec = SourceSpec(**KINDS[kind], cache={"dir": str(tmp_path / "cache"), "size": 16 << 20})
+    spec = source_spec(**KINDS[kind], cache={"dir": str(tmp_path / "cache"), "size": 16 << 20})
     assert read_all(open_source(spec)) == EXPECTED[kind]
     source = open_source(spec)
     assert read_all(source) == EXPECTED[kind]
@@ -146,7 +146,7 @@ def test_what_is_in_the_cache_is_not_asked_for(bucket: Bucket, tmp_path: Path, k
 
 @kinds
 def test_an_object_that_was_written_again(bucket: Bucket, tmp_path: Path, kind: str) -> None:
-    spec = SourceSpec(**KINDS[kind], cache={"dir": str(tmp_path / "cache"), "size": 16 << 20})
+    spec = source_spec(**KINDS[kind], cache={"dir": str(tmp_path / "cache"), "size": 16 << 20})
     assert read_all(open_source(spec)) == EXPECTED[kind]
     system = fsspec.filesystem("s3")
     system.pipe({"data/photos/a/00.jpg": jpeg(0, 77), "data/0.tar": shard(0).replace(jpeg(0, 0), jpeg(0, 0)[::-1])})
@@ -158,7 +158,7 @@ def test_an_object_that_was_written_again(bucket: Bucket, tmp_path: Path, kind: 
 @kinds
 @pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down"])
 def test_a_server_that_fails_for_a_while(bucket: Bucket, kind: str, status: str) -> None:
-    source = open_source(SourceSpec(**KINDS[kind]))
+    source = open_source(source_spec(**KINDS[kind]))
     bucket.status = status
     bucket.failures.update({"photos/a/02.jpg": 2, "0.tar": 2})
     assert read_all(source) == EXPECTED[kind]
@@ -168,7 +168,7 @@ def test_a_server_that_fails_for_a_while(bucket: Bucket, kind: str, status: str)
 @pytest.mark.parametrize("cached", [False, True])
 def test_objects_that_cannot_be_read_are_errors_of_their_own(bucket: Bucket, tmp_path: Path, cached: bool) -> None:
     cache = {"dir": str(tmp_path / "cache"), "size": 16 << 20} if cached else None
-    source = open_source(SourceSpec(folder="s3://data/photos", cache=cache))
+    source = open_source(source_spec(folder="s3://data/photos", cache=cache))
     fsspec.filesystem("s3").rm("data/photos/a/04.jpg")
     bucket.status = "403 Forbidden"
     bucket.failures["photos/b/03.jpg"] = 1000
@@ -188,13 +188,13 @@ def refused(spec: SourceSpec) -> str:
 
 
 def test_what_is_not_there(bucket: Bucket) -> None:
-    assert refused(SourceSpec(folder="s3://data/none")) == (
+    assert refused(source_spec(folder="s3://data/none")) == (
         "s3://data/none: must hold one directory per class, got none (0 files); check the address"
     )
-    assert refused(SourceSpec(tar="s3://data/{0..2}.tar")) == (
+    assert refused(source_spec(tar="s3://data/{0..2}.tar")) == (
         "s3://data/2.tar: no such file (1 of 3 shards cannot be read); check source.tar"
     )
-    assert refused(SourceSpec(listing="s3://elsewhere/list.csv")) == (
+    assert refused(source_spec(listing="s3://elsewhere/list.csv")) == (
         "s3://elsewhere/list.csv: no such file; check the address"
     )
 
@@ -203,10 +203,10 @@ def test_without_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) ->
     endpoint = fsspec.config.conf["s3"]["endpoint_url"]
     fsspec.filesystem("s3").chmod("data/0.tar", "public-read")
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": endpoint})
-    message = refused(SourceSpec(tar="s3://data/0.tar"))
+    message = refused(source_spec(tar="s3://data/0.tar"))
     assert message.startswith("s3://data/0.tar: NoCredentialsError: Unable to locate credentials")
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": endpoint, "anon": True})
-    assert len(open_source(SourceSpec(tar="s3://data/0.tar"))) == 6
+    assert len(open_source(source_spec(tar="s3://data/0.tar"))) == 6
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_without_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_environment_names_the_server_and_the_key(bucket: Bucket, names: tuple[str, ...]) -> None:
     script = """
-from gpuflow.sources import SourceSpec, open_source
-print(len(open_source(SourceSpec(folder="s3://data/photos"))))
+from gpuflow.sources import SourceSpec, open_source, source_spec
+print(len(open_source(source_spec(folder="s3://data/photos"))))
 """
     values = dict(zip(names, (fsspec.config.conf["s3"]["endpoint_url"], "k", "s"), strict=True))
     command = [sys.executable, "-c", script]

@@ -19,7 +19,7 @@ import pytest
 
 from gpuflow.errors import GpuflowError
 from gpuflow.pipeline.records import MaskFile
-from gpuflow.sources import SourceSpec, open_source, records_of
+from gpuflow.sources import SourceSpec, open_source, records_of, source_spec
 from gpuflow.sources.record_source import fields_of
 
 COUNT, ROWS = 12, 5
@@ -55,7 +55,7 @@ def images(folder: Path) -> list[str]:
 def json_lines(folder: Path) -> tuple[Path, SourceSpec]:
     lines = [json.dumps({"image": name, **row(i)}) for i, name in enumerate(images(folder))]
     (path := folder / "list.jsonl").write_text("\n".join(lines) + "\n")
-    return path, SourceSpec(listing=str(path), fields=FIELDS)
+    return path, source_spec(listing=str(path), fields=FIELDS)
 
 
 def csv(folder: Path) -> tuple[Path, SourceSpec]:
@@ -63,7 +63,7 @@ def csv(folder: Path) -> tuple[Path, SourceSpec]:
         f'{name},class {i % 4},"{json.dumps(row(i)["boxes"])}",caption {i}' for i, name in enumerate(images(folder))
     ]
     (path := folder / "list.csv").write_text("\n".join(["image,label,boxes,caption", *lines]) + "\n")
-    return path, SourceSpec(listing=str(path), fields=FIELDS)
+    return path, source_spec(listing=str(path), fields=FIELDS)
 
 
 def coco(folder: Path) -> tuple[Path, SourceSpec]:
@@ -77,7 +77,7 @@ def coco(folder: Path) -> tuple[Path, SourceSpec]:
         "categories": [{"id": 1 + k, "name": f"class {k}"} for k in range(4)],
     }
     (path := folder / "instances.json").write_text(json.dumps(document))
-    return path, SourceSpec(coco=str(path), images=str(folder))
+    return path, source_spec(coco=str(path), images=str(folder))
 
 
 def folder(folder: Path) -> tuple[Path, SourceSpec]:
@@ -85,7 +85,7 @@ def folder(folder: Path) -> tuple[Path, SourceSpec]:
         (folder / "photos" / f"class {k}").mkdir(parents=True)
     for i in range(COUNT):
         (folder / "photos" / f"class {i % 4}" / f"{i:02d}.jpg").write_bytes(encoded(i))
-    return folder / "photos" / "class 1" / "05.jpg", SourceSpec(folder=str(folder / "photos"))
+    return folder / "photos" / "class 1" / "05.jpg", source_spec(folder=str(folder / "photos"))
 
 
 def tar(folder: Path, form: int) -> tuple[Path, SourceSpec]:
@@ -98,7 +98,7 @@ def tar(folder: Path, form: int) -> tuple[Path, SourceSpec]:
                 member.size = len(data)
                 shard.addfile(member, io.BytesIO(data))
     fields = {**FIELDS, "label": {"column": "label"}, "caption": {"type": "text", "column": "caption"}}
-    return path, SourceSpec(tar=str(path), fields=fields)
+    return path, source_spec(tar=str(path), fields=fields)
 
 
 def table(*, structs: bool, nulls: bool) -> Any:
@@ -119,14 +119,14 @@ def arrow(folder: Path, *, structs: bool) -> tuple[Path, SourceSpec]:
     with pa.OSFile(str(folder / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, data.schema) as writer:
         writer.write_table(data, max_chunksize=ROWS)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
-    return folder / "data.arrow", SourceSpec(hf=str(folder), fields=FIELDS)
+    return folder / "data.arrow", source_spec(hf=str(folder), fields=FIELDS)
 
 
 def parquet(folder: Path, **options: Any) -> tuple[Path, SourceSpec]:
     pq = pytest.importorskip("pyarrow.parquet")
     path = folder / "0.parquet"
     pq.write_table(table(structs=False, nulls=True), path, row_group_size=ROWS, **options)
-    return path, SourceSpec(hf=str(path), fields=FIELDS)
+    return path, source_spec(hf=str(path), fields=FIELDS)
 
 
 CONTAINERS: dict[str, Container] = {

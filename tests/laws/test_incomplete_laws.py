@@ -18,7 +18,7 @@ import yaml
 import gpuflow
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Ragged
-from gpuflow.sources import Source, SourceSpec, left_out_of, open_source, records_of, subset
+from gpuflow.sources import Source, SourceSpec, left_out_of, open_source, records_of, source_spec, subset
 from tests.datasets import jpeg
 
 COUNT = 12
@@ -68,7 +68,7 @@ def columns_of(rows: Rows) -> dict[str, Any]:
 def listing(samples: list[Rows], folder: Path) -> SourceSpec:
     lines = (json.dumps({"path": f"{i}.jpg", **columns_of(rows)}) for i, rows in enumerate(samples))
     (folder / "list.jsonl").write_text("\n".join(lines) + "\n")
-    return SourceSpec(listing=str(folder / "list.jsonl"), fields=FIELDS, classes=("a", "b", "c"))
+    return source_spec(listing=str(folder / "list.jsonl"), fields=FIELDS, classes=("a", "b", "c"))
 
 
 def tar(samples: list[Rows], folder: Path) -> SourceSpec:
@@ -79,7 +79,7 @@ def tar(samples: list[Rows], folder: Path) -> SourceSpec:
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
     fields = {name: field for name, field in FIELDS.items() if name != "image"}
-    return SourceSpec(tar=str(folder / "s.tar"), fields=fields, classes=("a", "b", "c"))
+    return source_spec(tar=str(folder / "s.tar"), fields=fields, classes=("a", "b", "c"))
 
 
 def coco(samples: list[Rows], folder: Path) -> SourceSpec:
@@ -103,7 +103,7 @@ def coco(samples: list[Rows], folder: Path) -> SourceSpec:
         "categories": [{"id": ord(name), "name": name} for name in "abc"],
     }
     (folder / "coco.json").write_text(json.dumps(content))
-    return SourceSpec(coco=str(folder / "coco.json"), images=str(folder))
+    return source_spec(coco=str(folder / "coco.json"), images=str(folder))
 
 
 def parquet(samples: list[Rows], folder: Path) -> SourceSpec:
@@ -124,7 +124,7 @@ def parquet(samples: list[Rows], folder: Path) -> SourceSpec:
         ),
         folder / "t.parquet",
     )
-    return SourceSpec(hf=str(folder / "t.parquet"), fields=FIELDS, classes=("a", "b", "c"))
+    return source_spec(hf=str(folder / "t.parquet"), fields=FIELDS, classes=("a", "b", "c"))
 
 
 KINDS: dict[str, Callable[[list[Rows], Path], SourceSpec]] = {
@@ -160,7 +160,7 @@ def test_complete_instances_are_those_of_a_file_without_the_others(kind: str, se
     assert {i: left_out.instances for i, left_out in left_out_of(source).items()} == {
         i: n for i, n in enumerate(missing) if n
     }
-    mixed = open_source(SourceSpec(mix=({"source": source_keys(spec)}, {"source": source_keys(spec)})))
+    mixed = open_source(source_spec(mix=({"source": source_keys(spec)}, {"source": source_keys(spec)})))
     assert {i % COUNT for i in left_out_of(mixed)} == set(left_out_of(source))
     assert sum(each.instances for each in left_out_of(mixed).values()) == 2 * sum(missing)
 
@@ -176,7 +176,7 @@ def source_keys(spec: SourceSpec) -> dict[str, Any]:
 def test_a_part_counts_its_own_samples(tmp_path: Path) -> None:
     spec = listing(written(0)[0], tmp_path)
     keys = source_keys(spec) | {"split": {"train": 0.5, "val": 0.5}}
-    parted = SourceSpec(**{**keys, "classes": spec.classes})
+    parted = source_spec(**{**keys, "classes": spec.classes})
     whole = left_out_of(open_source(spec))
     found = []
     for part in ("train", "val"):

@@ -19,7 +19,7 @@ import pytest
 
 import gpuflow
 from gpuflow.errors import ServerFault
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import open_source, source_spec
 from gpuflow.sources.storage import time_limit
 from tests.datasets import jpeg, nothing_left_behind, write_config
 from tests.sources.conftest import FileServer, tar_bytes
@@ -258,7 +258,7 @@ def test_what_is_the_fault_of_a_sample_on_other_file_systems(
 ) -> None:
     memory.pipe(photos())
     with time_limit(0.5):
-        source = open_source(SourceSpec(folder="memory://photos"))
+        source = open_source(source_spec(folder="memory://photos"))
     real = type(memory).cat_file
 
     def fail(self: Any, path: str, *arguments: Any) -> Any:

@@ -26,7 +26,7 @@ from gpuflow.loader.decode_workers import DecodeWorkers, Outcome
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
-from gpuflow.sources import Allocate, Payload, Source, SourceSpec, open_source
+from gpuflow.sources import Allocate, Payload, Source, open_source, source_spec
 from tests.datasets import (
     Entries,
     MemorySource,
@@ -75,7 +75,7 @@ def shared_loader(others: set[int], tmp_path_factory: pytest.TempPathFactory) ->
     """Of the photographs of `source`, for tests that leave its processes as they are: they take seconds to start."""
     folder = tmp_path_factory.mktemp("shared") / "photos"
     make_photos(folder, classes=3, each=14)
-    photos = open_source(SourceSpec(folder=str(folder)))
+    photos = open_source(source_spec(folder=str(folder)))
     with loader_of(photos, threads=5, processes=3, batch_size=4, prefetch=3) as loader:
         yield loader
     photos.close()
@@ -165,7 +165,7 @@ def test_a_source_behind_urls_is_not_sent_to_processes(folder: Path, caplog: pyt
     memory = fsspec.filesystem("memory")
     memory.put(str(folder), "/", recursive=True)
     before = children()
-    with loader_of(open_source(SourceSpec(folder="memory://photos")), policy="raise", processes=2) as loader:
+    with loader_of(open_source(source_spec(folder="memory://photos")), policy="raise", processes=2) as loader:
         assert sum(len(step) for step in epoch_rows(loader)) == 42
         assert children() == before
     assert "no process to decode with: files behind URLs are read by the process that opened them" in caplog.text

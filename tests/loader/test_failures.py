@@ -31,7 +31,7 @@ from gpuflow.errors import (
     TooManyBadSamples,
 )
 from gpuflow.loader.sampler import ShuffledOrder
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import open_source, source_spec
 from tests.datasets import (
     RAW,
     Block,
@@ -478,7 +478,7 @@ def test_what_a_read_raises_comes_out_at_its_step(threads: int, make: Callable[[
 @pytest.mark.parametrize("policy", ["replace", "skip"])
 def test_without_file_descriptors_the_loader_raises(policy: str, files: list[Path]) -> None:
     """Sound samples would be replaced, or left out, without an error."""
-    source = open_source(SourceSpec(folder=str(files[0].parents[1])))
+    source = open_source(source_spec(folder=str(files[0].parents[1])))
     with ExitStack() as stack:
 
         def before(index: int) -> None:
@@ -506,7 +506,7 @@ def test_a_shard_that_is_rewritten_ends_the_epoch(files: list[Path], tmp_path: P
                     archive.addfile(header, io.BytesIO(data))
 
     write(files)
-    source = open_source(SourceSpec(tar=str(shard)))
+    source = open_source(source_spec(tar=str(shard)))
     with loader_of(source, shuffle=False) as loader:
         epoch_rows(loader)
         before = shard.stat()

@@ -29,7 +29,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import outputs_of
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared, shared_block
-from gpuflow.sources import SPARE_BYTES, Payload, SourceSpec, open_source
+from gpuflow.sources import SPARE_BYTES, Payload, open_source, source_spec
 from gpuflow.sources.storage import LocalStorage, Shard
 from gpuflow.stages import Decode, Flip, Normalize, RandomResizedCrop, Torchvision
 from tests import images
@@ -308,7 +308,7 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     scanner, keys = ChunkScanner(program.decoder, outputs_of(program), (passes,), threads=2), keys_of(50)
     data, unchecked = (tmp_path / names[4]).read_bytes(), np.arange(50) % 3 > 0
     (tmp_path / names[4]).write_bytes(data[:-9] + data[-2:])
-    source = open_source(SourceSpec(listing=str(listing)))
+    source = open_source(source_spec(listing=str(listing)))
     here: ChunkScan = scanner(source.read(range(50), lambda size: shared(3 * size)), keys, unchecked)
     source = source.on(ProcessStorage(1, scanner))
     assert source.read(range(50), Taken()).prescan is None, "no keys, no scan"
@@ -354,7 +354,7 @@ def test_a_worker_rewrites_progressive_files_where_the_buffer_has_room(tmp_path:
     passes = passes_of(program)
     assert not isinstance(passes, str)
     scanner, keys, taken = ChunkScanner(program.decoder, outputs_of(program), (passes,)), keys_of(20), Taken()
-    source = open_source(SourceSpec(listing=str(listing))).on(ProcessStorage(1, scanner))
+    source = open_source(source_spec(listing=str(listing))).on(ProcessStorage(1, scanner))
     with scanned(keys):
         first, second = (source.read(range(20), taken) for _ in range(2))
     source.close()
@@ -442,7 +442,7 @@ def test_sources_on_this_machine_leave_their_reading_to_processes(
 ) -> None:
     listing = tmp_path / "list.csv"
     listing.write_text("path,label\n" + "".join(f"{i}.jpg,{i % 2}\n" for i in range(40)))
-    source = open_source(SourceSpec(listing=str(listing)))
+    source = open_source(source_spec(listing=str(listing)))
     plain = source.read(range(40), Taken())
     source = source.on(storage)
     read = source.read(range(40), Taken())

@@ -17,9 +17,8 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.errors import ConfigError, GpuflowError, SourceError
 from gpuflow.loader.loader import Loader
-from gpuflow.sources import offered, offered_sources, open_source
-from gpuflow.sources.offered import open_offered
-from gpuflow.spec import SourceSpec
+from gpuflow.sources import all_kinds, offered, open_source
+from gpuflow.spec import SourceSpec, source_spec
 from gpuflow.stages import STAGES
 from tests.commands import command_here
 from tests.datasets import jpeg
@@ -114,9 +113,9 @@ def test_the_commands_know_it(
     assert scanned.code == 1 and "20 samples, 1 bad" in scanned.err
     assert gpuflow_command("show", file, "run.on_error=replace", "--out", tmp_path / "x.html").code == 0
     schema = json.loads(gpuflow_command("schema").out)
-    described = schema["$defs"]["source"]["properties"]["npz_images"]
-    assert described == {"description": "A source of another package: toning:open_npz"}
-    assert "other" not in schema["$defs"]["source"]["properties"]
+    described = schema["$defs"]["source.npz_images"]["properties"]["npz_images"]
+    assert described == {"description": "A source of another package: toning:open_npz."}
+    assert {"$ref": "#/$defs/source.npz_images"} in schema["$defs"]["source"]["oneOf"]
 
 
 @pytest.mark.usefixtures("package")
@@ -129,7 +128,7 @@ def test_mistakes_are_located(tmp_path: Path) -> None:
     assert "x.yaml:" in problem({"npz_image": "x"})
     assert "source.npz_image is not a key here; did you mean 'npz_images'?" in problem({"npz_image": "x"})
     both = problem({"npz_images": "x", "folder": "y"})
-    assert "needs exactly one of folder, listing, tar, coco, hf and mix, got folder and npz_images" in both
+    assert "needs exactly one of folder, listing, tar, coco, hf, mix and npz_images, got folder and npz_images" in both
     assert "root must go with source.listing, got source.npz_images" in problem({"npz_images": "x", "root": "y"})
     assert "source.other is not a key here" in problem({"other": {"npz_images": "x"}})
 
@@ -138,9 +137,8 @@ def test_mistakes_are_located(tmp_path: Path) -> None:
             open_source(spec)
         return str(caught.value)
 
-    assert "No such file" in fault(SourceSpec(other={"npz_images": str(tmp_path / "gone.npz")}))
-    assert fault(SourceSpec(other={"npz_images": [1, 2]})) == "npz_images must be the path of an .npz file, got [1, 2]"
-    assert "source.absent: no installed package offers it" in fault(SourceSpec(other={"absent": 1}))
+    assert "No such file" in fault(source_spec(npz_images=str(tmp_path / "gone.npz")))
+    assert fault(source_spec(npz_images=[1, 2])) == "npz_images must be the path of an .npz file, got [1, 2]"
 
 
 def no_source(value: Any, spec: SourceSpec) -> object:
@@ -151,18 +149,25 @@ def test_packages_at_fault_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry(name: str, value: str) -> importlib.metadata.EntryPoint:
         return importlib.metadata.EntryPoint(name, value, "gpuflow.sources")
 
-    spec = SourceSpec(other={"x": 1})
-    with pytest.raises(SourceError, match=r"source.x: absent_module:f cannot be used: No module named 'absent_module'"):
-        open_offered(spec, {"x": entry("x", "absent_module:f")})
-    with pytest.raises(SourceError, match="must return a source, and its result has no classes, labels"):
-        open_offered(spec, {"x": Made("x", "package:f", "gpuflow.sources")})
+    def fault(entry: importlib.metadata.EntryPoint) -> str:
+        monkeypatch.setattr(offered, "entry_points", lambda group: [entry])
+        with pytest.raises(SourceError) as caught:
+            source_spec(x=1).open()
+        return str(caught.value)
+
+    assert fault(entry("x", "absent_module:f")).startswith(
+        "source.x: absent_module:f cannot be used: No module named 'absent_module'"
+    )
+    assert "must return a source, and its result has no classes, labels" in fault(
+        Made("x", "package:f", "gpuflow.sources")
+    )
     for names in (["x", "x"], ["folder"]):
         entries = [entry(name, f"p{i}:f") for i, name in enumerate(names)]
         monkeypatch.setattr(offered, "entry_points", lambda group, entries=entries: entries)
         with pytest.raises(
             GpuflowError, match=rf"source '{names[-1]}' of p{len(names) - 1}:f is already known; rename"
         ):
-            offered_sources()
+            all_kinds()
 
 
 class Made(importlib.metadata.EntryPoint):

@@ -13,7 +13,7 @@ from PIL import Image
 from gpuflow.decode.codecs import Header, probe
 from gpuflow.errors import BadSampleError, ConfigError, SourceError
 from gpuflow.parity.images import InMemory, ParityImage, hostile_images, own_images
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import source_spec
 from tests.parity.conftest import read
 
 SAMPLES = hostile_images()
@@ -112,7 +112,7 @@ def test_no_images(tmp_path: Path) -> None:
 def test_a_source_that_is_all_unreadable(photos: Path, tmp_path: Path) -> None:
     listing = tmp_path / "list.csv"
     listing.write_text("path,label\nmissing.jpg,0\n")
-    config = dataclasses.replace(read(photos, tmp_path), source_block=SourceSpec(listing=str(listing)))
+    config = dataclasses.replace(read(photos, tmp_path), source_block=source_spec(listing=str(listing)))
     with pytest.raises(ConfigError, match=r"y\.yaml: source cannot be read: .*; try --data$"):
         own_images(config, "val", 4)
 

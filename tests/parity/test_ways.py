@@ -24,7 +24,7 @@ from gpuflow.parity.images import Encoded, hostile_images
 from gpuflow.parity.ours import Training
 from gpuflow.parity.prefixes import Prefix, prefixes_of
 from gpuflow.parity.ways import NAIVE, ways_of
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import source_spec
 from gpuflow.stages import Normalize
 from tests.datasets import RAW, VAL, Entries
 from tests.images import encode, photo, png_chunk
@@ -293,7 +293,7 @@ def test_named_formats_are_the_same_image_in_each_way(folder: Path) -> None:
 )
 def test_the_loader_runs_on_images_of_our_own_whatever_the_source(source: dict[str, Any], folder: Path) -> None:
     config = read(folder / "photos", folder)
-    config = dataclasses.replace(config, source_block=SourceSpec(**source))
+    config = dataclasses.replace(config, source_block=source_spec(**source))
     prefix = list(prefixes_of(config.programs["val"], encoded()))[-1]
     found = list(Training(config, "val", "cpu").run(prefix, encoded()))
     assert [isinstance(one, torch.Tensor) for one in found] == [name in GOOD for name in SOME]

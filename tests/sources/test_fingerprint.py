@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpuflow.sources import Source, SourceSpec, Subset, fingerprint_of, open_source, subset
+from gpuflow.sources import Source, Subset, fingerprint_of, open_source, source_spec, subset
 from tests.datasets import MemorySource, TappedSource
 
 Labels = Mapping[str, int]
@@ -33,13 +33,13 @@ def write_files(root: Path, labels: Labels) -> None:
 
 def open_folder(root: Path, labels: Labels) -> Source:
     write_files(root, labels)
-    return open_source(SourceSpec(folder=str(root)))
+    return open_source(source_spec(folder=str(root)))
 
 
 def open_listing(root: Path, labels: Labels, prefix: str = "") -> Source:
     write_files(root, labels)
     (root / "all.csv").write_text("".join(f"{prefix}{name},{label}\n" for name, label in labels.items()))
-    return open_source(SourceSpec(listing=str(root / "all.csv")))
+    return open_source(source_spec(listing=str(root / "all.csv")))
 
 
 def open_listing_of_whole_paths(root: Path, labels: Labels) -> Source:
@@ -56,11 +56,11 @@ def open_shards(root: Path, labels: Labels) -> Source:
                         header = tarfile.TarInfo(member)
                         header.size = len(data)
                         tar.addfile(header, io.BytesIO(data))
-    return open_source(SourceSpec(tar=f"{root}/{{a,b}}.tar"))
+    return open_source(source_spec(tar=f"{root}/{{a,b}}.tar"))
 
 
 def open_half(root: Path, labels: Labels) -> Source:
-    return subset(open_folder(root, labels), SourceSpec(folder="x", split={"train": 0.5}), "train")
+    return subset(open_folder(root, labels), source_spec(folder="x", split={"train": 0.5}), "train")
 
 
 class _Plain:
@@ -138,7 +138,7 @@ def test_members_of_another_size_have_another(tmp_path: Path) -> None:
             longer = content.read() + (b"s" if member.name == "a/2.jpg" else b"")
             member.size = len(longer)
             tar.addfile(member, io.BytesIO(longer))
-    changed = open_source(SourceSpec(tar=f"{there}/{{a,b}}.tar"))
+    changed = open_source(source_spec(tar=f"{there}/{{a,b}}.tar"))
     assert [changed.path(i)[len(str(there)) :] for i in range(5)] == [
         here.path(i)[len(str(tmp_path / "here")) :] for i in range(5)
     ]

@@ -18,7 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.rng import key64
-from gpuflow.sources import SourceSpec, fingerprint_of, open_source, subset
+from gpuflow.sources import fingerprint_of, open_source, source_spec, subset
 from gpuflow.sources.folder import EXTENSIONS
 from tests.sources.conftest import ReadAll
 
@@ -34,7 +34,7 @@ def plant(root: Path, *names: str) -> Path:
 
 def fails(text: str, **fields: object) -> None:
     with pytest.raises(SourceError) as caught:
-        open_source(SourceSpec(**fields))  # type: ignore[arg-type]
+        open_source(source_spec(**fields))
     assert str(caught.value) == text
 
 
@@ -49,7 +49,7 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path, read_all: Re
     (root / "d").symlink_to(other / "linked")
     (root / "b" / "link.jpg").symlink_to(other / "linked" / "3.jpg")
     (root / "b" / "odd\udcff.jpg").write_bytes(b"b/odd")
-    source, expected = open_source(SourceSpec(folder=str(root))), ImageFolder(str(root))
+    source, expected = open_source(source_spec(folder=str(root))), ImageFolder(str(root))
     assert [(source.path(i), int(source.labels[i])) for i in range(len(source))] == expected.samples
     assert list(source.classes) == expected.classes == ["C", "a", "b", "d"]
     assert source.labels.dtype == np.int64
@@ -63,17 +63,17 @@ def test_extensions_are_those_of_image_folder() -> None:
 
 def test_other_extensions_are_images_where_they_are_named(tmp_path: Path) -> None:
     root = plant(tmp_path / "photos", "a/1.jpg", "a/2.HEIC", "a/3.avif", "b/4.gif", "b/5.png", "b/6xheic")
-    source = open_source(SourceSpec(folder=str(root), extensions=("heic", "avif")))
+    source = open_source(source_spec(folder=str(root), extensions=("heic", "avif")))
     names = [os.path.relpath(source.path(i), root) for i in range(len(source))]
     assert names == ["a/1.jpg", "a/2.HEIC", "a/3.avif", "b/5.png"]
-    assert len(open_source(SourceSpec(folder=str(root)))) == 2
+    assert len(open_source(source_spec(folder=str(root)))) == 2
 
 
 @pytest.mark.parametrize("extension", ["jpg", "heic"])
 def test_a_link_that_cannot_be_examined_counts_as_an_image_by_its_name(extension: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / f"0.{extension}").symlink_to("x" * 300)  # longer than a name may be
-    source = open_source(SourceSpec(folder=str(tmp_path), extensions=("heic",)))
+    source = open_source(source_spec(folder=str(tmp_path), extensions=("heic",)))
     assert [source.path(i) for i in range(len(source))] == [f"{tmp_path}/a/0.{extension}"]
 
 
@@ -86,21 +86,21 @@ def test_a_link_that_cannot_be_examined_counts_as_an_image_by_its_name(extension
         ),
         (
             {"listing": "x.csv", "extensions": ("heic",)},
-            "source.extensions must go with folder or tar, got source.listing; remove extensions",
+            "source.extensions must go with source.folder or source.tar, got source.listing; remove extensions",
         ),
     ],
 )
 def test_wrong_extensions(fields: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        SourceSpec(**fields)  # type: ignore[arg-type]
+        source_spec(**fields)
     assert str(caught.value) == text
 
 
 def test_a_trailing_slash_and_a_relative_root_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(tmp_path / "photos", "a/1.jpg")
     monkeypatch.chdir(tmp_path)
-    assert open_source(SourceSpec(folder="photos/")).path(0) == "photos/a/1.jpg"
-    assert open_source(SourceSpec(folder="photos")).path(0) == "photos/a/1.jpg"
+    assert open_source(source_spec(folder="photos/")).path(0) == "photos/a/1.jpg"
+    assert open_source(source_spec(folder="photos")).path(0) == "photos/a/1.jpg"
 
 
 def test_missing_root_names_its_nearest_sibling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_names_that_begin_with_a_dot_are_left_out(tmp_path: Path) -> None:
     """Notebooks, desktops and editors make them, and they would shift all labels."""
     hidden = ("a/.ipynb_checkpoints/1.jpg", "a/._1.jpg", "b/.x/2.jpg", ".trash/4.jpg")
     root = plant(tmp_path, "a/1.jpg", "b/3.jpg", *hidden)
-    source = open_source(SourceSpec(folder=str(root)))
+    source = open_source(source_spec(folder=str(root)))
     assert source.classes == ("a", "b")
     assert [source.path(i).removeprefix(f"{root}/") for i in range(len(source))] == ["a/1.jpg", "b/3.jpg"]
 
@@ -172,11 +172,11 @@ def test_a_link_to_an_ancestor_is_not_followed(tmp_path: Path) -> None:
         "a/end": "/",
     }.items():
         (root / place).symlink_to(target)
-    source = open_source(SourceSpec(folder=str(root)))
+    source = open_source(source_spec(folder=str(root)))
     assert [source.path(i)[len(str(root)) + 1 :] for i in range(len(source))] == ["a/1.jpg", "a/sub/2.jpg", "b/3.jpg"]
     assert source.classes == ("a", "b")
     (tmp_path / "link").symlink_to(root)
-    assert len(open_source(SourceSpec(folder=str(tmp_path / "link")))) == 3
+    assert len(open_source(source_spec(folder=str(tmp_path / "link")))) == 3
 
 
 def test_links_that_point_at_each_other_end(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_links_that_point_at_each_other_end(tmp_path: Path) -> None:
     (tmp_path / "a/x").symlink_to("y")
     (tmp_path / "a/y").symlink_to("x")
     (tmp_path / "a/z.jpg").symlink_to("z.jpg")
-    source = open_source(SourceSpec(folder=str(tmp_path)))
+    source = open_source(source_spec(folder=str(tmp_path)))
     assert [source.path(i)[len(str(tmp_path)) + 1 :] for i in range(len(source))] == [
         *("a/1.jpg", "a/z.jpg", "a/to_b/2.jpg", "b/2.jpg", "b/to_a/1.jpg", "b/to_a/z.jpg")
     ]
@@ -197,7 +197,7 @@ def test_two_links_to_their_own_directory_end(tmp_path: Path) -> None:
     plant(tmp_path, "a/1.jpg")
     (tmp_path / "a/one").symlink_to(".")
     (tmp_path / "a/two").symlink_to(".")
-    assert len(open_source(SourceSpec(folder=str(tmp_path)))) == 1
+    assert len(open_source(source_spec(folder=str(tmp_path)))) == 1
 
 
 def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypat
 
 def test_a_name_that_is_not_utf8_in_a_split(tmp_path: Path) -> None:
     plant(tmp_path, *(f"{label}/{i}.jpg" for label in ("caf\udce9", "b") for i in range(10)))
-    spec = SourceSpec(folder=str(tmp_path), split={"train": 0.8, "val": 0.2})
+    spec = source_spec(folder=str(tmp_path), split={"train": 0.8, "val": 0.2})
     whole = open_source(spec)
     parts = [subset(whole, spec, name) for name in ("train", "val")]
     assert [np.bincount(part.labels).tolist() for part in parts] == [[8, 8], [2, 2]]
@@ -229,7 +229,7 @@ def test_a_name_that_is_not_utf8_in_a_split(tmp_path: Path) -> None:
 
 def test_an_unreadable_file_is_an_error_of_its_own_sample_only(tmp_path: Path, read_all: ReadAll) -> None:
     names = [f"a/{i}.jpg" for i in range(9)]
-    source = open_source(SourceSpec(folder=str(plant(tmp_path, *names))))
+    source = open_source(source_spec(folder=str(plant(tmp_path, *names))))
     (tmp_path / "a/1.jpg").unlink()
     (tmp_path / "a/2.jpg").unlink()
     (tmp_path / "a/2.jpg").mkdir()
@@ -251,7 +251,7 @@ def test_an_unreadable_file_is_an_error_of_its_own_sample_only(tmp_path: Path, r
 
 
 def test_order_of_the_indices_and_repeats(tmp_path: Path, read_all: ReadAll) -> None:
-    source = open_source(SourceSpec(folder=str(plant(tmp_path, *(f"a/{i:03}.jpg" for i in range(100))))))
+    source = open_source(source_spec(folder=str(plant(tmp_path, *(f"a/{i:03}.jpg" for i in range(100))))))
     wanted = [99, 0, 5, 5, *range(100)]
     assert read_all(source, wanted) == [f"a/{i:03}.jpg".encode() for i in wanted]
     assert read_all(source, []) == []
@@ -261,7 +261,7 @@ def test_order_of_the_indices_and_repeats(tmp_path: Path, read_all: ReadAll) -> 
 def test_a_temporary_failure_is_retried(read_all: ReadAll) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a socket's path must be short
         root = plant(Path(directory), "a/1.jpg", "a/2.jpg", "a/3.jpg")
-        source = open_source(SourceSpec(folder=directory))
+        source = open_source(source_spec(folder=directory))
         first, second = root / "a/1.jpg", root / "a/2.jpg"
         first.unlink()
         second.unlink()
@@ -281,7 +281,7 @@ def test_a_temporary_failure_is_retried(read_all: ReadAll) -> None:
 
 
 def test_an_exception_of_the_allocator_leaves_no_file_open(tmp_path: Path) -> None:
-    source = open_source(SourceSpec(folder=str(plant(tmp_path, "a/1.jpg", "a/2.jpg"))))
+    source = open_source(source_spec(folder=str(plant(tmp_path, "a/1.jpg", "a/2.jpg"))))
 
     def refuse(size: int) -> NDArray[np.uint8]:
         raise MemoryError(size)
@@ -298,8 +298,8 @@ def test_many_threads_with_few_descriptors(tmp_path: Path) -> None:
     script = f"""
 import resource, numpy as np
 from concurrent.futures import ThreadPoolExecutor
-from gpuflow.sources import SourceSpec, open_source
-source = open_source(SourceSpec(folder={str(tmp_path)!r}))
+from gpuflow.sources import open_source, source_spec
+source = open_source(source_spec(folder={str(tmp_path)!r}))
 def read(turn):
     return source.read(range(64), lambda size: np.empty(size, np.uint8)).errors
 with ThreadPoolExecutor(8) as threads:
@@ -322,7 +322,7 @@ def planted(root: Path) -> Path:
 
 def test_splits_are_folders_with_the_classes_of_the_first(tmp_path: Path, read_all: ReadAll) -> None:
     root = planted(tmp_path / "photos")
-    spec = SourceSpec(folder=str(root), splits=("train", "val"))
+    spec = source_spec(folder=str(root), splits=("train", "val"))
     whole = open_source(spec)
     train, val = (subset(whole, spec, name) for name in spec.splits)
     expected = ImageFolder(str(root / "train"))
@@ -333,15 +333,15 @@ def test_splits_are_folders_with_the_classes_of_the_first(tmp_path: Path, read_a
     assert read_all(val) == [b"val/a/z.jpg", "val/ç d/1.jpg".encode()]
     assert whole.labels.tolist() == [0, 1, 1, 2, 0, 2]
     other = planted(tmp_path / "moved")
-    assert fingerprint_of(open_source(SourceSpec(folder=str(other), splits=spec.splits))) == fingerprint_of(whole)
+    assert fingerprint_of(open_source(source_spec(folder=str(other), splits=spec.splits))) == fingerprint_of(whole)
 
 
 def test_parts_that_are_read_as_classes_are_a_warning(tmp_path: Path) -> None:
     root = planted(tmp_path / "photos")
     with pytest.warns(UserWarning, match=r"has the classes train, val, which .* write splits: \[train, val\]"):
-        assert open_source(SourceSpec(folder=str(root))).classes == ("train", "val")
+        assert open_source(source_spec(folder=str(root))).classes == ("train", "val")
     plant(root, "bus/1.jpg")
-    assert open_source(SourceSpec(folder=str(root))).classes == ("bus", "train", "val")
+    assert open_source(source_spec(folder=str(root))).classes == ("bus", "train", "val")
 
 
 def test_a_split_has_no_classes_that_the_first_has_not(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_split_has_no_classes_that_the_first_has_not(tmp_path: Path) -> None:
 def test_a_split_without_images_or_directory(tmp_path: Path) -> None:
     (planted(tmp_path) / "val" / "b").mkdir()
     with pytest.raises(SourceError, match=r"/val/b: a class directory must hold an image .* got none; add images or"):
-        open_source(SourceSpec(folder=str(tmp_path), splits=("train", "val")))
+        open_source(source_spec(folder=str(tmp_path), splits=("train", "val")))
     fails(
         f"source.folder must be a directory, got '{tmp_path}/vals', which does not exist; did you mean "
         f"'{tmp_path}/val'?",
@@ -368,7 +368,7 @@ def test_a_split_without_images_or_directory(tmp_path: Path) -> None:
 
 def test_splits_behind_a_url(tmp_path: Path) -> None:
     root = planted(tmp_path)
-    spec = SourceSpec(folder=f"file://{root}", splits=("train", "val"))
+    spec = source_spec(folder=f"file://{root}", splits=("train", "val"))
     val = subset(open_source(spec), spec, "val")
     assert [(val.path(i), int(val.labels[i])) for i in range(len(val))] == [
         (f"file://{root}/val/a/z.jpg", 0),
@@ -378,6 +378,6 @@ def test_splits_behind_a_url(tmp_path: Path) -> None:
 
 def test_a_mix_of_folders_with_splits(tmp_path: Path) -> None:
     entries = tuple({"source": {"folder": str(planted(tmp_path / name))}} for name in "xy")
-    spec = SourceSpec(mix=entries, splits=("train", "val"))
+    spec = source_spec(mix=entries, splits=("train", "val"))
     whole = open_source(spec)
     assert [len(subset(whole, spec, name)) for name in spec.splits] == [8, 4]

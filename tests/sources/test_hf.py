@@ -18,7 +18,7 @@ import pytest
 
 from gpuflow.errors import MissingExtra, SourceError, SystemFault
 from gpuflow.pipeline.records import Ragged
-from gpuflow.sources import Source, SourceSpec, fields_of, open_source, records_of, subset, weights_of
+from gpuflow.sources import Source, fields_of, open_source, records_of, source_spec, subset, weights_of
 from tests.datasets import jpeg, no_more_files
 from tests.sources.conftest import ReadAll
 
@@ -32,7 +32,7 @@ NAMES = ("1", "0", "2")
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingExtra, match=r"source\.hf needs pyarrow.*pip install 'gpuflow\[hf\]'"):
-        open_source(SourceSpec(hf=str(tmp_path)))
+        open_source(source_spec(hf=str(tmp_path)))
 
 
 Write = Callable[..., Path]
@@ -76,7 +76,7 @@ forms = pytest.mark.parametrize("write", [write_parquet, write_saved], ids=["Par
 def test_a_parquet_file(tmp_path: Path, read_all: ReadAll) -> None:
     data = [jpeg(0, i) for i in range(9)]
     path = write_parquet(tmp_path / "x.parquet", {"image": [*data[:8], None], "label": ["b", "a", "b"] * 3})
-    source = open_source(SourceSpec(hf=str(path)))
+    source = open_source(source_spec(hf=str(path)))
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [1, 0, 1] * 3)
     assert read_all(source, [7, 8, 0]) == [
         data[7],
@@ -87,7 +87,7 @@ def test_a_parquet_file(tmp_path: Path, read_all: ReadAll) -> None:
     with pytest.raises(
         SourceError, match=r"x\.parquet: must be a whole Parquet file, got an error: .*; copy or write it"
     ):
-        open_source(SourceSpec(hf=str(path)))
+        open_source(source_spec(hf=str(path)))
 
 
 @with_pyarrow
@@ -98,7 +98,7 @@ def test_a_relative_path_stays_what_it_was_when_the_process_changes_its_director
     data = [jpeg(0, i) for i in range(4)]
     write(tmp_path / "x.parquet", {"image": data, "label": ["a", "b"] * 2})
     monkeypatch.chdir(tmp_path)
-    source = open_source(SourceSpec(hf="x.parquet"))
+    source = open_source(source_spec(hf="x.parquet"))
     monkeypatch.chdir("/")
     assert read_all(source, range(4)) == data
     assert read_all(pickle.loads(pickle.dumps(source)), range(4)) == data
@@ -114,7 +114,7 @@ def test_arrows_file_format_is_named(tmp_path: Path) -> None:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, data.schema) as writer:
         writer.write_table(data)
     with pytest.raises(SourceError, match="it has Arrow's file format, and not the stream format that datasets writes"):
-        open_source(SourceSpec(hf=str(folder)))
+        open_source(source_spec(hf=str(folder)))
 
 
 @with_pyarrow
@@ -126,16 +126,16 @@ def test_columns_that_are_written_as_a_dictionary(write: Write, tmp_path: Path) 
     names = pa.array(["b", "a", "b"], pa.large_string()).dictionary_encode()
     tags = pa.ListArray.from_arrays([0, 1, 1, 3], names)
     path = str(write(tmp_path / "x.parquet", {"image": [b"image"] * 3, "label": names, "tags": tags}))
-    source = open_source(SourceSpec(hf=path))
+    source = open_source(source_spec(hf=path))
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [1, 0, 1])
     fields = {"label": {"kind": "classes", "column": "tags"}, "text": {"column": "label"}}
-    source = open_source(SourceSpec(hf=path, fields=fields))
+    source = open_source(source_spec(hf=path, fields=fields))
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [[0, 1], [0, 0], [1, 1]])
     assert records_of(source, range(3)).columns["text"] == ["b", "a", "b"]
     missing = pa.array([None, "a"]).dictionary_encode()
     path = str(write(tmp_path / "y.parquet", {"image": [b"image"] * 2, "label": missing}))
     with pytest.raises(SourceError, match=r"label must be a class, got null; correct it or remove the row"):
-        open_source(SourceSpec(hf=path))
+        open_source(source_spec(hf=path))
 
 
 @with_pyarrow
@@ -150,12 +150,12 @@ def test_files_must_agree_in_the_columns_that_are_read(tmp_path: Path, read_all:
     schema = schema.append(pa.field("more", pa.int64()))
     rows = pa.table([pa.nulls(2), pa.array([1, 0]), pa.array(data[2:]), pa.array([1, 2])], schema=schema)
     write_parquet(tmp_path / "1.parquet", rows, features)
-    source = open_source(SourceSpec(hf=str(tmp_path)))
+    source = open_source(source_spec(hf=str(tmp_path)))
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [0, 1, 1, 0])
     assert read_all(source, [3, 2, 1, 0]) == data[::-1]
     fields = {"image": None, "text": {"column": "note"}}
     with pytest.raises(SourceError, match=r"1\.parquet: the column 'note' must be string, .*0\.parquet, got null;"):
-        open_source(SourceSpec(hf=str(tmp_path), fields=fields))
+        open_source(source_spec(hf=str(tmp_path), fields=fields))
     others: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
         ({"image": data, "text": list("abab")}, features, "must have the column 'label' once, .* got none"),
         ({"image": data, "label": pa.array([0, 1] * 2, pa.int8())}, features, "'label' must be int64, .*, got int8;"),
@@ -164,7 +164,7 @@ def test_files_must_agree_in_the_columns_that_are_read(tmp_path: Path, read_all:
     for table_columns, known, reason in others:
         write_parquet(tmp_path / "1.parquet", table_columns, known)
         with pytest.raises(SourceError, match=rf"1\.parquet: .*{reason}"):
-            open_source(SourceSpec(hf=str(tmp_path)))
+            open_source(source_spec(hf=str(tmp_path)))
 
 
 @with_pyarrow
@@ -180,10 +180,10 @@ def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll
     path = str(write(tmp_path / "x.parquet", columns))
     if write is write_saved:
         with pytest.raises(SourceError, match=r"'image' must hold encoded images \(bytes, .*\), got binary_view"):
-            open_source(SourceSpec(hf=path))
+            open_source(source_spec(hf=path))
         columns["image"] = pa.array(data, pa.large_binary())
         path = str(write(tmp_path / "y.parquet", columns))
-    source = open_source(SourceSpec(hf=path))
+    source = open_source(source_spec(hf=path))
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [1, 0, 1])
     assert read_all(source, [2, 1, 0]) == [
         data[2],
@@ -191,7 +191,7 @@ def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll
         data[0],
     ]
     fields = {"label": {"kind": "classes", "column": "tags"}, "text": {"column": "label"}}
-    source = open_source(SourceSpec(hf=path, fields=fields))
+    source = open_source(source_spec(hf=path, fields=fields))
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [[0, 1], [0, 0], [1, 1]])
     assert records_of(source, range(3)).columns["text"] == ["b", "a", "b"]
 
@@ -203,7 +203,7 @@ def test_a_column_of_a_type_that_json_has_not(tmp_path: Path) -> None:
     path = str(write_parquet(tmp_path / "x.parquet", {"image": [jpeg(0, 0)], "taken": pa.array([0], pa.date32())}))
     rule = r"'taken' must be numbers, text or lists of them, got date32\[day\]; convert it, or leave it out of source\."
     with pytest.raises(SourceError, match=rule):
-        open_source(SourceSpec(hf=path, fields={"image": None, "taken": {"type": "any"}}))
+        open_source(source_spec(hf=path, fields={"image": None, "taken": {"type": "any"}}))
 
 
 @with_pyarrow
@@ -215,7 +215,7 @@ def test_a_column_that_a_file_has_twice(keys: dict[str, Any], tmp_path: Path) ->
     columns = [pa.array([b"image"]), pa.array([1]), pa.array([0])]
     pq.write_table(pa.Table.from_arrays(columns, names=["image", "label", "label"]), tmp_path / "x.parquet")
     with pytest.raises(SourceError) as caught:
-        open_source(SourceSpec(hf=str(tmp_path / "x.parquet"), **keys))
+        open_source(source_spec(hf=str(tmp_path / "x.parquet"), **keys))
     expected = "must have the column 'label' once, got image, label, label; rename or remove one"
     assert str(caught.value) == f"{tmp_path}/x.parquet: {expected}"
 
@@ -264,14 +264,14 @@ def test_numbers_of_classes_are_no_names(write: Write, given: tuple[str, ...] | 
     expected, classes = [NAMES[number] for number in numbers], given or NAMES
     path = str(write(tmp_path / "x.parquet", labelled(list(numbers)), FEATURES))
 
-    several = open_source(SourceSpec(hf=path, classes=given, fields={"label": {"kind": "classes", "column": "tags"}}))
+    several = open_source(source_spec(hf=path, classes=given, fields={"label": {"kind": "classes", "column": "tags"}}))
     assert several.classes == classes
     assert [[several.classes[i] for i in row.nonzero()[0]] for row in several.labels] == [[name] for name in expected]
 
-    nested = open_source(SourceSpec(hf=path, classes=given, fields={"label": {"column": "about.kind"}}))
+    nested = open_source(source_spec(hf=path, classes=given, fields={"label": {"column": "about.kind"}}))
     assert nested.classes == classes and [nested.classes[label] for label in nested.labels] == expected
 
-    boxes = open_source(SourceSpec(hf=path, classes=given, fields=BOXES))
+    boxes = open_source(source_spec(hf=path, classes=given, fields=BOXES))
     assert fields_of(boxes)[0].classes == classes and box_labels(boxes) == expected
 
 
@@ -280,11 +280,11 @@ def test_numbers_of_classes_are_no_names(write: Write, given: tuple[str, ...] | 
 def test_names_of_classes_keep_their_outer_spaces(write: Write, tmp_path: Path) -> None:
     names = ("x ", "x", " y")
     path = str(write(tmp_path / "x.parquet", labelled([0, 1, 2]), features_of(names)))
-    several = open_source(SourceSpec(hf=path, fields={"label": {"kind": "classes", "column": "tags"}}))
+    several = open_source(source_spec(hf=path, fields={"label": {"kind": "classes", "column": "tags"}}))
     assert several.classes == names and several.labels.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    nested = open_source(SourceSpec(hf=path, fields={"label": {"column": "about.kind"}}))
+    nested = open_source(source_spec(hf=path, fields={"label": {"column": "about.kind"}}))
     assert nested.classes == names and nested.labels.tolist() == [0, 1, 2]
-    assert box_labels(open_source(SourceSpec(hf=path, fields=BOXES))) == list(names)
+    assert box_labels(open_source(source_spec(hf=path, fields=BOXES))) == list(names)
 
 
 @with_pyarrow
@@ -297,22 +297,22 @@ def test_numbers_that_are_no_classes(tmp_path: Path) -> None:
         (BOXES, "objects.kind[0]"),
     ):
         with pytest.raises(SourceError) as error:
-            open_source(SourceSpec(hf=str(path), fields=fields))
+            open_source(source_spec(hf=str(path), fields=fields))
         assert str(error.value) == f"{path}[1]: {place} {rule}"
     write_parquet(path, labelled([0, None]), FEATURES)
     with pytest.raises(SourceError, match=r"\[1\]: objects\.kind\[0\] must be an integer or a class name, got null"):
-        open_source(SourceSpec(hf=str(path), fields=BOXES))
+        open_source(source_spec(hf=str(path), fields=BOXES))
 
 
 @with_pyarrow
 def test_members_of_structures(tmp_path: Path) -> None:
     path = str(write_parquet(tmp_path / "x.parquet", labelled([0, 2]), FEATURES))
-    plain = open_source(SourceSpec(hf=path, label="about.kind"))
+    plain = open_source(source_spec(hf=path, label="about.kind"))
     assert [plain.classes[label] for label in plain.labels] == ["1", "2"]
 
     def refused(**keys: Any) -> str:
         with pytest.raises(SourceError) as error:
-            open_source(SourceSpec(hf=path, **keys))
+            open_source(source_spec(hf=path, **keys))
         return str(error.value)
 
     kind = f"{path}: the column 'about' must have the member 'knd', got kind; did you mean 'kind'?"
@@ -348,7 +348,7 @@ def test_splits_are_names_below_the_given_directory(
             write_parquet(root / name / "more.parquet", samples(2, label))
     monkeypatch.chdir(tmp_path)
     for start in (root, Path("train/data")):
-        spec = SourceSpec(hf=str(start / place), splits=("train", "test"))
+        spec = source_spec(hf=str(start / place), splits=("train", "test"))
         source = open_source(spec)
         assert [set(subset(source, spec, name).labels.tolist()) for name in spec.splits] == [{0}, {1}]
         assert len(source) == (5 if place == "*.parquet" else 9)
@@ -361,7 +361,7 @@ def test_links_to_directories_are_followed_but_not_back_to_one_above(place: str,
     write_parquet(tmp_path / "data" / "a" / "y.parquet", samples(3))
     (tmp_path / "data" / "far").symlink_to("../far")
     (tmp_path / "data" / "a" / "back").symlink_to(link)
-    source = open_source(SourceSpec(hf=str(tmp_path / "data" / place)))
+    source = open_source(source_spec(hf=str(tmp_path / "data" / place)))
     assert [source.path(i) for i in (0, 3)] == [f"{tmp_path}/data/a/y.parquet[0]", f"{tmp_path}/data/far/x.parquet[0]"]
     assert len(source) == 5
 
@@ -370,7 +370,7 @@ def test_links_to_directories_are_followed_but_not_back_to_one_above(place: str,
 def test_a_directory_with_the_extension_of_a_file(tmp_path: Path) -> None:
     """As other programs write them, with the files inside."""
     write_parquet(tmp_path / "x.parquet" / "part-0.parquet", samples(2))
-    assert len(open_source(SourceSpec(hf=str(tmp_path)))) == 2
+    assert len(open_source(source_spec(hf=str(tmp_path)))) == 2
 
 
 @with_pyarrow
@@ -378,7 +378,7 @@ def test_a_file_of_two_splits(tmp_path: Path) -> None:
     for name in ("train", "test"):
         write_parquet(tmp_path / "train" / f"{name}.parquet", samples(1))
     with pytest.raises(SourceError) as error:
-        open_source(SourceSpec(hf=str(tmp_path), splits=("train", "test")))
+        open_source(source_spec(hf=str(tmp_path), splits=("train", "test")))
     assert str(error.value) == (
         f"{tmp_path}/train/test.parquet: file must be of one split, got the names of 'train' and 'test'; rename it"
     )
@@ -389,7 +389,7 @@ def test_files_of_both_forms(tmp_path: Path) -> None:
     write_saved(tmp_path / "x", samples(1))
     write_parquet(tmp_path / "x" / "y.parquet", samples(1))
     with pytest.raises(SourceError, match=r"y\.parquet: must be an Arrow file like .*00000\.arrow, got Parquet; name"):
-        open_source(SourceSpec(hf=f"{tmp_path}/x/[dy]*.*"))
+        open_source(source_spec(hf=f"{tmp_path}/x/[dy]*.*"))
 
 
 @contextmanager
@@ -415,9 +415,9 @@ def test_files_are_not_kept_open(write: Write, tmp_path: Path, read_all: ReadAll
         for number in range(60):
             write_parquet(path / f"{number:02}.parquet", samples(2))
     fields: dict[str, Any] = {"label": None, "n": {"type": "number", "column": "label"}}
-    open_source(SourceSpec(hf=str(path)))  # what imports on first use opens files, too
+    open_source(source_spec(hf=str(path)))  # what imports on first use opens files, too
     with few_files(10):
-        source = open_source(SourceSpec(hf=str(path), fields=fields))
+        source = open_source(source_spec(hf=str(path), fields=fields))
         assert read_all(source, range(0, 120, 50)) == [b"image"] * 3
         source.close()
 
@@ -426,10 +426,10 @@ def test_files_are_not_kept_open(write: Write, tmp_path: Path, read_all: ReadAll
 @forms
 def test_without_file_descriptors_opening_raises(write: Write, tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", samples(2))
-    open_source(SourceSpec(hf=str(path)))
+    open_source(source_spec(hf=str(path)))
     path = path / "data-00000.arrow" if write is write_saved else path
     with no_more_files(), pytest.raises(SystemFault) as caught:
-        open_source(SourceSpec(hf=str(path)))
+        open_source(source_spec(hf=str(path)))
     assert (caught.value.errno, caught.value.filename) == (errno.EMFILE, str(path))
 
 
@@ -447,7 +447,7 @@ def test_a_file_that_changes_while_it_is_indexed(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", write_then_read)
     with pytest.raises(SourceError, match=r"x\.parquet: shard must stay as it was indexed, but has changed"):
-        open_source(SourceSpec(hf=str(path)))
+        open_source(source_spec(hf=str(path)))
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -462,6 +462,6 @@ def test_a_file_that_changes_while_it_is_indexed(tmp_path: Path, monkeypatch: py
 )
 def test_weights_where_the_images_have_any_name(write: Write, keys: dict[str, Any], tmp_path: Path) -> None:
     columns = {"photo": [b"image"] * 3, "label": [0, 1, 0], "w": [0.5, 1, 2]}
-    spec = SourceSpec(hf=str(write(tmp_path / "x.parquet", columns)), weights={"column": "w"}, **keys)
+    spec = source_spec(hf=str(write(tmp_path / "x.parquet", columns)), weights={"column": "w"}, **keys)
     found = weights_of(spec, open_source(spec))
     assert found is not None and found.tolist() == [0.5, 1, 2]

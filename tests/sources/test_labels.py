@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import open_source, source_spec
 from gpuflow.sources.choose import images_below, spread
 from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.labels import resolve_labels
@@ -72,9 +72,9 @@ def test_outer_spaces_count_where_they_are_part_of_a_given_name(
     (tmp_path / "list.jsonl").write_text(
         "".join(json.dumps({"path": "a.jpg", "label": label}) + "\n" for label in ("a", "a ", " a", " b "))
     )
-    spec = SourceSpec(listing="list.jsonl", classes=("b", "a ", "a"), fields=fields)
+    spec = source_spec(listing="list.jsonl", classes=("b", "a ", "a"), fields=fields)
     assert open_source(spec).labels.tolist() == [2, 1, 2, 0]
-    without_names = open_source(SourceSpec(listing="list.jsonl", fields=fields))
+    without_names = open_source(source_spec(listing="list.jsonl", fields=fields))
     assert without_names.classes == ("a", "b") and without_names.labels.tolist() == [0, 0, 0, 1]
 
 
@@ -110,9 +110,9 @@ def test_a_directory_that_cannot_be_listed_gives_no_hint(tmp_path: Path, monkeyp
 def test_how_many_shards_are_missing(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"")
     with pytest.raises(SourceError, match=r"/1\.tar: no such file \(1 of 2 shards cannot be read\)"):
-        open_source(SourceSpec(tar=f"{tmp_path}/{{0..1}}.tar"))
+        open_source(source_spec(tar=f"{tmp_path}/{{0..1}}.tar"))
     with pytest.raises(SourceError, match=r"/1\.tar: no such file;"):
-        open_source(SourceSpec(tar=f"{tmp_path}/1.tar"))
+        open_source(source_spec(tar=f"{tmp_path}/1.tar"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources import Source, open_source, source_spec
 from gpuflow.sources.files import FileSource
 from tests.sources.conftest import ReadAll
 
@@ -27,7 +27,7 @@ def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def listing(text: str | bytes, *, name: str = "list.csv", **fields: object) -> Source:
     Path(name).write_bytes(text.encode() if isinstance(text, str) else text)
-    return open_source(SourceSpec(listing=name, **fields))  # type: ignore[arg-type]
+    return open_source(source_spec(listing=name, **fields))
 
 
 def fails(message: str, text: str | bytes, *, name: str = "list.csv", **fields: object) -> None:
@@ -403,7 +403,7 @@ def test_lines_that_are_objects_only_together() -> None:
 def test_files(in_directory: Path) -> None:
     def refused(name: str) -> str:
         with pytest.raises(SourceError) as caught:
-            open_source(SourceSpec(listing=name))
+            open_source(source_spec(listing=name))
         return str(caught.value)
 
     listing("a.jpg,0\n")
@@ -438,7 +438,7 @@ def test_a_million_rows(name: str, in_directory: Path) -> None:
             file.write(f"{path},{label}\n" if name == "big.csv" else f'{{"path": "{path}", "label": {label}}}\n')
     script = rf"""
 import json, re, time
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import open_source, source_spec
 def memory_mb(name):
     return int(re.search(name + r":\s+(\d+) kB", open("/proc/self/status").read())[1]) / 1e3
 before = memory_mb("VmRSS")
@@ -448,7 +448,7 @@ for _ in range(1_500_000):
     json.loads(row)
 limit = time.process_time() - start
 start = time.process_time()
-source = open_source(SourceSpec(listing={str(in_directory / name)!r}))
+source = open_source(source_spec(listing={str(in_directory / name)!r}))
 seconds = time.process_time() - start
 peak_mb = memory_mb("VmHWM") - before
 assert len(source) == 1_000_000 and source.path(999_999).endswith("n00000999_999999.JPEG")

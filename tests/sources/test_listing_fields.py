@@ -15,7 +15,6 @@ from gpuflow.errors import SourceError, SystemFault
 from gpuflow.pipeline.records import Field, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources import (
     Source,
-    SourceSpec,
     Subset,
     fields_of,
     fingerprint_of,
@@ -23,6 +22,7 @@ from gpuflow.sources import (
     left_out_of,
     open_source,
     records_of,
+    source_spec,
     subset,
     without_records,
 )
@@ -41,12 +41,12 @@ def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def lines(*rows: Any, **keys: Any) -> Source:
     """A listing of JSON lines; rows that are text are lines as they are."""
     Path("list.jsonl").write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return open_source(SourceSpec(listing="list.jsonl", **keys))
+    return open_source(source_spec(listing="list.jsonl", **keys))
 
 
 def table(text: str, **keys: Any) -> Source:
     Path("list.csv").write_text(text)
-    return open_source(SourceSpec(listing="list.csv", **keys))
+    return open_source(source_spec(listing="list.csv", **keys))
 
 
 def row(**values: Any) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_blocks_and_lines_are_counted_through() -> None:
 
 def test_only_image_and_label_are_the_same_samples_as_without_fields() -> None:
     plain = table("path,label\na.jpg,cat\nb.jpg,dog\n")
-    declared = open_source(SourceSpec(listing="list.csv", fields={"image": {"column": "path"}, "label": {}}))
+    declared = open_source(source_spec(listing="list.csv", fields={"image": {"column": "path"}, "label": {}}))
     assert fingerprint_of(declared) == fingerprint_of(plain)
     assert declared.classes == plain.classes and declared.labels.tolist() == plain.labels.tolist()
     assert records_of(plain, [1, 0]) == records_of(declared, [1, 0]) == Records({}, [None, None])
@@ -258,7 +258,7 @@ def test_the_fingerprint_covers_every_value() -> None:
 
 def test_splits_are_stratified_by_one_class_alone() -> None:
     rows = [row(path=f"{i}.jpg", label=[i % 2], n=i) for i in range(10)]
-    spec = SourceSpec(listing="list.jsonl", split={"train": 0.8, "val": 0.2})
+    spec = source_spec(listing="list.jsonl", split={"train": 0.8, "val": 0.2})
     whole = lines(*rows, fields={"label": {"kind": "classes"}, "n": {"type": "number"}})
     train, val = subset(whole, spec, "train"), subset(whole, spec, "val")
     assert isinstance(train, Subset) and isinstance(val, Subset)
@@ -305,7 +305,7 @@ def test_masks_of_a_server_are_retried(server: FileServer) -> None:
         "/a.png": b"mask",
     }
     server.failures["/a.png"], server.status = 1, 503
-    source = open_source(SourceSpec(listing=f"{server.url}/list.jsonl", fields={"mask": {}}))
+    source = open_source(source_spec(listing=f"{server.url}/list.jsonl", fields={"mask": {}}))
     assert values(records_of(source, [0]), "mask") == [MaskFile(b"mask")]
 
 

@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpuflow.errors import ServerFault, SourceError
-from gpuflow.sources import SourceSpec, is_read_remotely, open_source, subset
+from gpuflow.sources import is_read_remotely, open_source, source_spec, subset
 from gpuflow.sources.storage import RemoteStorage, time_limit
 from gpuflow.sources.storage.http import options_of
 from gpuflow.sources.storage.request_limit import RequestLimit
@@ -44,7 +44,7 @@ def new_array(size: int) -> NDArray[np.uint8]:
 
 def refused(**fields: object) -> str:
     with pytest.raises(SourceError) as caught:
-        open_source(SourceSpec(**fields))  # type: ignore[arg-type]
+        open_source(source_spec(**fields))
     return str(caught.value)
 
 
@@ -65,7 +65,7 @@ def test_a_file_system_that_cannot_be_connected_to() -> None:
 
 def test_folder_in_memory(memory: fsspec.AbstractFileSystem, read_all: ReadAll) -> None:
     memory.pipe({**FILES, "/photos/top.jpg": b"no class"})
-    source = open_source(SourceSpec(folder="memory://photos/"))
+    source = open_source(source_spec(folder="memory://photos/"))
     assert [source.path(i) for i in range(3)] == [
         f"memory://photos/{name}" for name in ("a/1.jpg", "a/z/3.png", "b/2.jpg")
     ]
@@ -93,15 +93,15 @@ def test_folder_errors_in_memory(memory: fsspec.AbstractFileSystem) -> None:
 
 def test_listing_in_memory(memory: fsspec.AbstractFileSystem, read_all: ReadAll, tmp_path: Path) -> None:
     memory.pipe({**FILES, "/photos/list.csv": b"b/2.jpg,1\nmemory://photos/a/1.jpg,0\n"})
-    source = open_source(SourceSpec(listing="memory://photos/list.csv"))
+    source = open_source(source_spec(listing="memory://photos/list.csv"))
     assert [source.path(0), source.path(1)] == ["memory://photos/b/2.jpg", "memory://photos/a/1.jpg"]
     assert read_all(source) == [b"b2", b"a1"]
     memory.pipe({"/list.csv": b"photos/b/2.jpg,1\n"})
-    source = open_source(SourceSpec(listing="memory://list.csv"))
+    source = open_source(source_spec(listing="memory://list.csv"))
     assert source.path(0) == "memory://photos/b/2.jpg"
     assert read_all(source) == [b"b2"]
     (tmp_path / "list.csv").write_text("b/2.jpg,1\n")
-    source = open_source(SourceSpec(listing=str(tmp_path / "list.csv"), root="memory://photos"))
+    source = open_source(source_spec(listing=str(tmp_path / "list.csv"), root="memory://photos"))
     assert read_all(source) == [b"b2"]
     assert refused(listing="memory://photos/lst.csv") == "memory://photos/lst.csv: no such file; check the address"
     memory.pipe("/photos/list.csv", b"b/2.jpg,1\nb/2.jpg,-1\n")
@@ -120,12 +120,12 @@ def test_tar_in_memory(
             for member in ((f"{i}.jpg", f"{shard}/{i}".encode()), (f"{i}.cls", str(i).encode()))
         ]
         memory.pipe(f"/shards/{shard}.tar", make_tar(members))
-    source = open_source(SourceSpec(tar="memory://shards/{0..2}.tar"))
+    source = open_source(source_spec(tar="memory://shards/{0..2}.tar"))
     assert len(list((cache_home / "gpuflow").iterdir())) == 1
     assert source.shard_sizes == (4, 4, 4)
     assert source.path(5) == "memory://shards/1.tar/1.jpg"
     assert read_all(source, [11, 0, 5]) == [b"2/3", b"0/0", b"1/1"]
-    assert open_source(SourceSpec(tar="memory://shards/{0..2}.tar")).labels.tolist() == source.labels.tolist()
+    assert open_source(source_spec(tar="memory://shards/{0..2}.tar")).labels.tolist() == source.labels.tolist()
     memory.pipe("/shards/1.tar", memory.cat("/shards/1.tar")[:1538])
     memory.rm("/shards/2.tar")
     assert read_all(source, [4, 8, 0]) == [b"1/0", "no such file", b"0/0"]
@@ -144,7 +144,7 @@ def test_tar_in_memory(
 
 def test_folder_on_a_server(server: FileServer, read_all: ReadAll) -> None:
     server.files.update(FILES)
-    source = open_source(SourceSpec(folder=f"{server.url}/photos"))
+    source = open_source(source_spec(folder=f"{server.url}/photos"))
     assert [source.path(i) for i in range(3)] == [
         f"{server.url}/photos/{name}" for name in ("a/1.jpg", "a/z/3.png", "b/2.jpg")
     ]
@@ -160,7 +160,7 @@ def test_a_folder_on_a_server_whose_pages_link_in_other_ways(start: str, server:
         '<a href="../../">up</a><a href="./../">up</a><a href="./">here</a><a href="?sort=name">by name</a>'
         f"<A class=x HREF='{server.url}/photos/a/'>a</A><a href=/photos/b/>b</a><link href=/photos/c/>"
     )
-    source = open_source(SourceSpec(folder=f"{server.url}/photos"))
+    source = open_source(source_spec(folder=f"{server.url}/photos"))
     assert [source.path(i) for i in range(3)] == [
         f"{server.url}/photos/{name}" for name in ("a/1.jpg", "a/z/3.png", "b/2.jpg")
     ]
@@ -181,8 +181,8 @@ def test_a_folder_on_a_server_has_the_labels_of_the_same_folder_here(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(os.fsencode(name))
         server.files["/photos/" + quote(os.fsencode(name), safe="/&;'")] = os.fsencode(name)
-    here = open_source(SourceSpec(folder=str(tmp_path / "photos")))
-    there = open_source(SourceSpec(folder=f"{server.url}/photos"))
+    here = open_source(source_spec(folder=str(tmp_path / "photos")))
+    there = open_source(source_spec(folder=f"{server.url}/photos"))
     assert there.classes == here.classes
     assert there.labels.tolist() == here.labels.tolist()
     assert read_all(there) == read_all(here)
@@ -214,14 +214,14 @@ def test_relative_paths_of_a_listing_are_names_of_files_on_a_server(
         (tmp_path / "list.csv").write_text("path,label\n" + rows)
         fields = {"image": {"column": "path"}, "label": None} if form == "with fields" else {}
         kinds = {"listing": str(tmp_path / "list.csv"), "root": f"{server.url}/photos/", "fields": fields}
-    source = open_source(SourceSpec(**kinds))
+    source = open_source(source_spec(**kinds))
     assert read_all(source) == [name.encode() for name in names]
     assert source.path(0) == f"{server.url}/photos/a/%231%3F.jpg"
 
 
 def test_names_on_other_file_systems_are_taken_as_they_are(memory: fsspec.AbstractFileSystem) -> None:
     memory.pipe({"/photos/%C3%A9/1.jpg": b"x", "/photos/z/1.jpg": b"x"})
-    assert open_source(SourceSpec(folder="memory://photos")).classes == ("%C3%A9", "z")
+    assert open_source(source_spec(folder="memory://photos")).classes == ("%C3%A9", "z")
 
 
 def test_a_directory_that_a_server_does_not_list_is_an_error(server: FileServer) -> None:
@@ -252,7 +252,7 @@ def test_requests_to_a_server_begin_few_at_a_time(server: FileServer) -> None:
     """A server with a short queue of connections drops what comes all at once, and each is tried again much later."""
     server.files.update({f"/{i}.jpg": b"x" for i in range(128)})
     server.files["/list.csv"] = "".join(f"{i}.jpg,0\n" for i in range(128)).encode()
-    source = open_source(SourceSpec(listing=f"{server.url}/list.csv"))
+    source = open_source(source_spec(listing=f"{server.url}/list.csv"))
     server.seconds = 0.02
     with ThreadPoolExecutor(8) as threads:
         payloads = list(threads.map(lambda i: source.read(range(i, 128, 8), new_array), range(8)))
@@ -287,7 +287,7 @@ def test_the_limit_of_requests_grows_with_answers_and_halves_under_overload() ->
 def test_an_overloaded_server_gets_fewer_requests(server: FileServer, read_all: ReadAll) -> None:
     server.files.update({f"/{i}.jpg": b"x" for i in range(16)})
     server.files["/list.csv"] = "".join(f"{i}.jpg,0\n" for i in range(16)).encode()
-    source = open_source(SourceSpec(listing=f"{server.url}/list.csv"))
+    source = open_source(source_spec(listing=f"{server.url}/list.csv"))
     assert isinstance(source.storage, RemoteStorage)
     server.status = 503
     server.failures["/3.jpg"] = 1
@@ -311,7 +311,7 @@ def test_a_server_that_fails_for_a_while(server: FileServer, read_all: ReadAll) 
     server.files.update({f"/{i}.jpg": str(i).encode() for i in range(20)})
     server.files["/list.csv"] = "".join(f"{i}.jpg,0\n" for i in range(20)).encode()
     server.failures.update({"/list.csv": 2, "/3.jpg": 1, "/5.jpg": 3})
-    source = open_source(SourceSpec(listing=f"{server.url}/list.csv"))
+    source = open_source(source_spec(listing=f"{server.url}/list.csv"))
     assert read_all(source) == [str(i).encode() for i in range(20)]
     assert (server.requests["/3.jpg"], server.requests["/5.jpg"], server.requests["/6.jpg"]) == (2, 4, 1)
 
@@ -332,7 +332,7 @@ def test_what_a_server_forbids_or_does_not_have_is_not_asked_for_again(
 ) -> None:
     """Neither images, nor listings, nor shards, nor the pages of directories."""
     server.files.update({"/photos/a/1.jpg": b"1", "/list.csv": b"photos/a/1.jpg,0\n", "/0.tar": make_tar([])})
-    source = open_source(SourceSpec(listing=f"{server.url}/list.csv"))
+    source = open_source(source_spec(listing=f"{server.url}/list.csv"))
     server.requests.clear()
     server.status = status
     server.failures.update(dict.fromkeys(("/photos/a/1.jpg", "/list.csv", "/0.tar", "/photos/a"), 1000))
@@ -346,13 +346,13 @@ def test_what_a_server_forbids_or_does_not_have_is_not_asked_for_again(
 
 def test_a_server_that_is_gone_is_no_fault_of_a_sample(server: FileServer, make_tar: MakeTar) -> None:
     server.files.update({"/1.jpg": b"1", "/list.csv": b"1.jpg,0\n"})
-    source = open_source(SourceSpec(listing=f"{server.url}/list.csv"))
+    source = open_source(source_spec(listing=f"{server.url}/list.csv"))
     server.close()
     for read in (
         lambda: source.read([0], new_array),
-        lambda: open_source(SourceSpec(listing=f"{server.url}/list.csv")),
-        lambda: open_source(SourceSpec(tar=f"{server.url}/0.tar")),
-        lambda: open_source(SourceSpec(folder=f"{server.url}/photos")),
+        lambda: open_source(source_spec(listing=f"{server.url}/list.csv")),
+        lambda: open_source(source_spec(tar=f"{server.url}/0.tar")),
+        lambda: open_source(source_spec(folder=f"{server.url}/photos")),
     ):
         begun = time.monotonic()
         with pytest.raises(
@@ -365,7 +365,7 @@ def test_a_server_that_is_gone_is_no_fault_of_a_sample(server: FileServer, make_
 def test_tar_on_a_server(server: FileServer, make_tar: MakeTar, read_all: ReadAll) -> None:
     members = [("1.jpg", b"one" * 500), ("1.cls", b"0"), ("2.jpg", b"two" * 500), ("2.cls", b"1")]
     server.files.update({"/0.tar": make_tar(members), "/1.tar": make_tar(members)})
-    source = open_source(SourceSpec(tar=f"{server.url}/{{0..1}}.tar"))
+    source = open_source(source_spec(tar=f"{server.url}/{{0..1}}.tar"))
     assert source.shard_sizes == (2, 2)
     assert read_all(source, [3, 0]) == [b"two" * 500, b"one" * 500]
     server.failures["/1.tar"] = 2
@@ -411,10 +411,10 @@ def test_the_opened_source_says_whether_it_is_read_remotely(memory: fsspec.Abstr
     (tmp_path / "urls.csv").write_text("memory://photos/a/1.jpg,0\nmemory://photos/b/2.jpg,1\n")
     here, urls = str(tmp_path / "list.csv"), str(tmp_path / "urls.csv")
     for spec, expected in (
-        (SourceSpec(listing=here), False),
-        (SourceSpec(listing=here, root="memory://photos"), True),
-        (SourceSpec(listing=urls, split={"train": 0.5}), True),
-        (SourceSpec(folder="memory://photos"), True),
+        (source_spec(listing=here), False),
+        (source_spec(listing=here, root="memory://photos"), True),
+        (source_spec(listing=urls, split={"train": 0.5}), True),
+        (source_spec(folder="memory://photos"), True),
     ):
         source = open_source(spec)
         assert is_read_remotely(source) == expected
@@ -424,7 +424,7 @@ def test_the_opened_source_says_whether_it_is_read_remotely(memory: fsspec.Abstr
 def test_a_remote_storage_does_not_go_to_another_process(memory: fsspec.AbstractFileSystem) -> None:
     memory.pipe(FILES)
     with pytest.raises(TypeError, match="are read by the process that opened them"):
-        pickle.dumps(open_source(SourceSpec(folder="memory://photos")))
+        pickle.dumps(open_source(source_spec(folder="memory://photos")))
 
 
 # What is not there.
@@ -441,9 +441,9 @@ def test_without_fsspec() -> None:
 import sys
 sys.modules["fsspec"] = None
 from gpuflow.errors import MissingExtra
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import open_source, source_spec
 try:
-    open_source(SourceSpec(folder="memory://photos"))
+    open_source(source_spec(folder="memory://photos"))
 except MissingExtra as missing:
     assert str(missing) == (
         "reading memory://photos needs fsspec, which is not installed; pip install 'gpuflow[remote]'"

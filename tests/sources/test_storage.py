@@ -15,7 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import open_source, source_spec
 from gpuflow.sources.storage import local
 from gpuflow.sources.storage.base import Shard
 from gpuflow.sources.storage.local import LocalStorage
@@ -152,7 +152,7 @@ def test_remote_classes_and_images_are_sorted(monkeypatch: pytest.MonkeyPatch) -
     memory = fsspec.filesystem("memory")
     memory.pipe({f"/unordered/{name}": b"x" for name in names})
     try:
-        source = open_source(SourceSpec(folder="memory://unordered"))
+        source = open_source(source_spec(folder="memory://unordered"))
         assert source.classes == ("a", "b", "c")
         assert [source.path(i).removeprefix("memory://unordered/") for i in range(9)] == names
     finally:

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpuflow.errors import SystemFault, is_system_fault, system_fault
-from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources import Source, open_source, source_spec
 from gpuflow.sources.storage import local, remote, time_limit
 from tests.datasets import make_photos, no_more_files
 from tests.sources.conftest import FileServer, ReadAll
@@ -87,7 +87,7 @@ def test_the_error_names_the_file_and_what_to_do() -> None:
 
 def folder_of(root: Path) -> Source:
     make_photos(root / "photos", classes=2, each=20)
-    return open_source(SourceSpec(folder=str(root / "photos")))
+    return open_source(source_spec(folder=str(root / "photos")))
 
 
 def shard_of(root: Path) -> Source:
@@ -97,13 +97,13 @@ def shard_of(root: Path) -> Source:
             archive.add(file, f"{file.stem}.jpg")
             (root / "label").write_text("0")
             archive.add(root / "label", f"{file.stem}.cls")
-    return open_source(SourceSpec(tar=str(root / "s.tar")))
+    return open_source(source_spec(tar=str(root / "s.tar")))
 
 
 def listed_on_server(root: Path, server: FileServer) -> Source:
     server.files.update({f"/{i}.jpg": b"x" for i in range(4)})
     (root / "list.csv").write_text("".join(f"{server.url}/{i}.jpg,0\n" for i in range(4)))
-    return open_source(SourceSpec(listing=str(root / "list.csv")))
+    return open_source(source_spec(listing=str(root / "list.csv")))
 
 
 @pytest.fixture(params=["folder", "tar", "server"])

@@ -16,7 +16,7 @@ import pytest
 
 from gpuflow.errors import SourceError
 from gpuflow.loader.sampler import ShardedOrder
-from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources import Source, open_source, source_spec
 from gpuflow.sources.shard_cache import load_arrays, save_arrays
 from gpuflow.sources.tar import expand_braces
 from tests.sources.conftest import FileServer, ReadAll, tar_bytes
@@ -37,7 +37,7 @@ def shard(make_tar: MakeTar) -> Callable[..., Source]:
 
     def make(members: Members, form: int = tarfile.USTAR_FORMAT, **fields: object) -> Source:
         Path("s.tar").write_bytes(make_tar(members, form))
-        return open_source(SourceSpec(tar="s.tar", **fields))  # type: ignore[arg-type]
+        return open_source(source_spec(tar="s.tar", **fields))
 
     return make
 
@@ -52,7 +52,7 @@ def write_shards(make_tar: MakeTar, count: int = 4, per_shard: int = 5) -> None:
 
 def refused(**fields: object) -> str:
     with pytest.raises(SourceError) as caught:
-        open_source(SourceSpec(**fields))  # type: ignore[arg-type]
+        open_source(source_spec(**fields))
     return str(caught.value)
 
 
@@ -141,7 +141,7 @@ def test_members_that_are_no_files(read_all: ReadAll) -> None:
             header = tarfile.TarInfo(name)
             header.size, header.pax_headers = len(data), {"mtime": "1.5"}
             archive.addfile(header, io.BytesIO(data))
-    source = open_source(SourceSpec(tar="s.tar"))
+    source = open_source(source_spec(tar="s.tar"))
     assert read_all(source) == [b"one"]
     assert source.path(0) == "s.tar/1.jpg"
 
@@ -160,7 +160,7 @@ def test_hard_links_have_the_bytes_of_their_file(form: int, read_all: ReadAll) -
     with tarfile.open("s.tar", "w", format=form) as archive:
         archive.add(folder)
         assert any(member.islnk() for member in archive.getmembers())
-    source = open_source(SourceSpec(tar="s.tar"))
+    source = open_source(source_spec(tar="s.tar"))
     by_name = {source.path(i).rpartition("/")[2]: data for i, data in enumerate(read_all(source))}
     assert by_name == {"0.jpg": b"zero", "1.jpg": b"one", "2.jpg": b"one"} and source.labels.tolist() == 3 * [5]
 
@@ -208,20 +208,20 @@ def test_tars_that_were_joined_as_files_are_an_error(first: Members, make_tar: M
         "them in source.tar"
     )
     Path("s.tar").write_bytes(two + bytes(3 << 20) + b"no header")
-    assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"two"]
+    assert read_all(open_source(source_spec(tar="s.tar"))) == [b"two"]
 
 
 def test_a_shard_without_end_blocks_may_have_been_cut_off(make_tar: MakeTar, read_all: ReadAll) -> None:
     Path("s.tar").write_bytes(make_tar([("1.jpg", b"one"), ("1.cls", b"0"), ("2.jpg", b"two")])[: 4 * 512])
     with pytest.warns(UserWarning, match=r"^s\.tar: ends without the zeros that end a tar; if it was cut off, samples"):
-        source = open_source(SourceSpec(tar="s.tar"))
+        source = open_source(source_spec(tar="s.tar"))
     assert read_all(source) == [b"one"]
 
 
 def test_several_shards(make_tar: MakeTar, read_all: ReadAll) -> None:
     write_shards(make_tar)
     Path("02.tar").write_bytes(make_tar([]))
-    source = open_source(SourceSpec(tar="{00..03}.tar"))
+    source = open_source(source_spec(tar="{00..03}.tar"))
     assert source.shard_sizes == (5, 5, 0, 5)
     assert [source.path(i) for i in (0, 5, 10, 14)] == [
         *("00.tar/0000.jpg", "01.tar/0000.jpg", "03.tar/0000.jpg", "03.tar/0004.jpg")
@@ -233,7 +233,7 @@ def test_several_shards(make_tar: MakeTar, read_all: ReadAll) -> None:
 
 def test_open_files_are_bounded_shared_and_closed(make_tar: MakeTar, read_all: ReadAll) -> None:
     write_shards(make_tar, count=80, per_shard=2)
-    source = open_source(SourceSpec(tar="{00..79}.tar"))
+    source = open_source(source_spec(tar="{00..79}.tar"))
     before = len(os.listdir("/proc/self/fd"))
     rng = np.random.default_rng(0)
 
@@ -254,11 +254,11 @@ def test_open_files_are_bounded_shared_and_closed(make_tar: MakeTar, read_all: R
 
 def test_the_index_is_cached(make_tar: MakeTar, cache_home: Path, read_all: ReadAll) -> None:
     write_shards(make_tar)
-    first = open_source(SourceSpec(tar="{00..03}.tar"))
+    first = open_source(source_spec(tar="{00..03}.tar"))
     [cache] = (cache_home / "gpuflow").iterdir()
     assert cache.suffix == ".npz"
     written = cache.stat().st_mtime_ns
-    again = open_source(SourceSpec(tar="{00..03}.tar", classes=10))
+    again = open_source(source_spec(tar="{00..03}.tar", classes=10))
     assert cache.stat().st_mtime_ns == written
     assert len(again.classes) == 10
     assert [again.path(i) for i in range(20)] == [first.path(i) for i in range(20)]
@@ -269,11 +269,11 @@ def test_the_index_is_cached(make_tar: MakeTar, cache_home: Path, read_all: Read
 
 def test_a_shard_of_another_size_or_time_is_indexed_again(make_tar: MakeTar, cache_home: Path) -> None:
     write_shards(make_tar)
-    open_source(SourceSpec(tar="00.tar"))
+    open_source(source_spec(tar="00.tar"))
     Path("00.tar").write_bytes(make_tar([("x.jpg", b"x"), ("x.cls", b"0")]))
-    assert len(open_source(SourceSpec(tar="00.tar"))) == 1
+    assert len(open_source(source_spec(tar="00.tar"))) == 1
     os.utime("00.tar", ns=(1, 1))
-    open_source(SourceSpec(tar="00.tar"))
+    open_source(source_spec(tar="00.tar"))
     assert len(list((cache_home / "gpuflow").iterdir())) == 3
 
 
@@ -282,7 +282,7 @@ def test_another_shard_of_the_same_size_and_time_is_indexed_again(make_tar: Make
     for first, second in ((b"0", b"1"), (b"1", b"0")):
         Path("00.tar").write_bytes(make_tar([("x.jpg", b"x"), ("x.cls", first), ("y.jpg", b"y"), ("y.cls", second)]))
         os.utime("00.tar", ns=(1, 1))
-        assert open_source(SourceSpec(tar="00.tar")).labels.tolist() == [int(first), int(second)]
+        assert open_source(source_spec(tar="00.tar")).labels.tolist() == [int(first), int(second)]
 
 
 def test_the_index_of_a_shard_whose_server_names_no_version_is_not_kept(
@@ -292,7 +292,7 @@ def test_the_index_of_a_shard_whose_server_names_no_version_is_not_kept(
         server.tags = tags
         for first, second in ((b"0", b"1"), (b"1", b"0")):
             server.files["/0.tar"] = make_tar([("x.jpg", b"x"), ("x.cls", first), ("y.jpg", b"y"), ("y.cls", second)])
-            assert open_source(SourceSpec(tar=f"{server.url}/0.tar")).labels.tolist() == [int(first), int(second)]
+            assert open_source(source_spec(tar=f"{server.url}/0.tar")).labels.tolist() == [int(first), int(second)]
         assert len(list((cache_home / "gpuflow").glob("*.npz"))) == kept
 
 
@@ -301,11 +301,11 @@ def test_a_damaged_cache_is_made_again(
     damage: bytes | None, make_tar: MakeTar, cache_home: Path, read_all: ReadAll
 ) -> None:
     write_shards(make_tar)
-    expected = read_all(open_source(SourceSpec(tar="{00..03}.tar")))
+    expected = read_all(open_source(source_spec(tar="{00..03}.tar")))
     [cache] = (cache_home / "gpuflow").iterdir()
     whole = cache.read_bytes()
     cache.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
-    assert read_all(open_source(SourceSpec(tar="{00..03}.tar"))) == expected
+    assert read_all(open_source(source_spec(tar="{00..03}.tar"))) == expected
     assert cache.read_bytes() == whole
 
 
@@ -322,17 +322,17 @@ def test_a_cache_with_a_damaged_header_is_no_cache(tmp_path: Path) -> None:
 
 def test_a_cache_of_other_arrays_is_made_again(make_tar: MakeTar, cache_home: Path) -> None:
     write_shards(make_tar)
-    open_source(SourceSpec(tar="00.tar"))
+    open_source(source_spec(tar="00.tar"))
     [cache] = (cache_home / "gpuflow").iterdir()
     with cache.open("wb") as file:
         np.savez(file, images=np.array([{"an": "object"}], dtype=object))
-    assert len(open_source(SourceSpec(tar="00.tar"))) == 5
+    assert len(open_source(source_spec(tar="00.tar"))) == 5
 
 
 def test_without_a_place_for_the_cache(make_tar: MakeTar, cache_home: Path) -> None:
     write_shards(make_tar)
     (cache_home / "gpuflow").write_bytes(b"in the way")
-    assert len(open_source(SourceSpec(tar="00.tar"))) == 5
+    assert len(open_source(source_spec(tar="00.tar"))) == 5
 
 
 # Shards that change.
@@ -363,7 +363,7 @@ def rewrite(path: str, data: bytes) -> None:
 def test_a_shard_rewritten_in_place_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
     """Its size stays the same, and other images lie where those of the index lay."""
     write_shards(make_tar, count=2)
-    source = open_source(SourceSpec(tar="{00..01}.tar"))
+    source = open_source(source_spec(tar="{00..01}.tar"))
     expected = read_all(source)
     size = os.path.getsize("00.tar")
     rewrite("00.tar", make_tar([member for i in range(5) for member in other_sample(4 - i)]))
@@ -383,7 +383,7 @@ def test_a_shard_that_is_written_to_while_a_range_of_it_is_read(
     make_tar: MakeTar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(make_tar, count=1)
-    source = open_source(SourceSpec(tar="00.tar"))
+    source = open_source(source_spec(tar="00.tar"))
     size, preadv = os.path.getsize("00.tar"), os.preadv
 
     def write_then_read(*arguments: Any) -> int:
@@ -397,7 +397,7 @@ def test_a_shard_that_is_written_to_while_a_range_of_it_is_read(
 def test_a_shard_replaced_by_another_file_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
     """The open file is still the one that was indexed."""
     write_shards(make_tar, count=1)
-    source = open_source(SourceSpec(tar="00.tar"))
+    source = open_source(source_spec(tar="00.tar"))
     expected = read_all(source)
     Path("new.tar").write_bytes(make_tar([]))
     os.replace("new.tar", "00.tar")
@@ -406,7 +406,7 @@ def test_a_shard_replaced_by_another_file_while_open(make_tar: MakeTar, read_all
 
 def test_a_shard_that_changes_before_it_is_opened(make_tar: MakeTar, read_all: ReadAll) -> None:
     write_shards(make_tar)
-    source = open_source(SourceSpec(tar="{00..02}.tar"))
+    source = open_source(source_spec(tar="{00..02}.tar"))
     size = os.path.getsize("00.tar")
     os.truncate("00.tar", 5000)
     os.unlink("01.tar")
@@ -416,7 +416,7 @@ def test_a_shard_that_changes_before_it_is_opened(make_tar: MakeTar, read_all: R
 
 def test_a_shard_cut_short_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
     write_shards(make_tar)
-    source = open_source(SourceSpec(tar="{00..01}.tar"))
+    source = open_source(source_spec(tar="{00..01}.tar"))
     read_all(source)
     size = os.path.getsize("00.tar")
     os.truncate("00.tar", 2 * 2048 + 512 + 300)
@@ -528,7 +528,7 @@ def test_the_size_of_an_extended_header_counts(read_all: ReadAll) -> None:
     """As tars have it for members above 8 GiB."""
     members = [pax_member("1.jpg", b"one" * 300, {"size": "900"}), pax_member("1.cls", b"0", {"size": "1"})]
     Path("s.tar").write_bytes(b"".join(members) + make_members([("2.jpg", b"two"), ("2.cls", b"1")]) + bytes(1024))
-    assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"one" * 300, b"two"]
+    assert read_all(open_source(source_spec(tar="s.tar"))) == [b"one" * 300, b"two"]
 
 
 def test_damaged_extended_header(make_tar: MakeTar) -> None:
@@ -619,7 +619,7 @@ def test_labels_of_json_survive_the_cache(make_tar: MakeTar) -> None:
     members = [("1.jpg", b"x"), ("1.json", json.dumps({"label": "chat à poil"}).encode())]
     Path("s.tar").write_bytes(make_tar(members))
     for _ in range(2):
-        assert open_source(SourceSpec(tar="s.tar")).classes == ("chat à poil",)
+        assert open_source(source_spec(tar="s.tar")).classes == ("chat à poil",)
 
 
 def test_other_extensions_are_images_where_they_are_named(shard: Callable[..., Source]) -> None:

@@ -15,13 +15,13 @@ from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.records import Field, MaskFile, Ragged
 from gpuflow.sources import (
     Source,
-    SourceSpec,
     fields_of,
     fingerprint_of,
     has_labels,
     left_out_of,
     open_source,
     records_of,
+    source_spec,
 )
 from tests.sources.conftest import ReadAll, tar_bytes
 
@@ -41,7 +41,7 @@ def sample(key: str, row: Any, **others: bytes) -> Members:
 
 def opened(members: Members, **keys: Any) -> Source:
     Path("s.tar").write_bytes(tar_bytes(members))
-    return open_source(SourceSpec(tar="s.tar", **keys))
+    return open_source(source_spec(tar="s.tar", **keys))
 
 
 def refused(members: Members, **keys: Any) -> str:
@@ -73,7 +73,7 @@ FIELDS = {
 def test_every_suffix_has_its_field(read_all: ReadAll, time: str) -> None:
     source = opened(two(), fields=FIELDS)
     if time == "cached":
-        source = open_source(SourceSpec(tar="s.tar", fields=FIELDS))
+        source = open_source(source_spec(tar="s.tar", fields=FIELDS))
     assert read_all(source) == [b"image 0001", b"image 0002"]
     assert source.labels.tolist() == [7, 3] and has_labels(source)
     assert source.shard_sizes == (2,)
@@ -129,10 +129,10 @@ def test_several_classes_and_vectors() -> None:
 
 def test_only_image_and_label_are_the_same_samples_as_without_fields() -> None:
     plain = opened(two())
-    declared = open_source(SourceSpec(tar="s.tar", fields={"image": {}, "label": {}}))
+    declared = open_source(source_spec(tar="s.tar", fields={"image": {}, "label": {}}))
     assert fingerprint_of(declared) == fingerprint_of(plain)
     assert declared.labels.tolist() == plain.labels.tolist() and declared.classes == plain.classes
-    assert fingerprint_of(open_source(SourceSpec(tar="s.tar", fields=FIELDS))) != fingerprint_of(plain)
+    assert fingerprint_of(open_source(source_spec(tar="s.tar", fields=FIELDS))) != fingerprint_of(plain)
 
 
 def test_other_extensions_are_images_where_they_are_named() -> None:
@@ -141,7 +141,7 @@ def test_other_extensions_are_images_where_they_are_named() -> None:
     members.append(("0003.json", json.dumps({"boxes": [], "kinds": [], "weight": 1}).encode()))
     assert len(opened(members, fields=FIELDS, extensions=("heic",))) == 3
     with pytest.raises(SourceError, match=r"/0003\.cls: member must have an image \(jpg, jpeg, png, webp, bmp\), got"):
-        open_source(SourceSpec(tar="s.tar", fields=FIELDS))
+        open_source(source_spec(tar="s.tar", fields=FIELDS))
 
 
 def test_a_cache_of_other_arrays_is_made_again(cache_home: Path, read_all: ReadAll) -> None:
@@ -149,7 +149,7 @@ def test_a_cache_of_other_arrays_is_made_again(cache_home: Path, read_all: ReadA
     [cache] = (cache_home / "gpuflow").iterdir()
     with cache.open("wb") as file:
         np.savez(file, images=np.zeros(3, np.uint8))
-    assert read_all(open_source(SourceSpec(tar="s.tar", fields=FIELDS))) == expected
+    assert read_all(open_source(source_spec(tar="s.tar", fields=FIELDS))) == expected
 
 
 def test_what_one_declaration_lets_pass_is_an_error_for_another() -> None:
@@ -158,7 +158,7 @@ def test_what_one_declaration_lets_pass_is_an_error_for_another() -> None:
     fields = {"label": None, "weight": {"type": "number"}}
     for _ in range(2):
         assert refused(members, fields=fields).startswith("s.tar/0003.json: member must have an image")
-        assert len(open_source(SourceSpec(tar="s.tar", fields={"label": None}))) == 2
+        assert len(open_source(source_spec(tar="s.tar", fields={"label": None}))) == 2
 
 
 def test_samples_have_the_order_of_their_images() -> None:
@@ -212,7 +212,7 @@ def test_what_is_wrong() -> None:
     reason = "s.tar/a.json: boxes[0] must have x1 < x2 and y1 < y2, got [4.0, 2.0, 3.0, 8.0]"
     assert left_out_of(source) == {0: (1, reason)}
     with pytest.raises(ConfigError, match=r"source\.fields\.image\.column must not be given in a source\.tar"):
-        SourceSpec(tar="s.tar", fields={"image": {"column": "jpg"}})
+        source_spec(tar="s.tar", fields={"image": {"column": "jpg"}})
 
 
 def test_fields_may_share_a_member_that_they_read_alike() -> None:
@@ -259,7 +259,7 @@ def test_tar_files_of_the_library_are_read() -> None:
             header.size = len(data)
             archive.addfile(header, io.BytesIO(data))
     Path("p.tar").write_bytes(stream.getvalue())
-    source = open_source(SourceSpec(tar="p.tar", fields=FIELDS))
+    source = open_source(source_spec(tar="p.tar", fields=FIELDS))
     assert records_of(source, [0]).columns["text"] == ["ein Kätzchen"]
 
 
@@ -283,7 +283,7 @@ PAIR = [("1.jpg", b"x"), ("1.cls", b"0")]
 )
 def test_an_image_and_a_label_are_the_same_declared_or_not(members: Members, read_all: ReadAll) -> None:
     plain = opened(members)
-    declared = open_source(SourceSpec(tar="s.tar", fields={"image": None, "label": None}))
+    declared = open_source(source_spec(tar="s.tar", fields={"image": None, "label": None}))
     assert (plain.classes, plain.labels.tolist()) == (declared.classes, declared.labels.tolist())
     assert [plain.path(i) for i in range(len(plain))] == [declared.path(i) for i in range(len(declared))]
     assert read_all(plain) == read_all(declared)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import ConfigError, SourceError
-from gpuflow.sources import SourceSpec, open_source, subset, weights_of
+from gpuflow.sources import SourceSpec, open_source, source_spec, subset, weights_of
 from tests.sources.conftest import tar_bytes
 
 LISTING = "path,label,w\n" + "".join(f"{i}.jpg,{i % 2},{i / 2}\n" for i in range(6))
@@ -30,7 +30,7 @@ def weights(spec: SourceSpec, part: str = "") -> list[float]:
 
 
 def spec(listing: Path, **weights: Any) -> SourceSpec:
-    return SourceSpec(listing=str(listing), weights=weights)
+    return source_spec(listing=str(listing), weights=weights)
 
 
 def test_a_column_and_files_of_all_kinds_give_the_same(listing: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_only_line_ends_end_a_line_of_a_file(listing: Path, tmp_path: Path) -> N
 
 
 def test_a_part_has_the_weights_of_its_samples(listing: Path) -> None:
-    whole = SourceSpec(listing=str(listing), weights={"column": "w"}, split={"train": 0.5, "val": 0.5})
+    whole = source_spec(listing=str(listing), weights={"column": "w"}, split={"train": 0.5, "val": 0.5})
     source = open_source(whole)
     for part in ("train", "val"):
         paths = [subset(source, whole, part).path(i) for i in range(3)]
@@ -89,7 +89,7 @@ SCATTERED = [
 @pytest.mark.parametrize("fields", [{}, {"image": None, "label": None, "w": {"type": "number"}}])
 def test_weights_of_shards_belong_to_the_samples_whose_key_they_have(fields: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(tar_bytes(SCATTERED))
-    whole = SourceSpec(tar=str(tmp_path / "s.tar"), fields=fields, weights={"column": "w"})
+    whole = source_spec(tar=str(tmp_path / "s.tar"), fields=fields, weights={"column": "w"})
     source = open_source(whole)
     assert [Path(source.path(i)).name for i in range(3)] == ["b.jpg", "a.jpg", "c.jpg"]
     assert source.labels.tolist() == [0, 1, 1]
@@ -99,7 +99,7 @@ def test_weights_of_shards_belong_to_the_samples_whose_key_they_have(fields: dic
 def test_weights_of_shards_whose_masks_have_the_suffix_of_images(tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(tar_bytes([*SCATTERED, *((f"{key}.png", b"mask") for key in "abc")]))
     fields: dict[str, Any] = {"label": None, "mask": {"column": ".png"}}
-    assert weights(SourceSpec(tar=str(tmp_path / "s.tar"), fields=fields, weights={"column": "w"})) == [2, 0.5, 3]
+    assert weights(source_spec(tar=str(tmp_path / "s.tar"), fields=fields, weights={"column": "w"})) == [2, 0.5, 3]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_column_of_other_samples_is_refused(
 
 
 def test_a_source_without_weights_has_none(listing: Path) -> None:
-    plain = SourceSpec(listing=str(listing))
+    plain = source_spec(listing=str(listing))
     assert weights_of(plain, open_source(plain)) is None
 
 
@@ -226,5 +226,5 @@ def test_a_file_that_is_missing_and_a_column_that_is(listing: Path, tmp_path: Pa
 )
 def test_keys_that_do_not_go_together(keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
-        SourceSpec(**keys)
+        source_spec(**keys)
     assert str(error.value) == expected

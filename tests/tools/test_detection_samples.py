@@ -13,7 +13,7 @@ from PIL import Image
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.records import MaskFile, Ragged
-from gpuflow.sources import Source, SourceSpec, fields_of, open_source, records_of
+from gpuflow.sources import Source, fields_of, open_source, records_of, source_spec
 from gpuflow.tools.detection_samples import SHAPES, make_detection_samples
 from gpuflow.tools.samples import make_samples
 
@@ -53,9 +53,9 @@ def test_files_are_a_pure_function_of_count_and_seed(made: Path, tmp_path: Path)
 
 
 def test_both_files_of_annotations_say_the_same(made: Path) -> None:
-    coco = open_source(SourceSpec(coco=str(made / "instances.json"), images=str(made / "images")))
+    coco = open_source(source_spec(coco=str(made / "instances.json"), images=str(made / "images")))
     fields: Any = {**LISTING, "mask": {}}
-    listed = open_source(SourceSpec(listing=str(made / "listing.jsonl"), fields=fields))
+    listed = open_source(source_spec(listing=str(made / "listing.jsonl"), fields=fields))
     assert fields_of(coco)[0].classes == fields_of(listed)[0].classes == tuple(SHAPES)
     assert column(coco, "boxes") == column(listed, "boxes")
     assert column(coco, "labels") == column(listed, "labels")
@@ -69,7 +69,7 @@ def test_both_files_of_annotations_say_the_same(made: Path) -> None:
 
 
 def test_boxes_are_the_extents_of_the_masks_and_areas_theirs(made: Path) -> None:
-    listed = open_source(SourceSpec(listing=str(made / "listing.jsonl"), fields={**LISTING, "mask": {}}))
+    listed = open_source(source_spec(listing=str(made / "listing.jsonl"), fields={**LISTING, "mask": {}}))
     document = json.loads((made / "instances.json").read_text())
     areas = iter(annotation["area"] for annotation in document["annotations"])
     for i, (boxes, labels) in enumerate(zip(column(listed, "boxes"), column(listed, "labels"), strict=True)):

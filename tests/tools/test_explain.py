@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpuflow.config import read_config
 from gpuflow.decode.codecs import decoder_description
-from gpuflow.sources import SourceSpec, fingerprint_of, open_source
+from gpuflow.sources import fingerprint_of, open_source, source_spec
 from gpuflow.stages import STAGES
 from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.explain import explain
@@ -52,7 +52,7 @@ def test_names_every_stage_with_what_it_gives_and_runs_as(config: Path) -> None:
 def test_says_where_and_on_what_it_runs(config: Path, tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in explained(config).splitlines()]
     programs = read_config(config, STAGES).programs
-    whole = open_source(SourceSpec(folder=str(tmp_path / "photos")))
+    whole = open_source(source_spec(folder=str(tmp_path / "photos")))
     for expected in (
         f"preprocessing {programs['train'].pipeline.fingerprint}",
         f"preprocessing {programs['val'].pipeline.fingerprint}",

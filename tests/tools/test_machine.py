@@ -12,7 +12,7 @@ import torch
 
 from gpuflow.config.resources import gpu_readers_of
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import source_spec
 from gpuflow.tools.gather import broken_modules, gather
 from gpuflow.tools.machine import Gpu
 from gpuflow.tools.rates import MANY_READERS
@@ -83,7 +83,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     done: list[str] = []
     with deadline(60), nothing_left_behind():
-        machine = gather(source=SourceSpec(folder=str(tmp_path)), progress=done.append)
+        machine = gather(source=source_spec(folder=str(tmp_path)), progress=done.append)
     on_gpu = ["decoding on the GPU"] if machine.gpus else []
     assert done == ["looking around", "reading images", "decoding on the cores", *on_gpu]
     assert machine.software.versions["torch"] == torch.__version__
@@ -112,14 +112,14 @@ def test_next_to_a_gpu_the_disk_is_read_as_by_the_loader(tmp_path: Path, monkeyp
     make_photos(tmp_path, classes=1, each=8)
     monkeypatch.setattr("gpuflow.tools.gather._gpus", lambda: ((Gpu(name="a GPU", memory_bytes=1 << 36),), None))
     with deadline(60):
-        machine = gather(threads=16, source=SourceSpec(folder=str(tmp_path)))
+        machine = gather(threads=16, source=source_spec(folder=str(tmp_path)))
     assert [rate.readers for rate in machine.disk] == [gpu_readers_of(16), MANY_READERS]
 
 
 def test_what_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with deadline(60):
-        machine = gather(threads=3, source=SourceSpec(folder="s3://bucket/photos"))
+        machine = gather(threads=3, source=source_spec(folder="s3://bucket/photos"))
     assert (machine.cores.threads, machine.cores.ranks) == (3, 2)
     assert [rate.at_once for rate in machine.core_rates] == [1, 3]
     assert (machine.source, machine.disk, machine.data_error) == ("s3://bucket/photos", (), None)
@@ -129,14 +129,14 @@ def test_what_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_source_that_is_no_folder_is_no_error(tmp_path: Path) -> None:
     """A source is not at fault because its disk is not measured."""
     with deadline(60):
-        machine = gather(source=SourceSpec(mix=({"source": {"folder": str(tmp_path)}},)))
+        machine = gather(source=source_spec(mix=({"source": {"folder": str(tmp_path)}},)))
     assert (machine.data_error, machine.unmeasured) == (None, f"{tmp_path} is no folder of images")
     assert machine.disk == () and machine.core_rates
 
 
 def test_images_that_are_not_there_are_an_error_in_the_values(tmp_path: Path) -> None:
     with deadline(60):
-        machine = gather(source=SourceSpec(folder=str(tmp_path / "absent")))
+        machine = gather(source=source_spec(folder=str(tmp_path / "absent")))
     assert machine.data_error == f"{tmp_path}/absent: no such file or directory; check the path"
     assert machine.disk == ()
     assert machine.core_rates

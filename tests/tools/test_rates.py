@@ -16,11 +16,10 @@ import torch
 from gpuflow.config import resources
 from gpuflow.decode.nvjpeg import BACKENDS
 from gpuflow.errors import SourceError
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import NotMeasuredError, SourceSpec, source_spec
 from gpuflow.tools import rates
 from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.rates import (
-    NotMeasuredError,
     at_once,
     core_rates,
     data,
@@ -42,7 +41,7 @@ def _in_time() -> Iterator[None]:
 
 
 def folder(path: Path) -> SourceSpec:
-    return SourceSpec(folder=str(path))
+    return source_spec(folder=str(path))
 
 
 # --- finding images ---------------------------------------------------------------------------------------------------
@@ -58,7 +57,9 @@ def test_images_of_a_folder_come_in_random_order_but_the_same_each_time(tmp_path
     assert len(find_images(folder(tmp_path), limit=10)) <= 8 + 10
 
 
-@pytest.mark.parametrize("spec", [SourceSpec(hf="data/saved"), SourceSpec(mix=({"source": {"folder": "data/saved"}},))])
+@pytest.mark.parametrize(
+    "spec", [source_spec(hf="data/saved"), source_spec(mix=({"source": {"folder": "data/saved"}},))]
+)
 def test_a_source_that_is_no_folder_is_measured_elsewhere(spec: SourceSpec) -> None:
     with pytest.raises(NotMeasuredError, match=r"^data/saved is no folder of images$"):
         find_images(spec, limit=9)
@@ -85,7 +86,7 @@ def shard(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["tar", "folder"])
 def test_images_of_shards_are_ranges(kind: str, shard: Path) -> None:
     where = {"tar": f"{shard.parent}/{{000..000}}.tar", "folder": str(shard.parent)}[kind]
-    found = find_images(SourceSpec(**{kind: where}), limit=100)  # type: ignore[arg-type]
+    found = find_images(source_spec(**{kind: where}), limit=100)
     contents = shard.read_bytes()
     read = {contents[start : start + (size or 0)] for _, start, size in found}
     assert read == {jpeg(0, i) for i in range(6)}
@@ -103,26 +104,26 @@ def test_images_of_declared_extensions(kind: str, tmp_path: Path) -> None:
     with tarfile.open(shard, "w") as tar:
         tar.add(image, "0.HEIC")
     spec = {
-        "folder": SourceSpec(folder=str(tmp_path / "photos"), extensions=("heic",)),
-        "tar": SourceSpec(tar=str(shard), extensions=("heic",)),
-        "folder of shards": SourceSpec(folder=str(shard.parent), extensions=("heic",)),
+        "folder": source_spec(folder=str(tmp_path / "photos"), extensions=("heic",)),
+        "tar": source_spec(tar=str(shard), extensions=("heic",)),
+        "folder of shards": source_spec(folder=str(shard.parent), extensions=("heic",)),
     }[kind]
     assert [extent.path for extent in find_images(spec, limit=9)] == [str(image if kind == "folder" else shard)]
     with pytest.raises(SourceError, match="holds no images"):
-        find_images(replace(spec, extensions=()), limit=9)
+        find_images(source_spec(**{spec.kind: spec.where}), limit=9)
 
 
 def test_images_of_a_listing(tmp_path: Path) -> None:
     files = make_photos(tmp_path / "photos", classes=2, each=3)
     (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{file},{i % 2}\n" for i, file in enumerate(files)))
-    found = find_images(SourceSpec(listing=str(tmp_path / "list.csv")), limit=4)
+    found = find_images(source_spec(listing=str(tmp_path / "list.csv")), limit=4)
     assert len(found) == 4
     assert {extent.path for extent in found} <= set(map(str, files))
 
 
 def test_images_of_annotations(tmp_path: Path) -> None:
     make_detection_samples(tmp_path, 3)
-    spec = SourceSpec(coco=str(tmp_path / "instances.json"), images=str(tmp_path / "images"))
+    spec = source_spec(coco=str(tmp_path / "instances.json"), images=str(tmp_path / "images"))
     found = {extent.path for extent in find_images(spec, limit=100)}
     assert found == {str(path) for path in (tmp_path / "images").iterdir()}
 

@@ -20,7 +20,7 @@ from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import SystemFault
 from gpuflow.loader.assemble import open_whole
 from gpuflow.loader.records import target_mapper
-from gpuflow.sources import SourceSpec, fields_of, open_source
+from gpuflow.sources import fields_of, open_source, source_spec
 from gpuflow.stages import STAGES
 from gpuflow.tools.scan import Finding, scan
 from tests.datasets import (
@@ -78,7 +78,7 @@ def test_only_a_suffix_of_another_image_format_is_a_wrong_name() -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_findings_come_in_order(threads: int, folder: Path) -> None:
-    source = open_source(SourceSpec(folder=str(folder)))
+    source = open_source(source_spec(folder=str(folder)))
     seen: list[int] = []
     with nothing_left_behind():
         findings = list(scan(source, DECODER, threads=threads, progress=seen.append))  # type: ignore[arg-type]
@@ -109,10 +109,10 @@ def test_findings_come_in_order(threads: int, folder: Path) -> None:
 
 def test_without_file_descriptors_a_scan_raises(folder: Path) -> None:
     """A report of sound files as unreadable would be worse than none."""
-    source = open_source(SourceSpec(folder=str(folder)))
+    source = open_source(source_spec(folder=str(folder)))
     findings = scan(source, DECODER, threads=1)  # type: ignore[arg-type]
     next(findings)
-    source = open_source(SourceSpec(folder=str(folder)))
+    source = open_source(source_spec(folder=str(folder)))
     with no_more_files(), pytest.raises(SystemFault):
         list(scan(source, DECODER, threads=1))  # type: ignore[arg-type]
 
@@ -185,7 +185,7 @@ def test_an_incomplete_annotation_is_a_finding_and_no_bad_sample(tmp_path: Path)
     rows = [{"path": str(file), "boxes": held} for file, held in zip(files, boxes, strict=True)]
     listing = tmp_path / "list.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = open_source(SourceSpec(listing=str(listing), fields={"boxes": {}}))
+    source = open_source(source_spec(listing=str(listing), fields={"boxes": {}}))
     found = list(scan(source, DECODER, threads=2))  # type: ignore[arg-type]
     assert [(finding.index, finding.kind, finding.bad) for finding in found] == [
         (1, "incomplete", False),
