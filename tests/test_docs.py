@@ -221,15 +221,14 @@ def test_usual_extensions_are_those_of_the_code() -> None:
 
 
 def test_every_key_of_a_source_is_explained() -> None:
-    from dataclasses import fields
-
-    from gpuflow.sources import SourceSpec
+    from gpuflow.sources import KINDS
 
     section = PAGES["docs/reference/yaml.md"].split("## Sources")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`[a-z_`, ]+`) \|", section, flags=re.MULTILINE)
-    keys = {field.name for field in fields(SourceSpec)} - {"other"}
+    keys = {key for kind in KINDS.values() for key in kind.key_fields()}
     assert {key for row in rows for key in re.findall(r"[a-z_]+", row)} == keys
-    assert not [key for key in keys if isinstance(getattr(SourceSpec, key, None), property)]
+    section = PAGES["docs/concepts.md"].split("## Sources")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `([a-z_]+): ", section, flags=re.MULTILINE) == list(KINDS)
 
 
 @code_blocks("yaml")

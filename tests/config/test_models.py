@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.config.files import PIPELINE_KEYS, RUN_KEYS, SOURCE_KEYS, fault, read, with_block
+from tests.config.files import KIND_WORDS, PIPELINE_KEYS, RUN_KEYS, SOURCE_KEYS, fault, read, with_block
 
 BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
 
@@ -149,14 +149,14 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
             "source.classes must be distinct names, at least one, got ['a', 'a']",
         ),
         # against each other
-        ("source: {}", "source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them"),
+        ("source: {}", f"source needs exactly one of {KIND_WORDS}, got none of them"),
         (
             "source: {extensions: [heic]}",
-            "source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them",
+            f"source needs exactly one of {KIND_WORDS}, got none of them",
         ),
         (
             "source: {folder: a, tar: b}",
-            "source needs exactly one of folder, listing, tar, coco, hf and mix, got folder and tar",
+            f"source needs exactly one of {KIND_WORDS}, got folder and tar",
         ),
         ("source: {folder: a, split: {val: 0}}", "source.split.val must be a fraction within (0, 1], got 0.0"),
         (

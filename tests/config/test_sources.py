@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuflow.sources import Mix, WeightsSpec, source_spec
-from tests.config.files import fault, read, with_block
+from tests.config.files import KIND_WORDS, fault, read, with_block
 
 
 def test_a_mix_and_weights_are_read_from_yaml() -> None:
@@ -45,7 +45,7 @@ MIX = "source:\n  mix:\n    - source: {folder: a}\n    - %s\n"
         ("source: {folder: b, split: {x: 0.5}}", "source.mix[1].source.split must stand next to mix, and is for all"),
         (
             "source: {}",
-            "source.mix[1].source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them",
+            f"source.mix[1].source needs exactly one of {KIND_WORDS}, got none of them",
         ),
     ],
 )

@@ -15,7 +15,7 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.errors import ConfigError
 from gpuflow.sources import KINDS, Allocate, NotMeasuredError, Payload, Source, all_kinds, source_spec
-from gpuflow.sources.keys import Named
+from gpuflow.sources.keys import Listed, Named
 from gpuflow.stages import STAGES
 from gpuflow.tools.rates import find_images
 from tests.commands import command_here
@@ -88,7 +88,7 @@ def test_a_key_of_no_kind_is_unknown(key: str) -> None:
 def test_local_files_take_no_cache(kind: str, place: str) -> None:
     """A file that lists images may list URLs; what it lists shows when it is opened."""
     block = {**BASE.get(kind, {}), kind: place, "cache": VALUES["cache"]}
-    if kind in ("listing", "coco"):
+    if issubclass(KINDS[kind], Listed):
         source_spec(**block)
         return
     with pytest.raises(ConfigError, match=r"^source.cache must go with URLs, got '.*'.*; remove cache$"):
@@ -187,7 +187,7 @@ def test_a_new_kind_is_not_measured_unless_it_says_where_its_files_are(store: Pa
     [
         (
             {"store": "a", "folder": "b"},
-            "needs exactly one of folder, listing, tar, coco, hf, mix and store, got folder and store",
+            f"needs exactly one of {', '.join(KINDS)} and store, got folder and store",
         ),
         ({"stor": "a"}, ".stor is not a key here; did you mean 'store'?"),
         ({"store": "a", "tabel": "b"}, ".tabel is not a key here; did you mean 'table'?"),

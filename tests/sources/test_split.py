@@ -15,6 +15,7 @@ from gpuflow.errors import SourceError
 from gpuflow.sources import Allocate, Payload, Subset, open_source, source_spec, subset
 from gpuflow.sources.split import split_counts, split_indices
 from gpuflow.sources.storage import LocalStorage, Storage
+from tests.config.files import KIND_WORDS
 from tests.sources.conftest import ReadAll
 
 
@@ -152,10 +153,10 @@ def test_a_spec_is_a_value() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them"),
+        ({}, f"source needs exactly one of {KIND_WORDS}, got none of them"),
         (
             {"folder": "a", "tar": "b"},
-            "source needs exactly one of folder, listing, tar, coco, hf and mix, got folder and tar",
+            f"source needs exactly one of {KIND_WORDS}, got folder and tar",
         ),
         ({"tar": "b", "root": "c"}, "source.root must go with source.listing, got source.tar; remove root"),
         ({"tar": "b", "classes": 0}, "source.classes must be >= 1, got 0"),
