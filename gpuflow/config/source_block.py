@@ -36,7 +36,12 @@ def make_source(block: Any, kinds: Mapping[str, type[SourceSpec]]) -> SourceSpec
     )
     values: dict[str, Any] = {}
     if spec is not None:
-        keys = {key: as_tuples(value) for key, value in texts.items() if key in spec.key_fields() and value is not None}
+        fields = spec.key_fields()
+        keys = {
+            key: value if fields[key].type is Any else as_tuples(value)  # another package gets its value as YAML has it
+            for key, value in texts.items()
+            if key in fields and value is not None
+        }
         try:
             values = keys_of(spec).model_validate(keys).model_dump(exclude_unset=True)
         except pydantic.ValidationError as error:

@@ -153,6 +153,9 @@ class SourceSpec(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", _pairs(self.split))
+        for name in self.key_fields():
+            if isinstance(value := getattr(self, name), list) and name != self.kind:
+                object.__setattr__(self, name, tuple(value))
         if problems := [*out_of_bounds(self), *self.problems()]:
             raise ConfigError([problem.below("source") for problem in problems])
 
@@ -183,6 +186,9 @@ class SourceSpec(ABC):
             yield Problem.of(
                 "splits", "must not stand next to split", action="remove one of them", code="config.conflict"
             )
+        names = self.classes
+        if isinstance(names, tuple) and len(set(names)) < max(1, len(names)):
+            yield Problem.of("classes", "must be distinct names, at least one", names, code="config.range")
 
     @abstractmethod
     def open(self) -> Source:
@@ -305,17 +311,12 @@ class Samples(SourceSpec):
         """Return the column with the labels of boxes; None if they have none."""
         return field.labels
 
-    def with_one_column(self, name: str, column: str, **changes: Any) -> Self:
-        """Return a spec of the same samples that have this column of numbers as their only field besides files.
-
-        changes: keys with other values, besides.
-        """
-        fields = (*self._fields_of_files(), (name, FieldSpec(type="number", column=column)))
-        return replace(self, fields=fields, weights=None, **changes)
-
-    def _fields_of_files(self) -> tuple[tuple[str, FieldSpec], ...]:
-        """The declared fields that decide which samples there are."""
-        return tuple((name, field) for name, field in self.declared if field.type == "image")
+    def with_one_column(self, name: str, column: str) -> Self:
+        """Return a spec of the same samples that have this column of numbers as their only field besides files."""
+        # in shards, the suffix of a mask's member may be one of images
+        files = [(key, field) for key, field in self.declared if field.type == "image" or field.is_mask_file]
+        unset = {key: None for key in ("weights", "classes") if key in self.key_fields()}
+        return replace(self, fields=(*files, (name, FieldSpec(type="number", column=column))), **unset)
 
     @property
     def declared(self) -> tuple[tuple[str, FieldSpec], ...]:

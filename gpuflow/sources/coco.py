@@ -49,9 +49,9 @@ class Coco(Listed, Samples):
         images: the directory of its images.
     """
 
-    kind: ClassVar[str] = "coco"
+    kind = "coco"
     instead: ClassVar[Mapping[str, str]] = {**Samples.instead, "classes": "its categories name the classes"}
-    has_other_fields: ClassVar[bool] = True
+    has_other_fields = True
 
     coco: str
     images: str

@@ -59,10 +59,10 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
         folder: a directory with one directory for each class.
     """
 
-    kind: ClassVar[str] = "folder"
+    kind = "folder"
     instead: ClassVar[Mapping[str, str]] = {"classes": "its directories name the classes"}
-    by_class: ClassVar[bool] = True
-    has_columns: ClassVar[bool] = False
+    by_class = True
+    has_columns = False
 
     folder: str
 

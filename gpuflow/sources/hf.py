@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from gpuflow.errors import Problem, SourceError
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import Source
 from gpuflow.sources.directories import ancestors, identity_of, matching, walk
-from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
+from gpuflow.sources.field_spec import Fields, FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
 from gpuflow.sources.hints import missing_path, near_word
@@ -133,7 +133,7 @@ class Hf(WithWindow, WithSplits, Named):
         label: the column of the labels; by default `label`, or the one that has classes.
     """
 
-    kind: ClassVar[str] = "hf"
+    kind = "hf"
 
     hf: str
     image: str | None = None
@@ -152,16 +152,13 @@ class Hf(WithWindow, WithSplits, Named):
         return source
 
     def shard_window(self, source: Source | None = None) -> int:
-        own = source.window if isinstance(source, HfSource) and self.window is None else None
-        return own or super().shard_window(source)
+        return (source.window if isinstance(source, HfSource) else None) or super().shard_window(source)
 
-    def with_one_column(self, name: str, column: str, **changes: Any) -> Self:
-        return super().with_one_column(name, column, image=None, label=None, **changes)
-
-    def _fields_of_files(self) -> tuple[tuple[str, FieldSpec], ...]:
-        if self.image is not None:
-            return (("image", FieldSpec(type="image", column=self.image)),)
-        return super()._fields_of_files()
+    def with_one_column(self, name: str, column: str) -> Self:
+        if self.fields or not (self.image or self.label):
+            return super().with_one_column(name, column)
+        image: Fields = {"image": FieldSpec(column=self.image)} if self.image else {}
+        return replace(self, image=None, label=None, fields=image).with_one_column(name, column)
 
 
 def _open(spec: Hf) -> HfSource:

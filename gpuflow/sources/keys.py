@@ -6,7 +6,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 from gpuflow.errors import Problem, SourceError
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
@@ -14,7 +14,7 @@ from gpuflow.sources.base import Extent, NotMeasuredError, Samples, Source, Sour
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import CacheSpec, is_remote
 
-__all__ = ["Cached", "Listed", "Named", "WithExtensions", "WithSplits", "WithWindow", "class_problems"]
+__all__ = ["Cached", "Listed", "Named", "WithExtensions", "WithSplits", "WithWindow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,24 +27,6 @@ class Named(Samples):
 
     classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
 
-    def __post_init__(self) -> None:
-        if self.classes is not None and not isinstance(self.classes, int):
-            object.__setattr__(self, "classes", tuple(self.classes))
-        super().__post_init__()
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
-        yield from class_problems(self.classes)
-
-    def with_one_column(self, name: str, column: str, **changes: Any) -> Self:
-        return super().with_one_column(name, column, classes=None, **changes)
-
-
-def class_problems(classes: int | tuple[str, ...] | None) -> Iterator[Problem]:
-    """Yield a problem if names of classes are not distinct, or none."""
-    if isinstance(classes, tuple) and len(set(classes)) < max(1, len(classes)):
-        yield Problem.of("classes", "must be distinct names, at least one", classes, code="config.range")
-
 
 @dataclass(frozen=True, kw_only=True)
 class WithSplits(SourceSpec):
@@ -56,10 +38,6 @@ class WithSplits(SourceSpec):
     """
 
     splits: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "splits", tuple(self.splits))
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +73,6 @@ class WithExtensions(SourceSpec):
     """
 
     extensions: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "extensions", tuple(self.extensions))
-        super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
@@ -139,7 +113,7 @@ class Cached(SourceSpec):
 class Listed(Cached):
     """A source whose images are the files that one file lists, which may be URLs."""
 
-    lists_urls: ClassVar[bool] = True
+    lists_urls = True
 
     @abstractmethod
     def index(self) -> FileSource:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class Listing(Listed, Named):
         root: the directory that a listing's relative paths start from; by default the listing's own.
     """
 
-    kind: ClassVar[str] = "listing"
+    kind = "listing"
 
     listing: str
     root: str | None = None

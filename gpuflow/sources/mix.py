@@ -16,7 +16,7 @@ from gpuflow.pipeline.records import Column, Field, LeftOut, Ragged, Records
 from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
-from gpuflow.sources.keys import WithSplits, class_problems
+from gpuflow.sources.keys import WithSplits
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_source import fields_of, has_labels, left_out_of, records_of, without_records
 from gpuflow.sources.storage import Storage
@@ -185,11 +185,11 @@ class Mix(WithSplits):
         unite_classes: unite the classes of its sources by name.
     """
 
-    kind: ClassVar[str] = "mix"
+    kind = "mix"
     instead: ClassVar[Mapping[str, str]] = {
         key: f"give each source of the mix its own {key}" for key in ("fields", "weights", "cache", "window")
     }
-    is_path: ClassVar[bool] = False
+    is_path = False
 
     mix: tuple[MixEntry, ...]
     by: Literal["sample", "batch"] = "sample"
@@ -211,14 +211,8 @@ class Mix(WithSplits):
             raise ConfigError(problems)
         return cls(**{**keys, "mix": tuple(entries)})
 
-    def __post_init__(self) -> None:
-        if self.classes is not None:
-            object.__setattr__(self, "classes", tuple(self.classes))
-        super().__post_init__()
-
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
-        yield from class_problems(self.classes)
         if self.classes is not None and self.unite_classes:
             rule = "must not stand next to classes"
             yield Problem.of("unite_classes", rule, action="remove one of them", code="config.conflict")

@@ -29,8 +29,8 @@ class Offered(WithWindow, Named):
     """A source of another package. `offered_kinds` makes a subclass for each, with its key."""
 
     entry: ClassVar[importlib.metadata.EntryPoint]
-    is_path: ClassVar[bool] = False
-    has_other_fields: ClassVar[bool] = True
+    is_path = False
+    has_other_fields = True
 
     @property
     def where(self) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,7 +157,7 @@ class Tar(WithExtensions, WithWindow, Cached, Named):
         tar: a path with brace ranges: `shards/{000..012}.tar`.
     """
 
-    kind: ClassVar[str] = "tar"
+    kind = "tar"
 
     tar: str
 
@@ -172,10 +172,6 @@ class Tar(WithExtensions, WithWindow, Cached, Named):
         if field.type == "image" and field.column is not None:
             rule, action = "must not be given in a source.tar", "the image is the member with an image's suffix"
             yield Problem.of("column", rule, action=action, code="config.conflict")
-
-    def _fields_of_files(self) -> tuple[tuple[str, FieldSpec], ...]:
-        # the suffix of a mask's member may be one of images
-        return tuple((name, field) for name, field in self.declared if field.type == "image" or field.is_mask_file)
 
     @property
     def image_suffixes(self) -> tuple[str, ...]:

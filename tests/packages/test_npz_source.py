@@ -140,6 +140,8 @@ def test_mistakes_are_located(tmp_path: Path) -> None:
     npz(tmp_path / "a.npz")
     windowed = source_spec(npz_images=str(tmp_path / "a.npz"), classes=CLASSES, window=9)
     assert fault(windowed).startswith("source.window must go with shards or Parquet files, got 'npz_images: ")
+    block = {"npz_images": [1, {"a": [2]}], "classes": ["x"]}
+    assert fault(read_config(write(tmp_path / "x.yaml", block), STAGES).source).endswith("got [1, {'a': [2]}]")
     assert "No such file" in fault(source_spec(npz_images=str(tmp_path / "gone.npz")))
     assert fault(source_spec(npz_images=[1, 2])) == "npz_images must be the path of an .npz file, got [1, 2]"
 
