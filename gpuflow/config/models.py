@@ -156,7 +156,8 @@ class ModelSpec(_Block):
         force: serve a model that was trained with other preprocessing, which is an error otherwise.
         preprocessing: `check`: the file must record that it was trained with these stages; `trust`: serve a file that
             records nothing, such as one that gpuflow did not write. A record is checked in either case.
-        classes: the names of the model's outputs, as a list or as a text file with one name on each line; by default
+        classes: the names of the model's outputs, as a list, as a text file with one name on each line, or as a JSON
+            file: a list, an object by number such as index_to_name.json, or a config.json with id2label; by default
             those that the file records.
         via: what runs a TensorRT engine: gpuflow's own code, or torchpipe's node.
         tensorrt: settings of the engine tensorrt.

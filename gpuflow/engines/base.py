@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -230,6 +231,9 @@ def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence
     if info.folded is not None and dtype == "uint8" != image.dtype:
         raise _folded_stage_repeated(path, info.folded, "serve")
     takes = "x".join(str(side) if isinstance(side, int) else "?" for side in shape[1:])
+    if len(shape) == 4 and shape[3] == channels != shape[1]:
+        rule = f"takes images of {dtype} {takes} (height x width x channels), serve.stages give {gives}"
+        raise model_error(path, f"{rule}; export it with the channels before height and width, as [N, C, H, W]")
     raise model_error(
         path,
         f"takes images of {dtype} {takes} (channels x height x width), serve.stages give {gives}; "
@@ -287,17 +291,61 @@ def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
 
 
 def _given_names(model: ModelSpec) -> tuple[str, ...] | None:
-    """The names in `serve.model.classes`, or in the file that it names."""
+    """Return the names in `serve.model.classes`, or in the file that it names. Raises ConfigError."""
     if model.classes is None or isinstance(model.classes, tuple):
         return model.classes
     try:
-        names = Path(model.classes).read_text(encoding="utf-8-sig").rstrip().splitlines()
+        text = Path(model.classes).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        rule = f"must be a list of names, or a text file with one on each line: {error}"
+        rule = f"must be a list of names, or a text file with one on each line, or a JSON file: {error}"
         raise ConfigError([Problem("serve.model.classes", rule)]) from error
+    if Path(model.classes).suffix.lower() == ".json":
+        return _names_in_json(model.classes, text)
+    names = text.rstrip().splitlines()
     if not all(map(str.strip, names)) or not names:
         at = next((i for i, name in enumerate(names, start=1) if not name.strip()), 1)
         raise ConfigError([Problem(f"{model.classes}:{at}:", "must be the name of a class, got an empty line")])
+    return tuple(map(str.strip, names))
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The keys and values of a JSON object in their order; a key may stand there twice."""
+
+
+def _names_in_json(path: str, text: str) -> tuple[str, ...]:
+    """Return the names of a JSON file: a list, or an object from each output's number to its name, which may be the
+    value of `id2label`. A name may be a list that ends with it: `["n01440764", "tench"]`. Raises ConfigError."""
+
+    def fault(rule: str, at: int | None = None) -> ConfigError:
+        return ConfigError([Problem(f"{path}:" if at is None else f"{path}:{at}:", rule)])
+
+    try:
+        found = json.loads(text, object_pairs_hook=_Pairs)
+    except json.JSONDecodeError as error:
+        raise fault(f"is not valid JSON: {error.msg}", error.lineno) from error
+    except (RecursionError, ValueError) as error:  # nested too deep; an integer of too many digits
+        raise fault(f"cannot be read as JSON: {error}") from error
+    place = ""
+    if isinstance(found, _Pairs) and any(key == "id2label" for key, _ in found):
+        place, found = "id2label ", dict(found)["id2label"]
+    if isinstance(found, _Pairs):
+        for key, _ in found:
+            if not re.fullmatch("0|[1-9][0-9]{0,8}", key):
+                raise fault(f"{place}must have the numbers of outputs as keys, such as 0, got {key!r}")
+        numbers = [int(key) for key, _ in found]
+        twice = next((number for number, count in Counter(numbers).items() if count > 1), None)
+        if twice is not None:
+            raise fault(f"{place}must name each output once, names output {twice} twice")
+        lacking = next((number for number in range(len(numbers)) if number not in set(numbers)), None)
+        if lacking is not None:
+            raise fault(f"{place}must name each output, lacks {lacking} of 0 to {max(numbers)}")
+        found = [value for _, value in sorted(found, key=lambda pair: int(pair[0]))]
+    if not isinstance(found, list) or not found:
+        raise fault(f"{place}must be a list of names, or an object of them by the numbers of outputs")
+    names = [value[-1] if isinstance(value, list) and value else value for value in found]
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip():
+            raise fault(f"{place}must name output {number} by a text that is not empty, got {show(name)}")
     return tuple(map(str.strip, names))
 
 

@@ -334,12 +334,57 @@ def test_names_in_another_order_than_the_file_records() -> None:
 def test_a_file_of_names_that_is_none(tmp_path: Path) -> None:
     listed = tmp_path / "classes.txt"
     model = ModelSpec(file="m.onnx", classes=str(listed))
-    text = "serve.model.classes must be a list of names, or a text file with one on each line: [Errno 2]"
+    text = (
+        "serve.model.classes must be a list of names, or a text file with one on each line, or a JSON file: [Errno 2]"
+    )
     assert fault(lambda: class_names(model, ModelInfo())).startswith(text)
     listed.write_text("a\n\nb\n")
     assert (
         fault(lambda: class_names(model, ModelInfo())) == f"{listed}:2: must be the name of a class, got an empty line"
     )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '["cat", " dog ", "Fuß"]',
+        '{"2": "Fuß", "0": "cat", "1": "dog"}',
+        '{"0": ["n01", "cat"], "1": ["n02", "dog"], "2": ["n03", "Fuß"]}',
+        '{"model_type": "vit", "label2id": {"cat": 0}, "id2label": {"0": "cat", "1": "dog", "2": "Fuß"}}',
+    ],
+)
+def test_names_in_a_json_file(content: str, tmp_path: Path) -> None:
+    listed = tmp_path / "names.JSON"
+    listed.write_text(content, encoding="utf-8-sig")
+    assert class_names(ModelSpec(file="m.onnx", classes=str(listed)), ModelInfo()) == ("cat", "dog", "Fuß")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("[1,\n", ":2: is not valid JSON: Expecting value"),
+        ("", ":1: is not valid JSON: Expecting value"),
+        ("[" * 100_000, ": cannot be read as JSON: "),
+        ("[" + "1" * 5000 + "]", ": cannot be read as JSON: "),
+        ("3", ": must be a list of names, or an object of them by the numbers of outputs"),
+        ("[]", ": must be a list of names, or an object of them by the numbers of outputs"),
+        ('{"id2label": {}}', ": id2label must be a list of names, or an object of them by the numbers of outputs"),
+        ('{"0": "a", "2": "b"}', ": must name each output, lacks 1 of 0 to 2"),
+        ('{"1": "a", "2": "b"}', ": must name each output, lacks 0 of 0 to 2"),
+        ('{"0": "a", "1": "b", "0": "c"}', ": must name each output once, names output 0 twice"),
+        ('{"0": "a", "01": "b"}', ": must have the numbers of outputs as keys, such as 0, got '01'"),
+        ('{"cat": 0}', ": must have the numbers of outputs as keys, such as 0, got 'cat'"),
+        ('["a", 3]', ": must name output 1 by a text that is not empty, got 3"),
+        ('{"0": []}', ": must name output 0 by a text that is not empty, got []"),
+        ('{"id2label": {"0": " "}}', ": id2label must name output 0 by a text that is not empty, got ' '"),
+        ('{"0": {"name": "cat"}}', ": must name output 0 by a text that is not empty, got "),
+    ],
+)
+def test_a_json_file_of_names_that_is_none(content: str, text: str, tmp_path: Path) -> None:
+    listed = tmp_path / "names.json"
+    listed.write_text(content)
+    found = fault(lambda: class_names(ModelSpec(file="m.onnx", classes=str(listed)), ModelInfo()))
+    assert found.startswith(f"{listed}{text}")
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -736,6 +781,20 @@ def test_a_model_for_other_images(models: Models, file: str) -> None:
             f"{path}: takes images of float32 3x32x32 (channels x height x width), serve.stages give {gives}; "
             "change the stages or export the model for them"
         )
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((1, 2))
+
+
+@pytest.mark.parametrize("side", [SIDE, 48])
+def test_a_model_whose_channels_are_last(side: int, tmp_path: Path) -> None:
+    path = save_program(tmp_path / "nhwc.pt2", ChannelsLast(), torch.zeros(2, side, side, 3))
+    assert fault(lambda: engine(path, preprocessing="trust")) == (
+        f"{path}: takes images of float32 {side}x{side}x3 (height x width x channels), serve.stages give "
+        "float32 3x32x32; export it with the channels before height and width, as [N, C, H, W]"
+    )
 
 
 @pytest.mark.parametrize("file", ["folded_pt2", "folded_onnx"])
