@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, assert_never, cast
 
 import cv2
 import numpy as np
@@ -37,17 +38,15 @@ from gpuflow.pipeline.program import (
     WarpStep,
     too_large,
 )
-from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram, outputs_of, programs_of, split
+from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of, split
 
 __all__ = [
     "CpuRunner",
     "CpuRunners",
-    "ViewsRunner",
     "bad_by_stage",
     "call_opaque",
     "compile_loops",
     "header_of",
-    "runner_of",
     "tagged_header_of",
 ]
 
@@ -55,6 +54,8 @@ _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
 _DRAWN = 64
 """The number of samples whose operations say which ones a program has, and the side of their images in pixels."""
+_Box = tuple[int, int, int, int]
+"""Top, left, height and width."""
 _NO_MEMORY = "can't allocate memory"
 """In the text of torch's RuntimeError for a CPU without memory."""
 
@@ -97,92 +98,14 @@ def _draw(
     return _WarpingRows(step.draw(keys, height, width))
 
 
-class CpuRunner:
-    """Runs a program's steps. It owns scratch memory, so each thread needs its own runner."""
+class _Steps:
+    """Runs the steps of one program on decoded images, with scratch memory of one thread."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._decoder = CpuDecoder(program.decoder.color, background=program.decoder.background)
         self._scratch: dict[tuple[str, int], NDArray[np.uint8]] = {}
-        self.place = 0
-        """The number of the sample that `run` works on."""
 
-    def check(self) -> None:
-        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
-        if self._program.decoder.library is None:
-            self._decoder.check()
-
-    def run(
-        self,
-        samples: Sequence[NDArray[np.uint8]],
-        keys: s.Keys,
-        slots: NDArray[Any],
-        sizes: NDArray[np.int64] | None = None,
-    ) -> list[BadSampleError | None]:
-        """Decode N samples and run all steps on them.
-
-        Args:
-            samples: the encoded bytes of each sample, uint8 [n_i].
-            keys: the samples' random keys (N = len(samples)).
-            slots: receives the results: [N, *slot_shape(program.result)] in the storage dtype.
-            sizes: receives, of samples with a valid header, the upright images' heights and widths, and the EXIF
-                orientation if `decode` does not say what becomes of it, else 1: [N, 3].
-
-        Returns:
-            For each sample None, or why it is bad; the content of a bad sample's slot is undefined.
-        """
-        faults: list[BadSampleError | None] = [None] * len(samples)
-        headers: list[Header | None] = [None] * len(samples)
-        decoder, tags = self._program.decoder, [1] * len(samples)
-        if decoder.library is None:
-            for i, data in enumerate(samples):
-                self.place = i
-                try:
-                    headers[i], tags[i] = tagged_header_of(data, decoder, tagged=sizes is not None)
-                except BadSampleError as fault:
-                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
-        known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
-        upright = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
-        if sizes is not None:
-            sizes[:] = np.column_stack([upright, np.array(tags, np.int64)])
-        drawn = self.draw(keys, upright[:, 0], upright[:, 1])
-        for i, header in enumerate(headers):
-            self.place = i
-            if faults[i] is None:
-                try:
-                    self._one(samples[i], header, i, drawn, keys, slots[i])
-                except BadSampleError as fault:
-                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
-        return faults
-
-    def run_images(
-        self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
-    ) -> list[BadSampleError | None]:
-        """Run all steps on N decoded images, uint8 [H_i, W_i, C], which stay as they are. The rest is as in `run`."""
-        sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
-        drawn = self.draw(keys, sizes[:, 0], sizes[:, 1])
-        faults: list[BadSampleError | None] = [None] * len(images)
-        for i, image in enumerate(images):
-            self.place = i
-            try:
-                self.run_image(image, i, drawn, keys, slots[i])
-            except BadSampleError as fault:
-                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all images
-        return faults
-
-    def run_image(
-        self, image: NDArray[np.uint8], i: int, drawn: Sequence[Any], keys: s.Keys, slot: NDArray[Any]
-    ) -> None:
-        """Run all steps on decoded image i of those that `draw` drew for. Raises BadSampleError."""
-        first = self._first(drawn)
-        if first is not None:
-            _check(first, i)
-            image = np.ascontiguousarray(image)
-        else:  # a stage of another kind may write to what it gets
-            image = np.array(image, order="C")
-        self._run_steps(image, (0, 0), i, drawn, keys, slot)
-
-    def _first(self, drawn: Sequence[Any]) -> _ResamplingRows | _WarpingRows | None:
+    def first(self, drawn: Sequence[Any]) -> _ResamplingRows | _WarpingRows | None:
         """The first step's draws if it is a resampling or a warp, which leave the decoded image as it is."""
         steps = self._program.steps
         rows: _ResamplingRows | _WarpingRows | None = None
@@ -213,25 +136,7 @@ class CpuRunner:
                     assert_never(step)
         return drawn
 
-    def _one(
-        self,
-        data: NDArray[np.uint8],
-        header: Header | None,
-        i: int,
-        drawn: Sequence[Any],
-        keys: s.Keys,
-        slot: NDArray[Any],
-    ) -> None:
-        first = self._first(drawn)
-        if first is not None:
-            _check(first, i)
-        if header is None:
-            image, origin = self._program.decoder.decode(data), (0, 0)
-        else:
-            image, origin = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
-        self._run_steps(image, origin, i, drawn, keys, slot)
-
-    def _run_steps(
+    def run(
         self,
         image: NDArray[Any],
         origin: tuple[int, int],
@@ -241,7 +146,7 @@ class CpuRunner:
         slot: NDArray[Any],
     ) -> None:
         """Run all steps on the region of the upright image that begins at (top, left) = origin."""
-        steps, first, (top, left) = self._program.steps, self._first(drawn), origin
+        steps, first, (top, left) = self._program.steps, self.first(drawn), origin
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
             match step:
@@ -344,92 +249,125 @@ class CpuRunner:
         return held[:need].reshape(shape)
 
 
-class ViewsRunner:
-    """Runs a program with views: decodes each image once, as a whole. Each thread needs its own runner."""
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The draws of one output for N images. slots [N, ...]: receives its results."""
 
-    def __init__(self, program: ViewsProgram) -> None:
-        self._program = program
-        self._decoder = CpuDecoder(program.decoder.color, background=program.decoder.background)
-        self._runners, self._outputs = [CpuRunner(one) for one in program.programs], outputs_of(program)
+    steps: _Steps
+    keys: s.Keys
+    draws: list[Any]
+    slots: NDArray[Any]
+
+    @property
+    def first(self) -> _ResamplingRows | _WarpingRows | None:
+        return self.steps.first(self.draws)
+
+    def run(self, image: NDArray[np.uint8], origin: tuple[int, int], i: int, *, shared: bool) -> None:
+        """Run all steps on image i. shared: others need it as it is. Raises BadSampleError."""
+        if shared:  # a stage that is neither a resampling nor a warp may write to what it gets
+            image = np.ascontiguousarray(image) if self.first is not None else np.array(image, order="C")
+        self.steps.run(image, origin, i, self.draws, self.keys, self.slots[i])
+
+
+class CpuRunner:
+    """Decodes each image once and makes all outputs of a program from it. Each thread needs its own runner."""
+
+    def __init__(self, program: AnyProgram) -> None:
+        self._stage, programs = program.decoder, programs_of(program)
+        self._decoder = CpuDecoder(self._stage.color, background=self._stage.background)
+        self._steps, self._outputs = [_Steps(one) for one in programs], outputs_of(program)
+        self._size = programs[0].specs[1].shape[:2] if self._stage.library is not None else (1, 1)
         self.place = 0
         """The number of the sample that `run` works on."""
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
-        self._decoder.check()
+        if self._stage.library is None:
+            self._decoder.check()
 
     def run(
         self,
         samples: Sequence[NDArray[np.uint8]],
         keys: s.Keys,
-        slots: ViewSlots,
+        slots: Any,
         sizes: NDArray[np.int64] | None = None,
     ) -> list[BadSampleError | None]:
-        """Decode N samples and run the steps of all views on them. The rest is as in `CpuRunner.run`.
+        """Decode N samples and run all steps on them.
 
-        A sample is bad if one of its views is.
+        Args:
+            samples: the encoded bytes of each sample, uint8 [n_i].
+            keys: the samples' random keys (N = len(samples)).
+            slots: receives the results, see `slots_of`.
+            sizes: receives, of samples with a valid header, the upright images' heights and widths, and the EXIF
+                orientation if `decode` does not say what becomes of it, else 1: [N, 3].
+
+        Returns:
+            For each sample None, or why it is bad, as it is if one of its outputs is; its slots' content is undefined.
         """
         faults: list[BadSampleError | None] = [None] * len(samples)
         headers: list[Header | None] = [None] * len(samples)
-        tags = [1] * len(samples)
-        for i, data in enumerate(samples):
-            self.place = i
-            try:
-                headers[i], tags[i] = tagged_header_of(data, self._program.decoder, tagged=sizes is not None)
-            except BadSampleError as fault:
-                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
-        upright = [header.upright_size if header else (1, 1) for header in headers]
-        if sizes is not None:
-            sizes[:] = np.column_stack([np.array(upright, np.int64).reshape(-1, 2), np.array(tags, np.int64)])
-        parts = self._parts(upright, keys, slots)
-        for i, header in enumerate(headers):
-            self.place = i
-            if header is not None:
+        tags = np.ones(len(samples), np.int64)
+        if self._stage.library is None:
+            for i, data in enumerate(samples):
+                self.place = i
                 try:
-                    image, _ = self._decoder.decode(samples[i], header, None)
-                    for part in parts:
-                        part.run(image, i)
+                    headers[i], tags[i] = tagged_header_of(data, self._stage, tagged=sizes is not None)
+                except BadSampleError as fault:
+                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
+        upright = np.array([header.upright_size if header else self._size for header in headers], np.int64)
+        upright = upright.reshape(-1, 2)
+        if sizes is not None:
+            sizes[:] = np.column_stack([upright, tags])
+
+        def decode(i: int, region: _Box | None) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+            if (header := headers[i]) is None:
+                return self._stage.decode(samples[i]), (0, 0)
+            return self._decoder.decode(samples[i], header, region)
+
+        return self._run(decode, self._draw(keys, upright, slots), faults, shared=len(self._outputs) > 1)
+
+    def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
+        """Run all steps on N decoded images, uint8 [H_i, W_i, C], which stay as they are. The rest is as in `run`."""
+        sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
+        outputs = self._draw(keys, sizes, slots)
+        return self._run(lambda i, region: (images[i], (0, 0)), outputs, [None] * len(images), shared=True)
+
+    def _draw(self, keys: s.Keys, sizes: NDArray[np.int64], slots: Any) -> list[_Drawn]:
+        """Draw the parameters of each output for N images of these upright sizes."""
+        drawn = []
+        for output, own in zip(self._outputs, split(slots), strict=True):
+            steps, own_keys = self._steps[output.program], output.keys_of(keys)
+            drawn.append(_Drawn(steps, own_keys, steps.draw(own_keys, sizes[:, 0], sizes[:, 1]), own))
+        return drawn
+
+    def _run(
+        self,
+        decode: Callable[[int, _Box | None], tuple[NDArray[np.uint8], tuple[int, int]]],
+        outputs: Sequence[_Drawn],
+        faults: list[BadSampleError | None],
+        *,
+        shared: bool,
+    ) -> list[BadSampleError | None]:
+        """Make the outputs of each image that is not bad, and return `faults` with those that are found.
+
+        decode: returns the pixels of image i that hold a region of it, and where they begin; None asks for all pixels.
+        shared: the pixels are read by several outputs, or belong to the caller, so no stage may write to them.
+        """
+        firsts = [output.first for output in outputs]
+        for i in range(len(faults)):
+            self.place = i
+            if faults[i] is None:
+                try:
+                    for first in firsts:
+                        if first is not None:
+                            _check(first, i)
+                    region = None if shared or firsts[0] is None else cast(_Box, tuple(firsts[0].boxes[i]))
+                    image, origin = decode(i, region)
+                    for output in outputs:
+                        output.run(image, origin, i, shared=shared)
                 except BadSampleError as fault:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         return faults
-
-    def run_images(
-        self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: ViewSlots
-    ) -> list[BadSampleError | None]:
-        """Run the steps of all views on N decoded images. The rest is as in `CpuRunner.run_images`."""
-        faults: list[BadSampleError | None] = [None] * len(images)
-        parts = self._parts([image.shape[:2] for image in images], keys, slots)
-        for i, image in enumerate(images):
-            self.place = i
-            try:
-                for part in parts:
-                    part.run(image, i)
-            except BadSampleError as fault:
-                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all images
-        return faults
-
-    def _parts(self, sizes: Sequence[tuple[int, ...]], keys: s.Keys, slots: ViewSlots) -> list[_ViewOfChunk]:
-        """Every view of N images of these sizes, once for each of its numbers."""
-        height, width = np.array(sizes, np.int64).reshape(-1, 2).T
-        parts = []
-        for output, own_slots in zip(self._outputs, split(slots), strict=True):
-            runner, own = self._runners[output.program], output.keys_of(keys)
-            parts.append(_ViewOfChunk(runner, own, runner.draw(own, height, width), own_slots))
-        return parts
-
-
-@dataclass(frozen=True, slots=True)
-class _ViewOfChunk:
-    """One number of one view of N images. slots [N, ...]: where its results go."""
-
-    runner: CpuRunner
-    keys: s.Keys
-    drawn: list[Any]
-    slots: NDArray[Any]
-
-    def run(self, image: NDArray[np.uint8], i: int) -> None:
-        """On decoded image i. Raises BadSampleError."""
-        self.runner.run_image(image, i, self.drawn, self.keys, self.slots[i])
 
 
 def compile_loops(program: AnyProgram) -> None:
@@ -445,17 +383,12 @@ def compile_loops(program: AnyProgram) -> None:
                 compile_operations(step.draw(keys, sides, sides))
 
 
-def runner_of(program: AnyProgram) -> CpuRunner | ViewsRunner:
-    """A runner for one thread."""
-    return ViewsRunner(program) if isinstance(program, ViewsProgram) else CpuRunner(program)
-
-
 class CpuRunners:
     """A pool of runners: any thread may call its methods, and each call uses a runner that no other call uses."""
 
     def __init__(self, program: AnyProgram) -> None:
-        self._program, self._idle = program, list[Any]()
-        self._busy: dict[int, CpuRunner | ViewsRunner] = {}
+        self._program, self._idle = program, list[CpuRunner]()
+        self._busy: dict[int, CpuRunner] = {}
 
     def run(
         self,
@@ -465,21 +398,24 @@ class CpuRunners:
         sizes: NDArray[np.int64] | None = None,
     ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
-        return self._with_runner(lambda runner: runner.run(samples, keys, slots, sizes))
+        with self._runner() as runner:
+            return runner.run(samples, keys, slots, sizes)
 
     def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
         """See `CpuRunner.run_images`."""
-        return self._with_runner(lambda runner: runner.run_images(images, keys, slots))
+        with self._runner() as runner:
+            return runner.run_images(images, keys, slots)
 
-    def _with_runner(self, call: Callable[[Any], list[BadSampleError | None]]) -> list[BadSampleError | None]:
+    @contextmanager
+    def _runner(self) -> Iterator[CpuRunner]:
+        """Lend a runner to this thread. A runner that raises is not used again."""
         runner, thread = self._acquire(), threading.get_ident()
         self._busy[thread] = runner
         try:
-            faults = call(runner)
+            yield runner
         finally:
             del self._busy[thread]
         self._idle.append(runner)
-        return faults
 
     def place(self, thread: int) -> int | None:
         """The number of the sample that a thread in `run` works on; None if it is not in `run`."""
@@ -492,11 +428,11 @@ class CpuRunners:
             runner.check()
             self._idle.append(runner)
 
-    def _acquire(self) -> Any:
+    def _acquire(self) -> CpuRunner:
         try:
             return self._idle.pop()
         except IndexError:
-            return runner_of(self._program)
+            return CpuRunner(self._program)
 
     def clear(self) -> None:
         """Free the memory of idle runners."""

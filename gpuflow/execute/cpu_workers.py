@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner, ViewsRunner, runner_of
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
 from gpuflow.runtime.worker_pool import READY, ParentConnection
@@ -37,7 +37,7 @@ def open_runner(connection: ParentConnection, program: AnyProgram) -> Any:
     with _first_call:
         torch.set_num_threads(1)
     try:
-        runner = runner_of(program)
+        runner = CpuRunner(program)
     except Exception as error:
         connection.send(repr(error))
         return None
@@ -55,7 +55,7 @@ def slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: 
 def decode_shared(
     connection: ParentConnection,
     program: AnyProgram,
-    runner: CpuRunner | ViewsRunner,
+    runner: CpuRunner,
     start: int,
     offsets: Sequence[int],
     sizes: Sequence[int],

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner, CpuRunners, ViewsRunner
+from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.execute.cpu_workers import open_runner, prepare, slots_in
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, ViewSlots
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def decode(
-    runner: CpuRunner | ViewsRunner | CpuRunners,
+    runner: CpuRunner | CpuRunners,
     payload: Payload,
     keys: Keys,
     slots: Any,
@@ -139,7 +139,7 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
 
 def _run(
     source: Source,
-    runner: CpuRunner | ViewsRunner,
+    runner: CpuRunner,
     pool: BytePool,
     indices: Sequence[int],
     keys: Keys,

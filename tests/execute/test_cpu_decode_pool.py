@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.execute import cpu_decode_pool
-from gpuflow.execute.cpu import runner_of
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import fold
@@ -76,7 +76,7 @@ def expected(name: str) -> tuple[list[torch.Tensor], list[str]]:
     shape, dtype = slot_of(program)
     memory = np.zeros((len(FILES), *shape), dtype)
     samples = [np.frombuffer(data, np.uint8) for data in FILES]
-    faults = runner_of(program).run(samples, KEYS, slots_of(program, memory))
+    faults = CpuRunner(program).run(samples, KEYS, slots_of(program, memory))
     return split(slots_of(program, torch.from_numpy(memory))), [str(fault) for fault in faults]
 
 

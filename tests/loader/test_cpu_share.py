@@ -24,7 +24,7 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.config.resources import decode_processes_of
 from gpuflow.errors import BadSampleError, LoaderTimeout
-from gpuflow.execute.cpu import runner_of
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader import iterator
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
@@ -106,7 +106,7 @@ class StandIn:
         (payload, keys), (shape, dtype) = chunk, slot_of(self.program)
         made = np.empty((len(payload), self.slot_bytes), np.uint8)
         faults = decode(
-            runner_of(self.program), payload, keys, slots_of(self.program, made.view(dtype).reshape(-1, *shape))
+            CpuRunner(self.program), payload, keys, slots_of(self.program, made.view(dtype).reshape(-1, *shape))
         )
         for there, here in zip(split(slots), split(slots_of(self.program, torch.from_numpy(made))), strict=True):
             there.copy_(here)
