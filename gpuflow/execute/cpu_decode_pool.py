@@ -21,17 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError, DecoderError
+from gpuflow.errors import BadSampleError
+from gpuflow.execute import cpu_workers
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.execute.cpu_workers import decode_shared, open_runner, prepare
+from gpuflow.execute.cpu_workers import DecodeRequest, Setup
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared_and_pinned, shared_block
-from gpuflow.runtime.worker_pool import ParentConnection, Pending, WorkerConnection, WorkerPool
+from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload
 
-__all__ = ["CpuDecodePool", "PendingImages", "prepare", "work"]
+__all__ = ["CpuDecodePool", "PendingImages"]
 
 _FEW_PART_IMAGES, _PART_IMAGES, _REQUESTS = 4, 8, 4
 """A request to a worker process has 4 images on average, 8 if there are few workers, or all of a chunk: requests take
@@ -71,7 +72,9 @@ class _Part:
 
     def send(self, worker: WorkerConnection) -> bool:
         offsets, sizes = ([values[i] for i in self.rows] for values in (self.payload.offsets, self.payload.sizes))
-        return worker.send((self.start, offsets, sizes, self.keys, self.count), self.payload.buffer, self.memory)
+        return worker.send(
+            DecodeRequest(offsets, sizes, self.keys, self.start, self.count), self.payload.buffer, self.memory
+        )
 
 
 class PendingImages:
@@ -206,7 +209,12 @@ class CpuDecodePool:
                     self._starting = None
             elif enough and needed > at_work + at_work // 2:
                 connections = [_REQUESTS] * (needed - at_work)
-                self._starting = WorkerPool(__name__, connections=connections, setup=self._program, task="decode")
+                self._starting = WorkerPool(
+                    cpu_workers.__name__,
+                    connections=connections,
+                    setup=Setup(self._program, one_at_a_time=True),
+                    task="decode",
+                )
             return sum(map(len, self._workers))
 
     def _receive_left(self) -> None:
@@ -277,23 +285,3 @@ def _receive(part: _Part) -> list[BadSampleError | None] | None:
     assert pending is not None
     answer: list[BadSampleError | None] | None = pending.result()
     return answer
-
-
-# --- the worker -------------------------------------------------------------------------------------------------------
-
-_turn = threading.Lock()
-"""A worker decodes one request at a time; its other connections hold the next ones."""
-
-
-def work(connection: ParentConnection, program: AnyProgram | str) -> None:
-    """Decodes samples until the connection is closed."""
-    if isinstance(program, str):
-        connection.send(program)
-        return
-    runner = open_runner(connection, program)
-    with suppress(DecoderError):  # the pool then does without this worker
-        while runner is not None:
-            start, offsets, sizes, keys, count = connection.recv()
-            with _turn:
-                answer = decode_shared(connection, program, runner, start, offsets, sizes, keys, count)
-            connection.send(answer)

@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
+from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.worker_pool import READY, ParentConnection
+from gpuflow.sources import Payload, Source
 
-__all__ = ["decode_shared", "open_runner", "prepare", "slots_in"]
+__all__ = ["DecodeRequest", "Outcome", "ReadRequest", "Setup", "decode", "open_runner", "prepare", "work"]
 
 _first_call = threading.Lock()
 """torch's first call in a forked process creates its thread pool again, which fails if two threads do it at once."""
+_turn = threading.Lock()
+"""Held while a worker of `Setup.one_at_a_time` decodes a request; its other connections hold the next ones."""
+
+
+class Setup(NamedTuple):
+    """A worker's program, and how it works.
+
+    source: read from by requests of type `ReadRequest`. idle: run only where a core is idle (SCHED_IDLE).
+    one_at_a_time: decode one request at a time, although the worker has several connections.
+    """
+
+    program: AnyProgram
+    source: Source | None = None
+    idle: bool = False
+    one_at_a_time: bool = False
+
+
+class ReadRequest(NamedTuple):
+    """A request to read and decode samples into the slots of a batch from `start` on.
+
+    The parent shares the batch's memory next. batch: its number of samples. wants_sizes: see `Outcome.sizes`.
+    """
+
+    indices: Sequence[int]
+    keys: Keys
+    start: int
+    batch: int
+    wants_sizes: bool
+
+
+class DecodeRequest(NamedTuple):
+    """A request to decode samples into the slots of a batch from `start` on.
+
+    The parent shares two memories next: the encoded bytes and the batch's. offsets, sizes [N]: of the samples in the
+    encoded bytes. batch: the batch's number of samples.
+    """
+
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    keys: Keys
+    start: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The answer to a `ReadRequest`.
+
+    faults [n]: None, or why a sample is bad. read_bytes, read_s: of the source. cpu_s: processor seconds in all.
+    sizes [n, 3]: see `CpuRunner.run`; None if they were not asked for.
+    """
+
+    faults: list[BadSampleError | None]
+    read_bytes: int
+    read_s: float
+    cpu_s: float
+    sizes: NDArray[np.int64] | None = None
 
 
 def prepare(setup: bytes) -> Any:
@@ -33,7 +96,7 @@ def prepare(setup: bytes) -> Any:
 
 
 def open_runner(connection: ParentConnection, program: AnyProgram) -> Any:
-    """A runner for this thread, or None if that fails. Sends READY, or the reason."""
+    """Return a runner for this thread, or None if there can be none. Send READY, or the reason."""
     with _first_call:
         torch.set_num_threads(1)
     try:
@@ -45,42 +108,69 @@ def open_runner(connection: ParentConnection, program: AnyProgram) -> Any:
     return runner
 
 
-def slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: int, batch: int | None = None) -> Any:
-    """The slots [start, start + count) in a batch's memory. batch: the batch's number of samples, needed with views."""
+def _slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: int, batch: int) -> Any:
+    """Return the slots [start, start + count) in the memory of a batch of `batch` samples."""
     shape, dtype = slot_of(program)
-    size = slot_bytes_of(program) * (start + count if batch is None else batch)
+    size = slot_bytes_of(program) * batch
     return slots_of(program, memory[:size].view(dtype).reshape(-1, *shape))[start : start + count]
 
 
-def decode_shared(
-    connection: ParentConnection,
-    program: AnyProgram,
-    runner: CpuRunner,
-    start: int,
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    keys: Keys,
-    batch: int | None = None,
-) -> list[BadSampleError | None] | None:
-    """Decode samples from one memory that the parent shares next, the encoded bytes, to another one, a batch's slots.
+def decode(
+    runner: CpuRunner | CpuRunners, payload: Payload, keys: Keys, slots: Any, sizes: NDArray[np.int64] | None = None
+) -> list[BadSampleError | None]:
+    """Decode a payload's samples into their slots, as `CpuRunner.run` does. A sample that was not read is bad."""
+    faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots, sizes)
+    for i, error in enumerate(payload.errors):
+        if error is not None:
+            faults[i] = BadSampleError("read", error)
+    return faults
 
-    Args:
-        start: the slot of the first sample. offsets, sizes [N]: of the samples in the encoded bytes.
-        keys: of them.
-        batch: see `slots_in`.
 
-    Returns:
-        For each sample its error or None. None in place of the list if decoding raised: a thread of the parent then
-        does the work, and raises that again.
+def work(connection: ParentConnection, setup: Setup | str) -> None:
+    """Answer requests until the connection is closed: `ReadRequest`, `DecodeRequest`, or None for a check.
 
-    Raises DecoderError.
+    A check decodes gpuflow's test image.
+    If the work raises, the answer is None. A thread of the parent then does the work, and raises the error again.
     """
-    encoded, slots = connection.memory(), connection.memory()
-    assert encoded is not None and slots is not None
-    samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
-    try:
-        return runner.run(samples, keys, slots_in(slots, program, start, len(samples), batch))
-    except DecoderError:
-        raise
-    except Exception:
+    if isinstance(setup, str):
+        connection.send(setup)
+        return
+    if setup.idle:
+        with suppress(OSError):  # some containers do not allow it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+    runner, pool = open_runner(connection, setup.program), BytePool()
+    with suppress(DecoderError):  # the pool then does without this worker
+        while runner is not None:
+            request = connection.recv()
+            with _turn if setup.one_at_a_time else nullcontext():
+                encoded = connection.memory() if isinstance(request, DecodeRequest) else None
+                memory = None if request is None else connection.memory()
+                if request is not None and memory is None:
+                    continue
+                try:
+                    answer = _answer(setup, runner, pool, request, encoded, memory)
+                except DecoderError:
+                    raise
+                except Exception:
+                    answer = None
+            connection.send(answer)
+
+
+def _answer(setup: Setup, runner: CpuRunner, pool: BytePool, request: Any, encoded: Any, memory: Any) -> Any:
+    """Return the answer to one request. Raises DecoderError if the decoder fails on gpuflow's test image."""
+    if request is None:
+        runner.check()
         return None
+    count = len(request.keys.positions)
+    slots = _slots_in(memory, setup.program, request.start, count, request.batch)
+    if isinstance(request, DecodeRequest):
+        parts = zip(request.offsets, request.sizes, strict=True)
+        return runner.run([encoded[offset : offset + size] for offset, size in parts], request.keys, slots)
+    assert setup.source is not None
+    begun, cpu = time.perf_counter(), time.thread_time()
+    payload = setup.source.read(request.indices, pool.acquire)
+    read_s = time.perf_counter() - begun
+    sizes = np.empty((count, 3), np.int64) if request.wants_sizes else None
+    faults = decode(runner, payload, request.keys, slots, sizes)
+    pool.release(payload.buffer)
+    return Outcome(faults, sum(payload.sizes), read_s, time.thread_time() - cpu, sizes)

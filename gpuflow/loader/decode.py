@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu import CpuRunners, compile_loops
+from gpuflow.execute.cpu_workers import decode
 from gpuflow.loader.batch import Assembly, Chunk
-from gpuflow.loader.decode_workers import DecodeWorkers, decode
+from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys

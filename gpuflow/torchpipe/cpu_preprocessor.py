@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner, CpuRunners
-from gpuflow.execute.cpu_workers import decode_shared, open_runner, prepare
+from gpuflow.errors import BadSampleError
+from gpuflow.execute import cpu_workers
+from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu_workers import DecodeRequest, Setup
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.buffers import BytePool, SlotPool
 from gpuflow.runtime.memory import shared
 from gpuflow.runtime.threads import use_torch_threads
-from gpuflow.runtime.worker_pool import ParentConnection, Pending, WorkerConnection, WorkerPool
+from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload
 
-__all__ = ["CpuPreprocessor", "prepare", "work"]
+__all__ = ["CpuPreprocessor"]
 
 _START_SECONDS, _RESTART_SECONDS = 30.0, 10.0
 _KEPT_BATCHES = 4
@@ -53,9 +53,9 @@ class CpuPreprocessor:
         dtype = np.dtype(STORAGE[program.result.dtype])
         self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=shared)
         self._pool = WorkerPool(
-            __name__,
+            cpu_workers.__name__,
             connections=[1] * processes,
-            setup=program,
+            setup=Setup(program),
             task="decode",
             restart_seconds=_RESTART_SECONDS,
         )
@@ -96,7 +96,9 @@ class CpuPreprocessor:
         """Have a worker decode a part of the files, if one is free."""
 
         def send(worker: WorkerConnection) -> bool:
-            return worker.send((part.start, payload.offsets[part], payload.sizes[part]), payload.buffer, slots)
+            sizes = payload.sizes[part]
+            job = DecodeRequest(payload.offsets[part], sizes, _keys(len(sizes)), part.start, len(payload))
+            return worker.send(job, payload.buffer, slots)
 
         return self._pool.begin(send)
 
@@ -137,28 +139,3 @@ def _parts(count: int, most: int) -> Iterator[slice]:
 def _keys(count: int) -> Keys:
     """Nothing is drawn where a model is served."""
     return Keys(0, 0, np.zeros(count, np.int64))
-
-
-# --- the worker -------------------------------------------------------------------------------------------------------
-
-
-def work(connection: ParentConnection, program: Program | str) -> None:
-    """Decodes files until the connection is closed."""
-    if isinstance(program, str):
-        connection.send(program)
-        return
-    runner = open_runner(connection, program)
-    with suppress(DecoderError):  # the pool then does without this worker
-        while runner is not None:
-            _answer(connection, program, runner)
-
-
-def _answer(connection: ParentConnection, program: Program, runner: CpuRunner) -> None:
-    """One request: files to decode, or None for gpuflow's test image. Raises DecoderError."""
-    request = connection.recv()
-    if request is None:
-        runner.check()
-        connection.send(None)
-        return
-    start, offsets, sizes = request
-    connection.send(decode_shared(connection, program, runner, start, offsets, sizes, _keys(len(sizes))))

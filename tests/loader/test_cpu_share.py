@@ -25,12 +25,12 @@ from gpuflow.config import read_config
 from gpuflow.config.resources import decode_processes_of
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu_workers import decode
 from gpuflow.loader import iterator
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.batches_in_use import BatchesInUse
 from gpuflow.loader.cpu_share import Share, cpu_share_of
-from gpuflow.loader.decode_workers import decode
 from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan

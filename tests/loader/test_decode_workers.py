@@ -21,8 +21,9 @@ import gpuflow
 from gpuflow.config import RunSpec
 from gpuflow.config.resources import processes_of
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.cpu_workers import Outcome
 from gpuflow.loader.batch import Chunk
-from gpuflow.loader.decode_workers import DecodeWorkers, Outcome
+from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys

@@ -12,8 +12,7 @@ from tests.datasets import await_children, children
 
 CODE = """
 import os, pickle
-from gpuflow.execute.cpu_workers import prepare
-from gpuflow.loader.decode_workers import work
+from gpuflow.execute.cpu_workers import prepare, work
 from gpuflow.stages import Decode, Resize
 from tests.running import program_of
 
