@@ -16,6 +16,8 @@ define install
 	$(call uv_or_pip,$(1),-e . --no-deps --no-build-isolation)
 endef
 uv_or_pip = $(1)/bin/uv pip install --python $(1)/bin/python $(2) || $(1)/bin/python -m pip install --no-compile $(2)
+# The C library, which is built again when its source changes.
+NATIVE := gpuflow/native/_library.abi3.so
 # One more than there are cores: some tests wait for processes. torch's threads are not to spin for work meanwhile, which
 # would take a quarter of the processor time from the others.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
@@ -28,36 +30,36 @@ PYTEST := $(call pytest_by,.venv)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
 
-demo: .venv/.installed  ## make sample photographs, train on them, compare loaders
+demo: $(NATIVE)  ## make sample photographs, train on them, compare loaders
 	$(BIN)/gpuflow samples data/photos -n 2000
 	$(BIN)/gpuflow train configs/demo.yaml --force
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
 
-test: .venv/.installed  ## run the tests but the slow ones, files side by side
+test: $(NATIVE)  ## run the tests but the slow ones, files side by side
 	$(PYTEST) -m "not slow and not integrations"
 
-test-slow: .venv/.installed  ## run the slow tests, files side by side
+test-slow: $(NATIVE)  ## run the slow tests, files side by side
 	$(PYTEST) -m "slow and not integrations"
 
-check: .venv/.installed  ## lint, formatting, types, which package imports which
+check: $(NATIVE)  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-collect: .venv/.installed  ## import all tests once, so that the processes of `make test` find them compiled
+collect: $(NATIVE)  ## import all tests once, so that the processes of `make test` find them compiled
 	@$(BIN)/python -m pytest --collect-only -qq > .venv/collected || { cat .venv/collected; exit 1; }
 
 docs: .venv/.installed  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: .venv/.installed  ## measure the loaders: experiments/loader_cpu/results.csv
+bench: $(NATIVE)  ## measure the loaders: experiments/loader_cpu/results.csv
 	$(BIN)/python experiments/loader_cpu/run.py
 
-chaos: .venv/.installed  ## disturb loaders, trainings and a service for MINUTES=60: experiments/chaos/results.csv
+chaos: $(NATIVE)  ## disturb loaders, trainings and a service for MINUTES=60: experiments/chaos/results.csv
 	$(BIN)/python experiments/chaos/run.py --minutes $(MINUTES)
 
-mutants: .venv/.installed  ## run the tests against faults made on purpose: experiments/mutants/results.csv
+mutants: $(NATIVE)  ## run the tests against faults made on purpose: experiments/mutants/results.csv
 	$(BIN)/python experiments/mutants/run.py
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
@@ -75,6 +77,10 @@ test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests agains
 $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(call install,$(INTEGRATIONS),-r requirements-integrations.txt)
+	@touch $@
+
+$(NATIVE): .venv/.installed $(wildcard gpuflow/native/*.[ch])
+	$(call uv_or_pip,.venv,-e . --no-deps --no-build-isolation)
 	@touch $@
 
 .venv/.installed: requirements.txt pyproject.toml

@@ -14,6 +14,7 @@
     ├── PredictorError (RuntimeError) the predictor cannot answer: it is closed, or its model failed
     │   └── PredictorTimeout (TimeoutError)  an answer did not come within `run.timeout_s`
     ├── DecoderError (RuntimeError)   a decoder of this process fails on gpuflow's own test image
+    ├── NativeLibraryError (ImportError)  the C library of this package is missing or damaged
     └── MissingExtra (ImportError)    an optional dependency is used but not installed
 
 A fault of a configuration is a `Problem`: place, path, rule, value, next action and code, each as a value. Its text is
@@ -42,6 +43,7 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "MissingExtra",
+    "NativeLibraryError",
     "PredictorError",
     "PredictorTimeout",
     "Problem",
@@ -248,6 +250,16 @@ class PredictorTimeout(PredictorError, TimeoutError):
 
 class DecoderError(GpuflowError, RuntimeError):
     """A decoder of this process fails on gpuflow's own test image, so its other results cannot be trusted."""
+
+
+class NativeLibraryError(GpuflowError, ImportError):
+    """The C library of this package is missing or damaged."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"gpuflow's C library {reason}; install it again: pip install --force-reinstall --no-deps gpuflow, or in "
+            "a clone, where it needs a C compiler, pip install --no-deps -e ."
+        )
 
 
 class MissingExtra(GpuflowError, ImportError):

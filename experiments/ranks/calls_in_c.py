@@ -6,6 +6,8 @@ Compiles calls_in_c.c, which needs a C compiler.
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +20,16 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.nvjpeg import BatchedDecoder, find_nvjpeg
 from gpuflow.execute.first_passes import FirstPasses
-from gpuflow.runtime.compiled import compiled
 
 SOURCE = Path(__file__).with_suffix(".c")
 _FUNCTIONS = ("cudaSetDevice", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventSynchronize")
+
+
+def _compiled() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "calls_in_c.so"
+        subprocess.run(["cc", "-O3", "-fPIC", "-shared", "-std=gnu11", "-o", library, SOURCE], check=True)
+        return ctypes.CDLL(str(library))
 
 
 class _Recorded(NamedTuple):
@@ -60,11 +68,10 @@ def calls_in_c(
     """A thread without Python makes the calls of a launch again, each time that the function is called.
 
     The function waits while `ahead` of its calls are not answered. The encoded bytes that the launch decodes must stay
-    where they are. Raises RuntimeError if a call failed, or took longer than `seconds`, or without a C compiler.
+    where they are. Raises RuntimeError if a call failed, or took longer than `seconds`. CalledProcessError or OSError
+    if the C code cannot be compiled.
     """
-    recorded, library = _recorded(launch), compiled(SOURCE)
-    if library is None:
-        raise RuntimeError(f"{SOURCE.name} cannot be compiled; install a C compiler as `cc`, or name one in CC")
+    recorded, library = _recorded(launch), _compiled()
     spaces = [int(one.images[:, 0].max() - one.images[:, 0].min()) + (1 << 27) for one in recorded]
     memory = torch.empty(max(spaces), dtype=torch.uint8, device=device)
     decoders = {id(one.decoder): BatchedDecoder(find_nvjpeg(), "rgb") for one in recorded}

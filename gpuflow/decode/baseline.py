@@ -1,28 +1,25 @@
 """Rewrites progressive JPEGs as baseline ones with the same coefficients, by C code: a GPU's engines need these.
 
 That takes about two fifths of the time of decoding them on the CPU. A file is not rewritten if it is incomplete or
-damaged, if it is very large, or if the engines would not decode its baseline form. Without a C compiler no file is.
+damaged, if it is very large, or if the engines would not decode its baseline form.
 Whether a file is rewritten depends on the file alone, so that its pixels are always the same.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.header_scan import scan_headers
-from gpuflow.runtime.compiled import compiled
+from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.sources import SPARE_BYTES, Payload, lay_out
 
 __all__ = ["Rewritten", "rewrite_progressive", "room_for"]
 
-_SOURCE = Path(__file__).with_suffix(".c")
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_rewrite = function("gpuflow_baseline", POINTER, INTEGER, INTEGER, INTEGER)
 _MOST_INSTRUCTIONS = 2
 """The instructions to use where the processor has them: 0 those of all processors, 1 also those that count bits (BMI),
 2 also those that move bits to the places of a mask (BMI2)."""
@@ -51,15 +48,12 @@ def room_for(payload: Payload, rows: NDArray[np.int64]) -> int:
 
 def rewrite_progressive(
     payload: Payload, rows: NDArray[np.int64], allocate: Callable[[int], NDArray[np.uint8]], threads: int
-) -> Rewritten | None:
-    """Rewrite these rows [n] of a payload; None without a C compiler. Runs without Python's interpreter.
+) -> Rewritten:
+    """Rewrite these rows [n] of a payload. Runs without Python's interpreter.
 
     allocate: returns memory of at least the given number of bytes. threads: the number of threads that rewrite at the
         same time, this one included.
     """
-    code = compiled(_SOURCE)
-    if code is None:
-        return None
     starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
     rooms = _rooms(lengths)
     places, end = lay_out(rooms.tolist())
@@ -67,8 +61,7 @@ def rewrite_progressive(
     columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, rooms, 0 * rooms]
     order = np.argsort(-lengths, kind="stable")  # the largest first, so that no thread is left with one at the end
     files = np.stack(columns, axis=1)[order]
-    arguments = map(_INTEGER, (len(rows), threads, _MOST_INSTRUCTIONS))
-    code.gpuflow_baseline(files.ctypes.data_as(_POINTER), *arguments)
+    _rewrite(files.ctypes.data, len(rows), threads, _MOST_INSTRUCTIONS)
     sizes = np.empty_like(lengths)
     sizes[order] = files[:, -1]
     copies = Payload(buffer=buffer, offsets=places, sizes=sizes.tolist(), errors=[None] * len(rows))

@@ -7,17 +7,14 @@ execute/kernels/complete.py on a GPU.
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
-from gpuflow.runtime.compiled import compiled
+from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.sources import Payload
 
-__all__ = ["FIELDS", "MAX_BYTES", "can_be_read", "complete_on_cpu", "describe", "is_available"]
+__all__ = ["FIELDS", "MAX_BYTES", "can_be_read", "complete_on_cpu", "describe"]
 
 FIELDS = ("file", "length", "scan", "components", "luma", "units", "interval", "restarts", "data", "places")
 """Columns of the description of the files, int64 [N, len(FIELDS)]: address and size in bytes; where the compressed data
@@ -27,13 +24,7 @@ kernels, where this file's part of the working memory for data begins, a multipl
 begins."""
 MAX_BYTES = 1 << 26
 """The largest size of a file that is read."""
-_SOURCE = Path(__file__).with_suffix(".c")
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-
-
-def is_available() -> bool:
-    """Whether there is C code for `complete_on_cpu`. The first call compiles it, if need be."""
-    return compiled(_SOURCE) is not None
+_find_complete = function("gpuflow_complete", POINTER, INTEGER, INTEGER, POINTER)
 
 
 def describe(rows: NDArray[np.int64], payload: Payload, headers: Headers) -> NDArray[np.int64]:
@@ -67,26 +58,19 @@ def can_be_read(files: NDArray[np.int64]) -> NDArray[np.bool_]:
     return readable
 
 
-def complete_on_cpu(
-    rows: NDArray[np.int64], payload: Payload, headers: Headers, threads: int
-) -> NDArray[np.bool_] | None:
-    """Which of these rows [n] of a payload are complete files, [n]; None if there is no compiler for the C code.
+def complete_on_cpu(rows: NDArray[np.int64], payload: Payload, headers: Headers, threads: int) -> NDArray[np.bool_]:
+    """Return which of these rows [n] of a payload are complete files, [n].
 
     It reads about 220 MB/s on each thread, without Python's interpreter.
 
     headers: see `describe`. threads: that read at the same time, this one included.
     """
-    code = compiled(_SOURCE)
-    if code is None:
-        return None
     files = describe(rows, payload, headers)
     readable = can_be_read(files)
     files[:, FIELDS.index("file")] += payload.buffer.ctypes.data
     chosen = np.ascontiguousarray(files[readable])
     found = np.zeros(len(chosen), np.uint8)
-    code.gpuflow_complete(
-        chosen.ctypes.data_as(_POINTER), _INTEGER(len(chosen)), _INTEGER(threads), found.ctypes.data_as(_POINTER)
-    )
+    _find_complete(chosen.ctypes.data, len(chosen), threads, found.ctypes.data)
     complete = np.zeros(len(rows), bool)
     complete[readable] = found > 0
     return complete

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.runtime.compiled import compiled
+from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.sources import Payload
 
 __all__ = ["HeaderScan", "scan_headers"]
 
-_SOURCE = Path(__file__).with_suffix(".c")
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_scan = function("gpuflow_headers", POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER)
 _COLUMNS = 7
 _BASELINE, _PROGRESSIVE = 1, 2
 
@@ -40,22 +37,14 @@ class HeaderScan(NamedTuple):
 
 
 def scan_headers(payload: Payload, *, max_scans: int, orientation: bool) -> HeaderScan:
-    """Scan a payload's headers. Other files than ordinary JPEGs are left to `probe`; all of them without a C compiler.
+    """Scan a payload's headers. Other files than ordinary JPEGs are left to `probe`.
 
     max_scans, orientation: as `probe` has them; a file with more scans is not ordinary.
     """
     found = np.zeros((len(payload), _COLUMNS), np.int64)
-    if (code := compiled(_SOURCE)) is not None:
-        offsets, sizes = (np.ascontiguousarray(x, np.int64) for x in (payload.offsets, payload.sizes))
-        code.gpuflow_headers(
-            payload.buffer.ctypes.data_as(_POINTER),
-            offsets.ctypes.data_as(_POINTER),
-            sizes.ctypes.data_as(_POINTER),
-            _INTEGER(len(payload)),
-            _INTEGER(orientation),
-            _INTEGER(max_scans),
-            found.ctypes.data_as(_POINTER),
-        )
+    offsets, sizes = (np.ascontiguousarray(x, np.int64) for x in (payload.offsets, payload.sizes))
+    addresses = (array.ctypes.data for array in (payload.buffer, offsets, sizes))
+    _scan(*addresses, len(payload), orientation, max_scans, found.ctypes.data)
     kind, _, _, orientations, sampling, scans, intervals = found.T
     return HeaderScan(
         engine=kind == _BASELINE,

@@ -46,11 +46,11 @@ class ChunkScan(NamedTuple):
     rows [n]: the files that nvJPEG can decode and the stages can use.
     progressive [n]: which of these it can decode only once they are rewritten, see `decode.baseline`.
     draws: for each output and each of its passes the random parameters for these rows. tables: of these rows.
-    found: which of these rows are complete files; None if that was not asked, or C code cannot be compiled.
+    found: which of these rows are complete files; None if that was not asked.
     rewritten: whether the progressive files are rewritten. The results are in the payload's buffer after its files, and
         the tables have their places; files that cannot be rewritten are then left out of the rows. False if the buffer
-        has no room, or without a compiler.
-    room: bytes that the buffer needs for the rewritten files; 0 without a compiler.
+        has no room.
+    room: bytes that the buffer needs for the rewritten files.
     """
 
     offsets: Sequence[int]
@@ -151,8 +151,6 @@ class ChunkScanner:
         if room > len(rest):
             return scan._replace(room=room)
         found = rewrite_progressive(payload, scan.rows[which], lambda size: rest[:size], self.rewrite_threads)
-        if found is None:
-            return scan
         scan = scan._replace(tables=scan.tables.with_files(which, found, end), rewritten=True, room=room)
         kept = ~which
         kept[which] = found.sizes > 0
@@ -160,13 +158,10 @@ class ChunkScanner:
 
     def _check(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, unchecked: NDArray[np.bool_]
-    ) -> Checked | None:
-        """Check those of the rows [n] that are unchecked; None where C code cannot be compiled."""
-        found = complete_on_cpu(rows[unchecked], payload, headers, self.threads)
-        if found is None:
-            return None
+    ) -> Checked:
+        """Check those of the rows [n] that are unchecked."""
         complete = np.zeros(len(rows), bool)
-        complete[unchecked] = found
+        complete[unchecked] = complete_on_cpu(rows[unchecked], payload, headers, self.threads)
         return Checked(unchecked, complete)
 
     def draw(self, keys: Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
-from gpuflow.decode.complete import FIELDS, MAX_BYTES, can_be_read, complete_on_cpu, describe, is_available
+from gpuflow.decode.complete import FIELDS, MAX_BYTES, can_be_read, complete_on_cpu, describe
 from gpuflow.execute.chunk_scan import Checked
 from gpuflow.execute.device_stream import DeviceStream, send_array, take_free
 from gpuflow.execute.kernels.complete import LARGE_BYTES, MARGIN_BYTES, Workspace, complete_files
@@ -54,12 +54,12 @@ class FileChecks:
     no chunk has had a new file for a while, as in a second epoch, and allocated again for the next new file.
 
     device_stream: of the GPU that checks files. The checks run on a separate CUDA stream.
-    threads: the number of threads that check files on the CPU instead, if the C code can be compiled; 0 for the GPU.
+    threads: the number of threads that check files on the CPU instead; 0 for the GPU.
     """
 
     def __init__(self, device_stream: DeviceStream, threads: int = 0) -> None:
         self._device_stream = device_stream.on_new_stream()
-        self._threads = threads if threads and is_available() else 0
+        self._threads = threads
         self._complete, self._damaged = KnownFiles(), KnownFiles()
         self._memory: queue.SimpleQueue[PrivateMemory[_Memory] | None] = queue.SimpleQueue()
         self._memory.put(None)
@@ -124,11 +124,9 @@ class FileChecks:
         """most_cpu_bytes: larger files are checked on the GPU in any case."""
         sizes = np.asarray(payload.sizes, np.int64)[rows]
         here = (sizes <= most_cpu_bytes) & (self._threads > 0)
-        on_cpu = complete_on_cpu(rows[here], payload, headers, self._threads) if here.any() else None
-        if on_cpu is None:
-            return self._check_on_gpu(rows, payload, headers)
         complete = np.zeros(len(rows), bool)
-        complete[here] = on_cpu
+        if here.any():
+            complete[here] = complete_on_cpu(rows[here], payload, headers, self._threads)
         if not here.all():
             complete[~here] = self._check_on_gpu(rows[~here], payload, headers)
         return complete

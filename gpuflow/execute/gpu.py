@@ -393,8 +393,6 @@ class GpuRunner:
         if scan.rewritten or not which.any():
             return tables, [payload.buffer], np.ones(len(which), bool)
         found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._rewrite_threads)
-        if found is None:
-            return tables, [payload.buffer], ~which
         good = ~which
         good[which] = found.sizes > 0
         return tables.with_files(which, found, found.buffer.ctypes.data), [payload.buffer, found.buffer], good

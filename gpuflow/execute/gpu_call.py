@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.execute import packing
 from gpuflow.execute.device_stream import DeviceStream
-from gpuflow.runtime.compiled import compiled
+from gpuflow.native.library import function
 
 __all__ = [
     "Driver",
@@ -39,7 +38,6 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_suffix(".c")
 _NON_BLOCKING, _THREAD_LOCAL, _KERNEL_NODE = 1, 1, 0
 """CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_GRAPH_NODE_TYPE_KERNEL."""
 _MOST_PARAMETERS = 64
@@ -59,6 +57,7 @@ _CUDA_STEPS = {
 }
 """The function that failed, by the numbers of gpu_call.c."""
 _POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+_queue = function("gpuflow_queue", _POINTER, _POINTER, result=_INTEGER)
 
 
 class _Functions(ctypes.Structure):
@@ -164,8 +163,8 @@ def find_driver() -> Driver | None:
 
 
 def can_be_used() -> bool:
-    """Whether C code can queue a GPU's work here: it is compiled, and the driver is new enough."""
-    return compiled(_SOURCE) is not None and find_driver() is not None
+    """Return whether C code can queue a GPU's work here, for which the driver must be new enough."""
+    return find_driver() is not None
 
 
 # --- a kernel and its parameters --------------------------------------------------------------------------------------
@@ -409,29 +408,27 @@ class GpuCall:
 class GpuCalls:
     """Queues the work of one loader's stream through C code. Any thread may call any method.
 
-    code: the library of gpu_call.c. stream: a cudaStream_t.
+    stream: a cudaStream_t.
     """
 
-    def __init__(self, code: ctypes.CDLL, driver: Driver, library: NvjpegLibrary, stream: int) -> None:
+    def __init__(self, driver: Driver, library: NvjpegLibrary, stream: int) -> None:
         self.driver = driver
         names = ("wait_for_event", "record_event", "wait_in_stream", "transfer", "launch")
         decoding = library.initialize, library.decode, library.set_region, library.decode_regions
         functions = [*(getattr(driver, name) for name in names), *decoding]
         self._functions = _Functions(*(ctypes.cast(function, _POINTER) for function in functions))
         self.stream = stream
-        self._queue = code.gpuflow_queue
-        self._queue.argtypes, self._queue.restype = [_POINTER, _POINTER], _INTEGER
 
     @classmethod
     def find(cls, device_stream: DeviceStream, library: NvjpegLibrary) -> GpuCalls | None:
-        """For a loader's stream; None, logged, without a compiler or a driver that is new enough."""
+        """Return one for a loader's stream; None, logged, without a driver that is new enough."""
         if device_stream.device.type != "cuda":
             return None
-        code, driver = compiled(_SOURCE), find_driver()
-        return None if code is None or driver is None else cls(code, driver, library, device_stream.stream.cuda_stream)
+        driver = find_driver()
+        return None if driver is None else cls(driver, library, device_stream.stream.cuda_stream)
 
     def queue(self, call: _Call) -> None:
-        failure: int = self._queue(ctypes.addressof(self._functions), ctypes.addressof(call))
+        failure: int = _queue(ctypes.addressof(self._functions), ctypes.addressof(call))
         if not failure:
             return
         step, status = failure >> 32, failure & 0xFFFFFFFF

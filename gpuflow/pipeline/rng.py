@@ -9,7 +9,6 @@ and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round fu
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import math
@@ -17,15 +16,14 @@ import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.errors import show
+from gpuflow.native.library import INTEGER, POINTER, WORD, function
 from gpuflow.pipeline.record_values import RecordValue
-from gpuflow.runtime.compiled import compiled
 
 __all__ = ["Keys", "StageKeys", "epoch_number", "key64", "permute"]
 
@@ -44,16 +42,18 @@ def epoch_number(epoch: object, bits: int) -> int:
     return number
 
 
-_POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-_ROUNDS = 8
-"""Of the permutation, as in rng.c."""
-_MANY_SAMPLES = 128
-"""The smallest number of samples for which C code draws. The CPU decodes smaller chunks: numpy is fast enough there."""
-_MOST_PERMUTED = 1 << 14
-"""The largest number of positions that C code permutes, in about a millisecond: it does not release the interpreter
-lock, and numpy does."""
+_SHORT_CALL = 1 << 12
+"""The most numbers or positions for which a call keeps the interpreter: it takes at most a quarter of a millisecond."""
 
-_U64 = np.uint64
+
+def _function(name: str, *parameters: Any) -> Callable[..., None]:
+    """Return a function of rng.c, to be called with the number of values and its arguments."""
+    short, long = (function(name, *parameters, holds_interpreter=held) for held in (True, False))
+    return lambda values, *arguments: (short if values <= _SHORT_CALL else long)(*arguments)
+
+
+_random_numbers = _function("gpuflow_random_numbers", POINTER, INTEGER, INTEGER, WORD, WORD, INTEGER, POINTER)
+_permute = _function("gpuflow_permute", POINTER, INTEGER, WORD, WORD, WORD, WORD)
 
 
 def key64(*parts: object) -> int:
@@ -61,13 +61,6 @@ def key64(*parts: object) -> int:
     text = "\x1f".join(str(part) for part in parts)
     data = text.encode("utf-8", "surrogatepass")  # names of files that are not UTF-8 hold surrogates
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser, elementwise, modulo 2^64."""
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return x ^ (x >> _U64(31))
 
 
 def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
@@ -85,75 +78,8 @@ def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
     shape, x = x.shape, x.reshape(-1)
     left_size = math.isqrt(size - 1) + 1
     right_size = -(-size // left_size)
-    if _MANY_SAMPLES <= len(x) <= _MOST_PERMUTED and (permute_in_c := _permute_in_c()) is not None:
-        permute_in_c(x.ctypes.data, len(x), size, left_size, right_size, key)
-        return x.astype(np.int64).reshape(shape)
-    a, b, n = _U64(left_size), _U64(right_size), _U64(size)
-    round_keys = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _U64(0x9E3779B97F4A7C15) + _U64(key))
-
-    def network(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = values // b, values % b
-        for turn in range(0, _ROUNDS, 2):
-            left = (left + _mix(right ^ round_keys[turn]) % a) % a
-            right = (right + _mix(left ^ round_keys[turn + 1]) % b) % b
-        return left * b + right
-
-    with np.errstate(over="ignore"):
-        x = network(x)
-        while (outside := x >= n).any():
-            x[outside] = network(x[outside])
+    _permute(len(x), x.ctypes.data, len(x), size, left_size, right_size, key)
     return x.astype(np.int64).reshape(shape)
-
-
-_LOW32, _SHIFT32 = _U64(0xFFFFFFFF), _U64(32)
-_MULTIPLIERS = np.array([[0xCD9E8D57], [0xD2511F53]], np.uint64)
-"""Of Philox, for the third and the first word."""
-_KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
-"""What each round of Philox adds to the two halves of the key, modulo 2^32."""
-
-
-def _philox(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-
-    Args:
-        counters: [4, n], of 32 bits each.
-        key: 64 bits.
-
-    Returns:
-        Four words of 32 bits for each counter, [4, n].
-    """
-    even, odd = counters[0::2].copy(), counters[1::2].copy()  # two words at a time, in place: half the calls of numpy
-    products, crossed = np.empty_like(even), even[::-1]
-    keys = (_KEY_STEPS + np.array([key & 0xFFFFFFFF, key >> 32], np.uint64)) & _LOW32
-    for round_key in keys[:, :, None]:
-        np.multiply(crossed, _MULTIPLIERS, out=products)
-        np.right_shift(products, _SHIFT32, out=even)
-        even ^= odd
-        even ^= round_key
-        np.bitwise_and(products, _LOW32, out=odd)
-    words = np.empty_like(counters)
-    words[0::2], words[1::2] = even, odd
-    return words
-
-
-@lru_cache
-def _numbers_in_c() -> Callable[..., None] | None:
-    """`gpuflow_random_numbers` of rng.c; None without a compiler."""
-    return _in_c("gpuflow_random_numbers", _POINTER, _INTEGER, _INTEGER, _WORD, _WORD, _INTEGER, _POINTER)
-
-
-@lru_cache
-def _permute_in_c() -> Callable[..., None] | None:
-    """`gpuflow_permute` of rng.c; None without a compiler."""
-    return _in_c("gpuflow_permute", _POINTER, _INTEGER, _WORD, _WORD, _WORD, _WORD)
-
-
-def _in_c(name: str, *types: Any) -> Callable[..., None] | None:
-    """A function of rng.c, which does not release the interpreter lock, because a call takes microseconds."""
-    code = compiled(Path(__file__).with_suffix(".c"))
-    if code is None:
-        return None
-    return ctypes.PYFUNCTYPE(None, *types)(ctypes.cast(getattr(code, name), _POINTER).value or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,17 +118,11 @@ class StageKeys:
 
     def _draw(self, blocks: int) -> NDArray[np.float64]:
         """The first numbers of each sample, four in a block, [N, 4 * blocks]."""
-        count = len(self.positions)
-        if count >= _MANY_SAMPLES and (numbers_in_c := _numbers_in_c()) is not None:
-            positions, found = np.ascontiguousarray(self.positions, np.int64), np.empty((count, 4 * blocks))
-            numbers_in_c(positions.ctypes.data, count, blocks, self.epoch, self.key, 1, found.ctypes.data)
-            return found
-        place = self.positions.astype(np.uint64)[:, None]
-        counters = np.empty((4, len(place), blocks), np.uint64)
-        counters[0], counters[1], counters[2] = place & _LOW32, place >> _SHIFT32, self.epoch
-        counters[3] = np.arange(blocks, dtype=np.uint64)
-        words = _philox(counters.reshape(4, -1), self.key)
-        return np.multiply(words.T.reshape(len(place), 4 * blocks), 2.0**-32, dtype=np.float64)
+        positions = np.ascontiguousarray(self.positions, np.int64)
+        numbers = np.empty((len(positions), 4 * blocks))
+        shape = len(positions), blocks
+        _random_numbers(numbers.size, positions.ctypes.data, *shape, self.epoch, self.key, 1, numbers.ctypes.data)
+        return numbers
 
 
 @lru_cache(maxsize=1024)

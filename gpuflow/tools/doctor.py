@@ -240,7 +240,7 @@ def _c_code(used: bool | None) -> Iterator[Finding]:
             "C code",
             "note",
             "Python queues the GPU's work, and a training's launches wait for the interpreter more often",
-            "install a C compiler as `cc`, or name one in the variable CC; CUDA's driver must be 12.4 or newer",
+            "install a driver of CUDA 12.4 or newer",
         )
 
 

@@ -134,9 +134,3 @@ def test_a_file_that_grows_by_too_much_is_left_alone(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(baseline, "_ROOM", 0)
         monkeypatch.setattr(baseline, "_MORE_ROOM", room)
         assert rewritten([data]) == [None], room
-
-
-def test_without_a_compiler_nothing_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "compiled", lambda source: None)
-    payload = Payload.of([images.jpeg(images.photo(40, 60), progressive=True)], lambda size: np.empty(size, np.uint8))
-    assert rewrite_progressive(payload, np.arange(1), lambda size: np.empty(size, np.uint8), 1) is None

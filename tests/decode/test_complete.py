@@ -13,6 +13,7 @@ import cv2
 import numpy as np
 import pytest
 
+from gpuflow import native
 from gpuflow.decode import complete
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import MAX_SCANS, scan_start
@@ -22,8 +23,6 @@ from tests import damaged
 from tests.decode.sanitized_complete import KINDS, sound
 from tests.huffman import reads_to_its_end
 from tests.images import as_array, jpeg, photo
-
-pytestmark = pytest.mark.skipif(not complete.is_available(), reason="needs a compiler")
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
@@ -109,7 +108,7 @@ def test_what_the_kernels_leave_to_the_cpu_is_left_here_too() -> None:
 
 def test_no_byte_outside_a_file_is_read(tmp_path: Path) -> None:
     """By sanitizers of addresses and of undefined behaviour, on a thousand files, most of them damaged."""
-    source, library = Path(complete.__file__).with_suffix(".c"), tmp_path / "complete.so"
+    source, library = Path(native.__file__).with_name("complete.c"), tmp_path / "complete.so"
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-fPIC", "-shared", "-std=gnu11"]
     made = subprocess.run(["cc", *flags, "-o", library, source], capture_output=True, text=True)
     if made.returncode:
@@ -128,10 +127,3 @@ def test_no_byte_outside_a_file_is_read(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     read, whole = map(int, done.stdout.split())
     assert read > 600 and 100 < whole < read
-
-
-def test_without_a_compiler_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(complete, "compiled", lambda source: None)
-    payload, headers, rows = scanned([sound("4:2:0", random.Random(0))])
-    assert complete_on_cpu(rows, payload, headers, 1) is None
-    assert not complete.is_available()

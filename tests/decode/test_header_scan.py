@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from gpuflow.decode import header_scan
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.header_scan import HeaderScan, scan_headers
 from tests import images
@@ -64,15 +62,3 @@ def test_an_orientation_is_read_only_where_it_is_asked_for() -> None:
     assert scanned(*files).orientations.tolist() == [1] * 8
     found = scanned(*files, orientation=True)
     assert found.orientations.tolist() == list(range(1, 9)) and found.engine.all()
-
-
-def test_without_a_compiler_probe_reads_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = payload([images.jpeg(PHOTO), images.png(PHOTO), b"none"])
-    limits = {"max_pixels": MAX_PIXELS, "max_scans": 1, "orientation": False}
-    expected = read_headers(files, **limits)  # type: ignore[arg-type]
-    monkeypatch.setattr(header_scan, "compiled", lambda source: None)
-    found = read_headers(files, **limits)  # type: ignore[arg-type]
-    assert found.engine.tolist() == expected.engine.tolist() == [True, False, False]
-    for name in ("sizes", "orientations", "sampling", "scans", "intervals", "progressive"):
-        assert np.array_equal(getattr(found, name), getattr(expected, name))
-    assert [str(fault) for fault in found.faults] == [str(fault) for fault in expected.faults]

@@ -98,17 +98,13 @@ def test_a_file_is_checked_by_one_of_those_that_share_memory(checked: list[list[
 def test_threads_of_the_cpu_check_files_where_there_are_some(
     checked: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a loader all, those of a service but the large ones; and all on the GPU where there is no compiler."""
+    """Those of a loader all, those of a service but the large ones."""
     stream: Any = HostStream()
     checks, files, expected = FileChecks(stream, 2), [*FILES, *CUT], [True] * 20 + [False] * 20
     monkeypatch.setattr(file_checks, "_MOST_CPU_BYTES", most := sorted(map(len, files))[30])
     assert complete(checks, files) == expected and not checked
     assert complete(checks, files, None) == expected
     assert sorted(size for part in checked for size in part) == sorted(len(data) for data in files if len(data) > most)
-    checked.clear()
-    monkeypatch.setattr("gpuflow.decode.complete.compiled", lambda source: None)
-    assert complete(FileChecks(stream, 2), files) == expected
-    assert sum(map(len, checked)) == 40
 
 
 def test_what_another_process_checked_is_not_checked_again(checked: list[list[int]]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gpuflow.pipeline import rng
+from tests import random_reference as reference
 from tests.running import keys_of
 
 ONCE = 5.5
@@ -23,21 +24,19 @@ def test_the_first_numbers_are_the_same_however_many_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 7, 2**32 - 1, 2**32 + 5, 2**63 - 1])
-def test_many_samples_get_the_numbers_that_few_get(epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From C code for this processor and for any, and without a compiler."""
-    in_c = rng._numbers_in_c()
-    assert in_c is not None, "needs a compiler"
-    ways = (in_c, lambda *arguments: in_c(*arguments[:5], 0, arguments[6]), None)
-    places = np.random.default_rng(epoch % 97).integers(0, 2**63 - 1, 3 * rng._MANY_SAMPLES + 2)
-    places[:3] = 0, 2**32 - 1, 2**32
-    for positions in (places, places[::3]):  # also if they do not lie side by side
-        keys = rng.Keys(2**64 - 3, epoch, positions)
-        for count in (1, 4, 5, 22):
-            few = [keys.take(slice(i, i + 50)).stage("a", 0).uniform(count) for i in range(0, len(positions), 50)]
-            for way in ways:
-                monkeypatch.setattr(rng, "_numbers_in_c", lambda way=way: way)
-                many = keys.take(slice(None)).stage("a", 0).uniform(count)
-                assert np.array_equal(many, np.concatenate(few))
+@pytest.mark.parametrize("fast", [0, 1])
+def test_numbers_are_those_of_the_reference(epoch: int, fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the code for this processor and for any, in calls that keep the interpreter and calls that release it."""
+    draw = rng._random_numbers
+    monkeypatch.setattr(rng, "_random_numbers", lambda *arguments: draw(*arguments[:6], fast, arguments[7]))
+    key = 2**64 - 3
+    for places in (1, 3, 50, 400):
+        positions = np.random.default_rng(epoch % 97).integers(0, 2**63 - 1, places)
+        positions[:3] = [0, 2**32 - 1, 2**32][:places]
+        for some in (positions, positions[::3]):  # also if they do not lie side by side
+            for count in (1, 4, 5, 22):
+                found = rng.StageKeys(key, epoch, some).uniform(count)
+                assert np.array_equal(found, reference.uniform(some, count, epoch, key))
 
 
 def test_a_stage_that_draws_in_parts_gets_the_same_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,13 +44,13 @@ def test_a_stage_that_draws_in_parts_gets_the_same_numbers_again(monkeypatch: py
     the largest request so far, and a pickled `Keys` does not contain them."""
     keys = keys_of(20, seed=3, epoch=1)
     right = keys_of(20, seed=3, epoch=1).stage("a", 0).uniform(9)
-    philox = Mock(side_effect=rng._philox)
-    monkeypatch.setattr(rng, "_philox", philox)
+    draw = Mock(side_effect=rng._random_numbers)
+    monkeypatch.setattr(rng, "_random_numbers", draw)
     for count in (2, 9, 4, 1, 9):
         drawn = keys.stage("a", 0).uniform(count)
         assert np.array_equal(drawn, right[:, :count])
         drawn[:] = 7
-    assert philox.call_count == 2, "for two numbers, then for nine"
+    assert draw.call_count == 2, "for two numbers, then for nine"
     fresh = keys_of(20, seed=3, epoch=1)
     assert len(pickle.dumps(keys)) == len(pickle.dumps(fresh))
     copied = pickle.loads(pickle.dumps(keys))

@@ -351,7 +351,7 @@ def test_no_library_and_no_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("c_code", "status", "advice"),
-    [(True, "ok", None), (False, "note", "install a C compiler as `cc`, or name one in the variable CC")],
+    [(True, "ok", None), (False, "note", "install a driver of CUDA 12.4")],
 )
 def test_c_code(c_code: bool, status: str, advice: str | None) -> None:
     finding = only("C code", replace(H100, c_code=c_code))
