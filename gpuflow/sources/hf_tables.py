@@ -243,7 +243,9 @@ def _group(array: Any) -> tuple[_Group, int]:
         array = array.cast(pa.large_binary())
     wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
     _, offsets, data = array.buffers()
-    all_offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
+    kind = np.dtype(np.int64 if wide else np.int32)
+    used = (array.offset + len(array) + 1) * kind.itemsize  # the buffer may be longer
+    all_offsets = np.frombuffer(offsets, np.uint8)[:used].view(kind)[array.offset :]
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
     values = np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
     return _Group(all_offsets.astype(np.int64), values, valid), 0 if data is None else data.address
