@@ -21,8 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
@@ -37,9 +47,22 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_out = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
-_err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, emoji=False)
+_out = Console(highlight=False, markup=False, emoji=False)
+_err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 _standard_format_warning = warnings.formatwarning
+
+
+def _print(content: RenderableType, console: Console = _out) -> None:
+    """Print a text or a table: on a terminal in lines that end between words, elsewhere in whole lines."""
+    if console.is_terminal:
+        console.print(content)
+    else:
+        console.print(content, soft_wrap=True, width=_NO_TERMINAL)
+
+
+_NO_TERMINAL = 10_000
+"""Columns of a file or a pipe, so that no line is broken there."""
+_print_err = partial(_print, console=_err)
 
 
 class _Commands(TyperGroup):
@@ -58,7 +81,7 @@ class _Commands(TyperGroup):
             problems = error.problems if isinstance(error, ConfigError) else (_text_of(error),)
             rank = os.environ.get("RANK", "")  # torchrun lets all its processes print to one terminal
             for problem in problems:
-                _err.print(_labelled("error:", "red", f"rank {rank}: {problem}" if rank else str(problem)))
+                _print_err(_labelled("error:", "red", f"rank {rank}: {problem}" if rank else str(problem)))
             raise typer.Exit(1) from error
 
 
@@ -104,7 +127,7 @@ def main() -> None:
 
 def _interrupted() -> typer.Exit:
     """How a command ends after a Ctrl-C."""
-    _err.print("interrupted")
+    _print_err("interrupted")
     return typer.Exit(130)
 
 
@@ -196,17 +219,29 @@ def _read(path: Path, overrides: list[str] | None) -> Config:
     return read_config(path, stage_table(), overrides or [])
 
 
+class _NoteColumn(ProgressColumn):
+    """The note of a task, cut to what the other columns leave of the line."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+
 @contextmanager
-def _bar(console: Console = _err) -> Iterator[Progress]:
-    """A progress bar. What fails before its first step leaves none behind."""
+def _bar(*, quiet: bool = False) -> Iterator[Progress]:
+    """Show a progress bar on stderr. What fails before its first step leaves none behind.
+
+    Where stdout is a terminal, too, the bar is that console's, which prints results above it.
+    """
+    one_terminal = _out.is_terminal and _err.is_terminal
+    console = Console(quiet=True) if quiet else _out if one_terminal else _err
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
+        _NoteColumn(Column()),  # a column that may be narrowed
     )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, redirect_stdout=one_terminal) as bar:
         try:
             yield bar
         except BaseException:
@@ -246,7 +281,7 @@ def samples(
     with _bar() as bar:
         task = bar.add_task("photographs", total=count, note="")
         summary = make(directory, count, seed=seed, progress=lambda done, _: bar.update(task, completed=done))
-    _out.print(str(summary))
+    _print(str(summary))
 
 
 @app.command()
@@ -270,22 +305,22 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     if problems:
         raise ConfigError(problems)
     for name, program in config.programs.items():
-        _out.print(f"{name}: {repr(program.pipeline).partition(': ')[2]}  gives {program.result}")
+        _print(f"{name}: {repr(program.pipeline).partition(': ')[2]}  gives {program.result}")
     for name, several in config.views.items():
         for view, result in several.results:
             stages = repr(view.pipeline).partition(": ")[2]
-            _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
+            _print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
     for name in config.pipelines:
-        _out.print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
+        _print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
     for one in config.sources:
         if hint := missing_source(one):
-            _out.print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
+            _print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
     for each in weights:
         if hint := missing_weights(each):
-            _out.print(_labelled("note:", "yellow", f"source.weights.file is not on this machine: {hint}"))
+            _print(_labelled("note:", "yellow", f"source.weights.file is not on this machine: {hint}"))
     if note := _order_note(config):
-        _out.print(_labelled("note:", "yellow", note))
-    _out.print(_labelled("valid:", "green", str(path)))
+        _print(_labelled("note:", "yellow", note))
+    _print(_labelled("valid:", "green", str(path)))
 
 
 @app.command(name="import")
@@ -320,12 +355,12 @@ def import_(
         _check_output("--out", out)
     found = read_sources(sources, stage_table(), partial=partial)
     for problem in found.problems:
-        _err.print(_labelled("not carried over:", "yellow", str(problem)))
+        _print_err(_labelled("not carried over:", "yellow", str(problem)))
     if out is None:
         print(found.text, end="")
         return
     _write(out, found.text)
-    _err.print(f"wrote {out}")
+    _print_err(f"wrote {out}")
 
 
 @app.command()
@@ -343,7 +378,7 @@ def explain(path: ConfigFile, overrides: Overrides = None) -> None:
     """Show what a file resolves to: stages, what flows between them, folding, threads, the decoder and its version."""
     from gpuflow.tools.explain import explain as explanation
 
-    _out.print(explanation(_read(path, overrides)))
+    _print(explanation(_read(path, overrides)))
 
 
 @app.command()
@@ -369,7 +404,7 @@ def show(
     shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
     stages = "\n".join(described.texts) if isinstance(described, ViewsPipeline) else repr(described)
     _write(out, page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))
-    _out.print(f"wrote {out}: {len(shown)} samples of {pipeline}")
+    _print(f"wrote {out}: {len(shown)} samples of {pipeline}")
 
 
 @app.command()
@@ -406,7 +441,7 @@ def doctor(
     if as_json:
         print(json.dumps({"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        _out.print(report(findings), soft_wrap=False)
+        _print(report(findings))
     if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(1)
 
@@ -451,7 +486,7 @@ def train(
             bad = self.loader.stats()["bad_distinct"]
             whose = "" if ranks.world_size == 1 else " on rank 0"
             steps, total = result.steps, result.steps_in_pass
-            _out.print(
+            _print(
                 f"epoch {epoch + 1}  {name:5}  loss {result.loss:.3f}  accuracy {result.accuracy:.3f}  "
                 f"{result.images_per_s:,.0f} images/s"
                 + (f"  (steps {steps.start + 1} to {steps.stop} of {total})" if len(steps) < total else "")
@@ -467,17 +502,17 @@ def train(
     trainer = Trainer(config, device=device, resume=resume, force=force, ranks=ranks)
     first, start = ranks.rank == 0, trainer.step
     if first and (note := _order_note(config)):
-        _err.print(_labelled("note:", "yellow", note))
+        _print_err(_labelled("note:", "yellow", note))
     with ExitStack() as stack:
         if metrics_port is not None:
             stack.enter_context(serve_metrics(trainer.loaders, port=metrics_port))
-        bar = stack.enter_context(_bar(_err if first else Console(quiet=True)))
+        bar = stack.enter_context(_bar(quiet=not first))
         trainer.run(Bar() if first else TrainerEvents(), max_steps=max_steps)
     if first and trainer.step == start:
         done = f"{trainer.checkpoint} is at step {start}, after train.epochs = {config.train.epochs}"
-        _out.print(f"nothing left to train: {done}; raise train.epochs to go on")
+        _print(f"nothing left to train: {done}; raise train.epochs to go on")
     elif first:
-        _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
+        _print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
 
 
 @app.command()
@@ -527,10 +562,10 @@ def bench(
     ]
     results = out / "worker_scaling.csv"
     b.write_results(results, rows)
-    for entry in rows:
-        _out.print(
-            f"{entry['arm']:18} {entry['workload']:40} {entry['value']:>6} images/s  ({entry['low']}-{entry['high']})"
-        )
+    _print(workload)
+    for job, entry in zip(rates, rows, strict=True):
+        figures = f"{entry['value']:>8} images/s  ({entry['low']}-{entry['high']})"
+        _print(f"{job.arm:16}  {job.workers:>3} worker(s)  {figures}")
     _plot("worker_scaling", results)
 
 
@@ -553,7 +588,7 @@ def _plot(figure: str, results: Path) -> None:
     except ImportError as error:
         raise MissingExtra("the plot", "matplotlib", "plots") from error
     for written in (results, *draw(results, results.with_suffix(""))):
-        _out.print(f"wrote {written}")
+        _print(f"wrote {written}")
 
 
 @app.command()
@@ -596,16 +631,16 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
             turned += finding.kind == "turned"
             if finding.needs:
                 needed[finding.needs] = needed.get(finding.needs, 0) + 1
-            print(json.dumps(finding.row()), flush=True)
+            _out.print(json.dumps(finding.row()), soft_wrap=True)
             bar.update(task, note=f"{bad} bad")
-    _err.print(f"{len(source):,} samples, {bad} bad")
+    _print_err(f"{len(source):,} samples, {bad} bad")
     if turned:
-        _err.print(f"{turned:,} turned: {TURNED_REMEDY}")
+        _print_err(f"{turned:,} turned: {TURNED_REMEDY}")
     if needed:
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(needed.items()))
         names = ", ".join(sorted({*program.decoder.formats, *needed}))
         text = f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'"
-        _err.print(text)
+        _print_err(text)
     source.close()
     if bad:
         raise typer.Exit(1)
@@ -653,20 +688,20 @@ def export(
 
         graph = lower(config, device=str(device_named(device)))
         _write(out, to_toml(graph, file=str(out)))
-        _out.print(f"wrote {out}: preprocessing {graph.preprocessing}; its header says how to run it")
+        _print(f"wrote {out}: preprocessing {graph.preprocessing}; its header says how to run it")
         return
     from gpuflow.serve.export import export_model
 
     done = export_model(config, out, checkpoint=checkpoint, fold_normalize=fold_normalize, opset=opset, data=data)
     for line in done.checks:
-        _out.print(str(line))
+        _print(str(line))
     height, width, channels = done.image.shape
     takes = f"{done.image.dtype} [N, {channels}, {height}, {width}]"
-    _out.print(f"wrote {done.path}: takes {takes}, preprocessing {done.info.preprocessing}")
+    _print(f"wrote {done.path}: takes {takes}, preprocessing {done.info.preprocessing}")
     if done.weights is not None:
-        _out.print(f"wrote {done.weights}: its weights; keep both files in one folder, under these names")
+        _print(f"wrote {done.weights}: its weights; keep both files in one folder, under these names")
     if done.info.folded is not None:
-        _out.print(f"{done.info.folded} is inside: serve it with stages that end before it")
+        _print(f"{done.info.folded} is inside: serve it with stages that end before it")
 
 
 class _ParityCommand(TyperCommand):
@@ -740,9 +775,9 @@ def parity(
             command=shlex.join(["gpuflow", *sys.argv[1:]]),
             progress=lambda done, total, stage: bar.update(task, completed=done, total=total, note=stage, visible=True),
         )
-    _out.print(render(report), soft_wrap=False)
+    _out.print(render(report))
     for file in write_report(report, out):
-        _out.print(f"wrote {file}")
+        _print(f"wrote {file}")
     skip_cleanup()
     if report.breach:
         raise typer.Exit(1)
@@ -799,7 +834,7 @@ def serve(
         limits=limits,
         cors=cors or (),
         access_log=access_log,
-        report=_err.print,
+        report=_print_err,
     )
 
 
@@ -842,14 +877,14 @@ def load_test(
                 stopped = error  # once what was measured is written
                 break
             bar.update(task, advance=1)
-    _out.print(loadtest.render(points), soft_wrap=False)
+    _print(loadtest.render(points))
     for note in loadtest.notes(points, gpus_asked=load_nvml() is not None):
-        _out.print(note)
+        _print(note)
     results = out / "load_test.csv"
     write_results(results, loadtest.rows(points, arm=name, workload=data.name))
     if all(point.latency is not None for point in points):
         _plot("load_test", results)
     else:
-        _out.print(f"wrote {results}; without a plot, as a measurement has no answers")
+        _print(f"wrote {results}; without a plot, as a measurement has no answers")
     if stopped is not None:
         raise stopped

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -50,6 +52,8 @@ from gpuflow.sources.storage import is_remote
 
 __all__ = ["explain"]
 
+_GAP = 3
+"""Columns between those of a table."""
 _LOOKED_AT = 100
 """Images of a source whose headers are read for their EXIF orientations."""
 
@@ -58,23 +62,37 @@ def explain(config: Config) -> RenderableType:
     """The resolved pipelines: stages, the specs between them, folding, device, threads, decoder and its version."""
     parts: list[RenderableType] = []
     for name, program in config.programs.items():
-        parts += [Text(f"\n{name}", style="bold"), _stages(program), *_facts(config, name, program)]
+        parts += [Text(f"\n{name}", style="bold"), _Stages(program), *_facts(config, name, program)]
     for name, several in config.views.items():
         parts.append(Text(f"\n{name}", style="bold"))
         for view, one in zip(several.pipeline.views, several.programs, strict=True):
-            parts += [Text(f"  {view.name} x {view.count}"), _stages(one)]
+            parts += [Text(f"  {view.name} x {view.count}"), _Stages(one)]
         parts += _facts(config, name, several)
     return Group(*parts)
 
 
-def _stages(program: Program) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("stage", "gives", "runs as"):
-        table.add_column(heading, overflow="fold")
-    runs_as = _runs_as(program)
-    for i, stage in enumerate(program.pipeline.stages):
-        table.add_row(Text(repr(stage)), Text(str(program.specs[i + 1])), runs_as[i])
-    return table
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """The stages of a pipeline: a table, or a list where the table would break words."""
+
+    program: Program
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        gives = [str(spec) for spec in self.program.specs[1:]]
+        rows = list(zip(map(repr, self.program.pipeline.stages), gives, _runs_as(self.program), strict=True))
+        words = (word for stage, _, _ in rows for word in stage.split())
+        columns = max(map(len, words)), max(map(len, gives)), max(len(runs_as) for _, _, runs_as in rows)
+        if sum(columns) + 3 * _GAP > options.max_width:
+            for stage, result, runs_as in rows:
+                yield Text(f" {stage}")
+                yield Padding(Text(f"gives {result}, runs as {runs_as}"), (0, 0, 0, 2 * _GAP))
+            return
+        table = Table("stage", box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("gives", "runs as"):
+            table.add_column(heading, no_wrap=True)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        yield table
 
 
 def _runs_as(program: Program) -> list[str]:
