@@ -68,6 +68,8 @@ Labels = tuple[tuple[str, float], ...]
 _ROUNDS_AHEAD = 4
 """For how many rounds of all instances a long list of images is submitted before its first answer is taken."""
 
+NOT_FINITE = "the model gave logits that are not finite numbers"
+
 T = TypeVar("T")
 
 
@@ -81,7 +83,7 @@ class Prediction:
     def top(self, k: int) -> Labels:
         """The k most likely labels by softmax, or all if there are fewer. Without names a label is its index.
 
-        Raises ValueError if k is negative.
+        Raises ValueError if k is negative, PredictorError as `require_finite`.
         """
         return tuple((label, probability) for _, label, probability in self.ranked(k))
 
@@ -89,11 +91,17 @@ class Prediction:
         """As `top`, with the output's index first: (index, label, probability)."""
         if k < 0:
             raise ValueError(f"k must be >= 0, got {k}")
+        self.require_finite()
         values, rows = self.logits.softmax(dim=0).topk(min(k, len(self.logits)))
         return tuple(
             (row, self.classes[row] if self.classes else str(row), value)
             for row, value in zip(rows.tolist(), values.tolist(), strict=True)
         )
+
+    def require_finite(self) -> None:
+        """Raise PredictorError if the logits have no probabilities: one is NaN or infinite, or all are -infinite."""
+        if not math.isfinite(self.logits.max()):  # of NaN and others, NaN
+            raise PredictorError(NOT_FINITE)
 
 
 class _Submitted(TypedDict, total=False):
@@ -174,11 +182,14 @@ class Predictor:
         Raises:
             TypeError: what was given is neither a path nor the bytes of a file. ValueError: `top_k` is negative.
             BadSampleError: the first image that cannot be read or decoded. `predict` still returns the others.
-            PredictorError: the predictor is closed or has no model, or the model failed.
+            PredictorError: the predictor is closed or has no model, or the model failed or gave logits that are not
+                finite numbers.
             PredictorTimeout: an answer did not come in time.
         """
         several, is_one = _several(images)
         found = self._each(several, self._submit)
+        for prediction in found:
+            prediction.require_finite()
         if top_k is not None:
             labels = [prediction.top(top_k) for prediction in found]
             return labels[0] if is_one else labels
@@ -195,8 +206,11 @@ class Predictor:
         several, is_one = _several(images)
         if is_one:
             raise TypeError("predict takes several images, got one; put it in a list, or call the predictor itself")
-        answers = self._answers(several, self._submit)
-        return list(answers)
+        answers = list(self._answers(several, self._submit))
+        for answer in answers:
+            if isinstance(answer, Prediction):
+                answer.require_finite()
+        return answers
 
     def submit(self, data: bytes, *, deadline: float = math.inf) -> Future[Prediction]:
         """The prediction for one image, as a future. Does not wait, and accepts no path: for services.

@@ -7,6 +7,7 @@ import copy
 import errno
 import io
 import json
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.decode.preset import CANNOT_DECODE
 from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, PredictorError, PredictorTimeout, SystemFault
 from gpuflow.execute import gpu_backend
-from gpuflow.serve.predictor import Prediction, Predictor, chain_here
+from gpuflow.serve.predictor import NOT_FINITE, Prediction, Predictor, chain_here
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import chain
 from tests.datasets import VAL, Entries, deadline, make_photos, no_more_files, program, python, write_config
@@ -360,6 +361,28 @@ def test_submit_is_for_services(predictor: Predictor, files: list[Path]) -> None
         predictor.submit_all([data, 5])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="submit_image takes the bytes of one encoded image, got int"):
         predictor.submit_image(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", [(math.nan, 0.0, 1.0), (math.inf, 0.0, 1.0), (-math.inf, -math.inf, -math.inf)])
+def test_logits_without_probabilities(files: list[Path], values: tuple[float, ...]) -> None:
+    """As over HTTP, they are an error of the model."""
+    with predictor_of(FakeEngine(lambda images: torch.tensor([values] * len(images)))) as predictor:
+        photo = files[0].read_bytes()
+        asks: list[Callable[[], object]] = [
+            lambda: predictor(photo),
+            lambda: predictor([photo], top_k=2),
+            lambda: predictor.predict([photo, b"no image"]),
+            lambda: predictor.submit(photo).result(20).top(1),
+        ]
+        for ask in asks:
+            with pytest.raises(PredictorError, match=f"^{NOT_FINITE}$"):
+                ask()
+
+
+def test_one_logit_of_minus_infinity_is_a_probability_of_zero(files: list[Path]) -> None:
+    with predictor_of(FakeEngine(lambda images: torch.tensor([[-math.inf, 0.0, 1.0]] * len(images)))) as predictor:
+        labels = predictor(files[0], top_k=3)
+    assert labels[-1] == ("red", 0.0)
 
 
 def test_an_answer_that_does_not_arrive_in_time(files: list[Path]) -> None:

@@ -30,6 +30,8 @@ from importlib import resources
 from typing import Annotated, Any, Protocol, TypeVar
 
 import numpy as np
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from gpuflow.decode.codecs import probe
 from gpuflow.errors import (
@@ -71,7 +73,7 @@ from gpuflow.serve.http.limits import busy as _busy
 from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
 from gpuflow.serve.matrices import most_pixels
 from gpuflow.serve.pictures import Pictures
-from gpuflow.serve.predictor import Prediction, Predictor
+from gpuflow.serve.predictor import NOT_FINITE, Prediction, Predictor
 
 __all__ = ["Health", "RequestLimits", "Service", "check_origins", "create_app"]
 
@@ -86,11 +88,19 @@ _RESTART_SECONDS = 5.0
 _DISCONNECTED = 499
 """The status that is counted, as nginx does, for a request whose connection ended before its answer."""
 
-_NOT_FINITE = "the model gave logits that are not finite numbers"
-_FAILED: Mapping[str, Any] = _error("model", _NOT_FINITE)
+_FAILED: Mapping[str, Any] = _error("model", NOT_FINITE)
 """The result of an image for which the model gave such logits, in a form with others."""
 
 T = TypeVar("T")
+
+
+def _digits(value: object) -> object:
+    if isinstance(value, str) and not re.fullmatch("[0-9]{1,9}", value):  # pydantic also takes 3.0, +3 and 1_0
+        raise PydanticCustomError("digits", "Input should be a whole number of at most nine digits")
+    return value
+
+
+_TopK = Annotated[int, Query(ge=1), BeforeValidator(_digits)]
 
 
 class _Submit(Protocol[T]):
@@ -123,7 +133,7 @@ def create_app(
     shares: dict[str, Any] = {
         "allow_origins": list(cors),
         "allow_methods": ["GET", "POST"],
-        "allow_headers": ["Content-Type"],
+        "allow_headers": ["Content-Type", "Authorization", TIMEOUT_HEADER],
         "expose_headers": ["Retry-After", "Server-Timing"],
     }
 
@@ -151,8 +161,8 @@ def create_app(
     app.add_route("/healthz", service.healthz, include_in_schema=False)
     app.add_route("/readyz", service.readyz, include_in_schema=False)
     app.add_route("/metrics", service.exposition, include_in_schema=False)
-    app.post("/predict", openapi_extra=_BODY, responses=_ANSWERS)(service.predict)
-    app.post("/seen", openapi_extra=_BODY, responses=_PICTURE)(service.seen)
+    app.post("/predict", openapi_extra=_REQUEST, responses=_documented(_PREDICTIONS))(service.predict)
+    app.post("/seen", openapi_extra=_REQUEST, responses=_documented(_PICTURE, 501))(service.seen)
     return app
 
 
@@ -194,7 +204,7 @@ class Service:
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
-    async def predict(self, request: Request, top_k: Annotated[int, Query(ge=1)] = 5) -> Response:
+    async def predict(self, request: Request, top_k: _TopK = 5) -> Response:
         """The most likely labels of one image, or of every file of a form."""
         begun = time.perf_counter()
         _refuse_unknown(request, {"top_k"})
@@ -207,7 +217,7 @@ class Service:
         found = [self._result(answer, top_k) for answer in answers]
         bad, failed = sum("error" in result for result in found), found.count(_FAILED)
         if failed and bad == len(found):
-            raise Refused(500, "model", _NOT_FINITE)
+            raise Refused(500, "model", NOT_FINITE)
         for _ in range(failed):
             self.metrics.error("model")
         self.metrics.images.inc(len(found) - bad)
@@ -374,8 +384,9 @@ class Service:
     def _result(self, answer: Prediction | BadSampleError, top_k: int) -> Mapping[str, Any]:
         if isinstance(answer, BadSampleError):
             return self._bad_image(answer)
-        ranked = answer.ranked(top_k)
-        if not all(math.isfinite(probability) for *_, probability in ranked):
+        try:
+            ranked = answer.ranked(top_k)
+        except PredictorError:
             return _FAILED
         return {
             "predictions": [
@@ -478,6 +489,8 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
         if name not in known:
             hint = did_you_mean(name, known) if known else ""
             raise Refused(400, "bad_request", f"{request.url.path} has no parameter {name!r}{hint}")
+        if len(request.query_params.getlist(name)) > 1:
+            raise Refused(400, "bad_request", f"{request.url.path} takes the parameter {name!r} once")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -511,26 +524,64 @@ def _hashes(text: str, tag: str) -> str:
 
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 _FILES = {"schema": {"type": "object", "additionalProperties": {"type": "string", "format": "binary"}}}
-_BODY: dict[str, Any] = {
+_REQUEST: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {"image/*": _BYTES, "application/octet-stream": _BYTES, "multipart/form-data": _FILES},
-    }
+    },
+    "parameters": [
+        {
+            "name": TIMEOUT_HEADER,
+            "in": "header",
+            "description": "Milliseconds from the head of the request until its caller gives up.",
+            "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+        }
+    ],
 }
 _ONE: Mapping[str, Any] = {"predictions": [{"label": "tench", "index": 0, "probability": 0.93}]}
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Predictions for one image, or for each file of a form.",
-        "content": {
-            "application/json": {
-                "examples": {
-                    "image": {"value": _ONE},
-                    "form": {"value": {"results": [_ONE, _error("bad_image", "empty: the file has no bytes")]}},
-                }
+_PREDICTIONS: dict[str, Any] = {
+    "description": "Predictions for one image, or for each file of a form.",
+    "content": {
+        "application/json": {
+            "examples": {
+                "image": {"value": _ONE},
+                "form": {"value": {"results": [_ONE, _error("bad_image", "empty: the file has no bytes")]}},
             }
-        },
+        }
     },
-    422: {"description": "Not an image.", "content": {"application/json": {"example": _error("bad_image", "...")}}},
-    503: {"description": "Full, loading or shutting down; see Retry-After."},
 }
-_PICTURE: dict[int | str, dict[str, Any]] = {200: {"description": "A PNG.", "content": {"image/png": _BYTES}}}
+_PICTURE: dict[str, Any] = {"description": "A PNG.", "content": {"image/png": _BYTES}}
+_REFUSALS = {
+    400: ("bad_request", "A malformed request, or an unknown parameter."),
+    408: ("slow_body", "The head or the body did not arrive in time."),
+    413: ("too_large", "A body, or a number of images or pixels, above the limits."),
+    415: ("unsupported_type", "Another media type, or a compressed body."),
+    422: ("bad_image", "Not an image; of a form, none of its files is one."),
+    500: ("model", "The model failed."),
+    501: ("no_picture", "The model's input cannot be shown."),
+    503: ("overloaded", "Full, overloaded, loading or shutting down; see Retry-After."),
+    504: ("timeout", "No answer in time."),
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["kind", "reason"],
+            "properties": {name: {"type": "string"} for name in ("kind", "stage", "reason")},
+        }
+    },
+}
+
+
+def _documented(success: dict[str, Any], *more: int) -> dict[int | str, dict[str, Any]]:
+    """Return the answers of a route for images: its own, every refusal, and that of 501 only if `more` names it."""
+    found: dict[int | str, dict[str, Any]] = {200: success}
+    for status, (kind, text) in _REFUSALS.items():
+        if status != 501 or status in more:
+            content = {"schema": _ERROR, "example": _error(kind, "...")}
+            found[status] = {"description": text, "content": {"application/json": content}}
+    retry = {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}}
+    found[503]["headers"] = {"Retry-After": retry}
+    return found

@@ -203,6 +203,10 @@ def error_content(kind: str, reason: str, **more: str) -> dict[str, Any]:
     return {"error": {"kind": kind, **more, "reason": reason}}
 
 
+_AUTHORITY = re.compile("https?://[^/]*", re.IGNORECASE)
+"""The beginning of a target in absolute form, which clients send to proxies, and servers take (RFC 9112, 3.2.2)."""
+
+
 class BodyMiddleware:
     """Wraps an app: counts requests and bytes, and discards what a client still sends after its answer.
 
@@ -229,6 +233,8 @@ class BodyMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (authority := _AUTHORITY.match(scope["path"])) is not None:
+            scope = {**scope, "path": scope["path"][authority.end() :] or "/"}
         begun = time.perf_counter()
         exchange = _Exchange(scope, receive, send, max_bytes=self._max_discarded, closing=self._closing)
         try:

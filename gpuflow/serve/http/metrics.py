@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-__all__ = ["CONTENT_TYPE", "KINDS", "ROUTES", "Metrics"]
+__all__ = ["CONTENT_TYPE", "KINDS", "ROUTES", "TIMED", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KINDS = (
@@ -51,6 +51,8 @@ KINDS = (
 connection before the answer, `evicted` for connections that the service closed because there were too many, and
 `unread` for those that it closed because the client did not read its answers."""
 ROUTES = ("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen")
+TIMED = ("/predict", "/seen")
+"""The routes whose answers are timed: those that take images."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
@@ -93,7 +95,7 @@ class Metrics:
         ProcessCollector(registry=registry)
         for kind in KINDS:
             self._errors.labels(kind)
-        for route in ("/predict", "/seen"):
+        for route in TIMED:
             self._seconds.labels(route)
 
     def answer(self, path: str, *, status: int, seconds: float, received: int, sent: int) -> None:
@@ -102,7 +104,7 @@ class Metrics:
         self._requests.labels(route, str(status)).inc()
         self._received.inc(received)
         self._sent.inc(sent)
-        if status == 200 and route in ("/predict", "/seen"):
+        if status == 200 and route in TIMED:
             self._seconds.labels(route).observe(seconds)
 
     def error(self, kind: str) -> None:

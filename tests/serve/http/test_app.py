@@ -23,10 +23,11 @@ import requests
 import torch
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
 import gpuflow.serve
 from gpuflow.decode.codecs import probe
-from gpuflow.serve.http import app
+from gpuflow.serve.http import app, metrics
 from gpuflow.serve.http.app import RequestLimits, create_app
 from gpuflow.serve.matrices import most_pixels
 from gpuflow.serve.predictor import Predictor
@@ -233,6 +234,7 @@ CURL = "application/x-www-form-urlencoded"
 REFUSED = [
     ("POST", "/predict?topk=2", PNG, 400, "/predict has no parameter 'topk'; did you mean 'top_k'?"),
     ("POST", "/seen?top_k=2", PNG, 400, "/seen has no parameter 'top_k'"),
+    ("POST", "/predict?top_k=1&top_k=2", PNG, 400, "/predict takes the parameter 'top_k' once"),
     ("POST", "/predict?top_k=0", PNG, 400, "top_k: input should be greater than or equal to 1, got '0'"),
     ("POST", "/predict", FORM, 400, "the form cannot be read: its Content-Type names no boundary"),
     ("POST", "/predict", "text/plain", 415, f"Content-Type must be one of {TYPES}, got 'text/plain'"),
@@ -865,7 +867,7 @@ def test_every_answer_is_counted() -> None:
 def test_pages_of_another_origin(live: Live) -> None:
     origin = "https://example.org"
     headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-    headers["Access-Control-Request-Headers"] = "content-type"
+    headers["Access-Control-Request-Headers"] = "authorization, content-type, x-request-timeout-ms"
     with served(FakeEngine(), cors=[origin]) as open_to_one:
         asked = requests.options(f"{open_to_one.url}/predict", headers=headers, timeout=20)
         assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, origin)
@@ -926,6 +928,55 @@ def test_the_openapi_description(live: Live) -> None:
     }
     body = described["paths"]["/predict"]["post"]["requestBody"]
     assert list(body["content"]) == ["image/*", "application/octet-stream", "multipart/form-data"]
+
+
+def test_the_description_names_every_status_that_the_service_gives(live: Live) -> None:
+    """Collected from the code. 404, 405 and 499 are not of a route's method, or not sent."""
+    described: dict[str, Any] = live.get("/openapi.json").json()
+    statuses = {
+        path: {int(status) for status in methods["post"]["responses"]} for path, methods in described["paths"].items()
+    }
+    code = "".join(path.read_text() for path in Path(app.__file__).parent.glob("*.py"))
+    given = {
+        int(status)
+        for status in re.findall(r"(?:Refused|_refuse)\(\s*(\d{3})|status_code=(\d{3})", code)
+        for status in status
+        if status
+    }
+    assert given >= {400, 408, 413, 415, 422, 500, 501, 503, 504}
+    assert statuses == {"/predict": (given | {200}) - {501}, "/seen": given | {200}}
+    for path in statuses:
+        operation = described["paths"][path]["post"]
+        assert "X-Request-Timeout-Ms" in [parameter["name"] for parameter in operation["parameters"]]
+        assert "Retry-After" in operation["responses"]["503"]["headers"]
+
+
+def test_every_route_has_metrics() -> None:
+    routes = [route for route in create_app(Future[Predictor]()).routes if isinstance(route, Route)]
+    assert sorted(route.path for route in routes) == sorted(metrics.ROUTES)
+    assert {route.path for route in routes if "POST" in (route.methods or ())} == set(metrics.TIMED)
+
+
+@pytest.mark.parametrize("value", ["3.0", "+3", "-3", " 3", "3 ", "", "1_0", "true", "1e2", "٣", "0x3", "9" * 10])
+def test_a_number_of_labels_that_is_none(live: Live, value: str) -> None:
+    answer = requests.post(f"{live.url}/predict", data=PHOTO, params={"top_k": value}, timeout=20)
+    reason = f"top_k: input should be a whole number of at most nine digits, got {value!r}"
+    assert error(answer) == (400, "bad_request", reason)
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTPS"])
+def test_a_target_in_absolute_form(live: Live, scheme: str) -> None:
+    """As a client sends it to a proxy."""
+    before = samples(live).get(("gpuflow_requests_total", "/predict", "200"), 0)
+    start = f"{scheme}://example.org:80"
+    lines = f"POST {start}/predict?top_k=1 HTTP/1.1\nContent-Length: {len(PHOTO)}"
+    with live.connect(lines, PHOTO) as connection:
+        status, _, body = answer_of(connection)
+    assert (status, len(json.loads(body)["predictions"])) == (200, 1)
+    assert samples(live)["gpuflow_requests_total", "/predict", "200"] == before + 1
+    for target, expected in (("", 200), ("/", 200), ("/healthz", 200), ("/http://a/healthz", 404)):
+        with live.connect(f"GET {start}{target} HTTP/1.1") as connection:
+            assert answer_of(connection)[0] == expected, target
 
 
 def test_fifty_clients_at_a_time(live: Live) -> None:
