@@ -495,8 +495,9 @@ class Document(_Block):
         """Yield a problem for each broken rule between keys. source: None where there is no block, or it is wrong."""
         parts = source.part_names if source is not None else ()
         key = "splits" if source is not None and source.splits else "split"
-        given = {"pipelines"} & self.model_fields_set | ({"source"} if self.source is not None else set())
-        for name in ("source", "pipelines") if given or self.serve is None else ():
+        blocks = "source", "pipelines"
+        given = [name for name in blocks if name in self.model_fields_set and getattr(self, name) is not None]
+        for name in blocks if given or self.serve is None else ():
             if name not in given:
                 rule = f"needs the key {name!r}; only a file with neither source nor pipelines may have serve alone"
                 yield Problem.of((), rule, code="config.missing_key")
