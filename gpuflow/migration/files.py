@@ -13,6 +13,8 @@ from gpuflow.errors import UNSET, ConfigError, Key, Problem, suggest
 
 __all__ = ["Document", "read_document", "read_toml"]
 
+_MOST_BYTES = 1 << 20
+
 
 class Document:
     """The mapping that a JSON or YAML file holds, and where its values stand."""
@@ -47,8 +49,7 @@ def read_document(path: str) -> Document:
     Raises:
         ConfigError: there is no such file, or it holds no mapping.
     """
-    if not Path(path).exists():
-        raise _no_file(path)
+    _check_size(path)
     try:
         return Document(path, *read_yaml(path, holds="keys"))
     except ConfigError:
@@ -73,15 +74,23 @@ def read_toml(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such file, or it is not valid.
     """
+    _check_size(path)
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _no_file(path) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(f"{path}:", f"cannot be read as UTF-8 text: {error}", code="config.file")
         raise ConfigError([problem]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([Problem(f"{path}:", f"is not valid TOML: {error}", code="config.file")]) from error
+
+
+def _check_size(path: str) -> None:
+    """Raise ConfigError if there is no such file, or if it is larger than any file of transforms."""
+    if not Path(path).exists():
+        raise _no_file(path)
+    if (size := Path(path).stat().st_size) > _MOST_BYTES:
+        rule = f"must be a file of at most {_MOST_BYTES:,} bytes"
+        raise ConfigError([Problem(f"{path}:", rule, size, "name the file of the transforms", code="config.file")])
 
 
 def _no_file(path: str) -> ConfigError:

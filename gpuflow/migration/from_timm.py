@@ -12,6 +12,7 @@ from gpuflow.migration.distance import apart
 from gpuflow.migration.files import read_document
 from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize, size_of
 from gpuflow.migration.python_objects import needs
+from gpuflow.pipeline.parameters import LONGEST
 
 __all__ = ["DataConfig", "data_config", "read_timm"]
 
@@ -76,6 +77,8 @@ def data_config(name: str) -> tuple[DataConfig, list[Problem]]:
     for key, rule in _RULES.items():
         if keys.get(key) and not _fits(key, keys[key]):
             raise document.error(f"must be {rule}", *at, key, value=keys[key])
+    if max(size := keys.get("input_size") or [0]) > LONGEST:
+        raise document.error(f"must have sides of at most {LONGEST:,} pixels", *at, "input_size", value=size)
     return _resolved(keys), problems
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from gpuflow.errors import ConfigError, Problem, suggest
@@ -27,6 +28,15 @@ _KEYS = (
     *("or", "precision", "model", "model::cache", "mean", "std", "data_format", "Interpreter::backend"),
 )
 _MODEL = "tensorrttensor"
+_PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_NO_PRECISION = (
+    "The model's node names no precision: torchpipe builds its engine for fp16, and gpuflow runs the model in float32. "
+    "For fp16 write serve.model.engine: tensorrt and precision: float16."
+)
+_CACHE = (
+    "model::cache = {} is the file of one engine. gpuflow keeps engines in the folder serve.model.tensorrt.cache: {}, "
+    "by the model and its settings, and builds its own there."
+)
 _NUMBERS_RULE = 'must be numbers separated by commas, such as "123.675, 116.28, 103.53"'
 
 
@@ -40,41 +50,53 @@ def read_torchpipe(path: str) -> Imported:
 
 
 class _Reader:
-    """Reads one file: nodes that decode, of which the second is the fallback, and a node with the model."""
+    """Reads one file: nodes that `next` joins, of which one or two decode, and one is the model."""
 
     def __init__(self, path: str) -> None:
         self._path, data = path, read_toml(path)
         self._shared = {key: value for key, value in data.items() if not isinstance(value, dict)}
         self._nodes = {key: {**self._shared, **value} for key, value in data.items() if isinstance(value, dict)}
         self._gaps: list[Problem] = []
+        self._notes: list[str] = []
 
     def read(self) -> Imported:
         self._check_keys()
-        decoders = {name: _operators(node) for name, node in self._nodes.items()}
-        for name, operators in decoders.items():
-            for operator in operators:
+        operators = {name: _operators(node) for name, node in self._nodes.items()}
+        for name, found in operators.items():
+            for operator in found:
                 if operator.lower() not in _KNOWN:
                     rule = f"{operator} is an operator that gpuflow has not"
                     self._gaps.append(gap(self._at(name), rule, nearest="leave it out", apart="not measured"))
-        lower = {name: [operator.lower() for operator in operators] for name, operators in decoders.items()}
-        decoding = [name for name, found in lower.items() if {_ON_GPU[0], _ON_CPU[0]} & set(found)]
+        lower = {name: {operator.lower() for operator in found} for name, found in operators.items()}
+        decoding = [name for name, found in lower.items() if {_ON_GPU[0], _ON_CPU[0]} & found]
         if not decoding:
             problem = Problem(
                 f"{self._path}:", "has no node that decodes by DecodeTensor or DecodeMat", code="import.source"
             )
             raise ConfigError([problem])
+        paths = {name: self._path_from(name) for name in self._nodes}
         on_gpu = any(_ON_GPU[0] in lower[name] for name in decoding)
         fallback = on_gpu and any(_ON_CPU[0] in lower[name] for name in decoding)
-        preset = self._preset(decoding, on_gpu=on_gpu)
-        model = next((name for name in self._nodes if _MODEL in lower[name]), None)
-        entries = self._normalization(model)
+        preset = self._preset({name: paths[name] for name in decoding}, on_gpu=on_gpu)
+        models = [name for name in (*paths[decoding[0]], *self._nodes) if _MODEL in lower[name]]
+        model, *others = dict.fromkeys(models) or (None,)
+        for other in others:
+            self._gaps.append(gap(self._at(other), "is a second model", nearest=f"serve.model of [{model}] alone"))
+        path = [*paths[decoding[0]], *([model] if model else [])]
+        entries = self._normalization(path, named=preset.color == "rgb")
+        served = None if model is None else self._served(model)
         return Imported(
             source=f"torchpipe:{self._path}",
-            matches=(*_MATCHES, *((_FALLBACK,) if fallback else ()), *(() if entries else (_NO_NUMBERS,))),
+            matches=(
+                *_MATCHES,
+                *((_FALLBACK,) if fallback else ()),
+                *(() if entries else (_NO_NUMBERS,)),
+                *self._notes,
+            ),
             pipelines={"train": entries, "val": entries},
             gaps=tuple(self._gaps),
             preset=preset,
-            model=None if model is None else self._served(model),
+            model=served,
         )
 
     def _at(self, name: str) -> str:
@@ -87,17 +109,41 @@ class _Reader:
                 rule = "is not a key of torchpipe that gpuflow knows"
                 self._gaps.append(Problem(self._at(name), rule, node[key], action, (key,), "import.unknown_key"))
 
-    def _preset(self, names: list[str], *, on_gpu: bool) -> PresetEntry:
-        """The size and color, which all nodes that decode must share."""
+    def _path_from(self, name: str) -> list[str]:
+        """The nodes that an image passes from a node on, which `next` joins.
+
+        Raises:
+            ConfigError: `next` names no node, or leads back.
+        """
+        path = [name]
+        while (after := self._nodes[path[-1]].get("next")) is not None:
+            names = [word.strip() for word in str(after).split(",")]
+            for wrong in [one for one in names if one not in self._nodes or one in path]:
+                rule = f"{wrong!r} leads back to a node before it" if wrong in path else f"{wrong!r} names no node"
+                action = "" if wrong in path else suggest(wrong, self._nodes)
+                place = self._at(path[-1])
+                raise ConfigError([Problem(place, rule, action=action, path=("next",), code="import.source")])
+            if len(names) > 1 and path == [name]:
+                rule = "leads to several nodes"
+                self._gaps.append(gap(self._at(name), rule, nearest=f"[{names[0]}] alone", path=("next",)))
+            path.append(names[0])
+        return path
+
+    def _preset(self, paths: Mapping[str, list[str]], *, on_gpu: bool) -> PresetEntry:
+        """The size and color, which all nodes that decode must share. paths: from each of these nodes on."""
         found = {}
-        for name in names:
-            node = self._nodes[name]
+        for name, path in paths.items():
+            following = [self._nodes[one] for one in path if one == name or one not in paths]
+            keys = {key: value for node in reversed(following) for key, value in node.items()}
             try:
-                found[name] = (int(node["resize_h"]), int(node["resize_w"]), str(node.get("color", "rgb")))
+                found[name] = (int(keys["resize_h"]), int(keys["resize_w"]), str(keys.get("color", "rgb")))
             except (KeyError, ValueError, TypeError) as error:
-                problem = Problem(self._at(name), f"needs resize_h and resize_w: {error}", code="import.source")
-                raise ConfigError([problem]) from error
-        first = found[names[0]]
+                rule, action = (
+                    f"needs resize_h and resize_w: {error}",
+                    "write them there or in a node that follows by next",
+                )
+                raise ConfigError([Problem(self._at(name), rule, action=action, code="import.source")]) from error
+        first = next(iter(found.values()))
         for name, other in found.items():
             if other != first:
                 rule = "resizes to another size or color than the node before it"
@@ -107,27 +153,57 @@ class _Reader:
         preset = "torchpipe_gpu" if on_gpu else "torchpipe_cpu"
         return PresetEntry(preset=preset, height=first[0], width=first[1], color=first[2])
 
-    def _normalization(self, model: str | None) -> list[Entry]:
-        """`mean` and `std` of the model's node, in levels."""
-        if model is None or not {"mean", "std"} <= self._nodes[model].keys():
-            return []
-        mean, std = (
-            [level / 255 for level in self._value(model, key, _numbers, _NUMBERS_RULE)] for key in ("mean", "std")
-        )
-        return [normalize(mean, std)]
+    def _normalization(self, path: list[str], *, named: bool) -> list[Entry]:
+        """`mean` and `std`, in levels, of the first node on the way to the model that has them.
 
-    def _served(self, model: str) -> dict[str, Any]:
-        """The keys of `serve.model`."""
+        named: ImageNet's numbers may be called imagenet.
+        """
+        for name in path:
+            if {"mean", "std"} <= self._nodes[name].keys():
+                mean, std = (
+                    [level / 255 for level in self._value(name, key, _numbers, _NUMBERS_RULE)]
+                    for key in ("mean", "std")
+                )
+                return [normalize(mean, std, named=named)]
+        return []
+
+    def _served(self, model: str) -> dict[str, Any] | None:
+        """The keys of `serve.model`; None if its file is none that gpuflow serves."""
         node = self._nodes[model]
-        keys: dict[str, Any] = {"file": node.get("model", "model.onnx")}
-        if (batch := re.match(r"\d+", str(node.get("max", "")))) is not None:
-            keys["batch"] = int(batch[0])
+        keys: dict[str, Any] = {"file": str(node.get("model", "model.onnx"))}
+        if Path(keys["file"]).suffix != ".onnx":
+            rule, nearest = "is no ONNX file, of which gpuflow builds engines", "serve without a model"
+            self._gaps.append(gap(self._at(model), f"{keys['file']} {rule}", nearest=nearest, path=("model",)))
+            return None
+        if (batch := _first_side(node, "max")) is not None:
+            keys["batch"] = batch
         for key, ours, make, rule in (
             ("instance_num", "instances", int, "must be a whole number"),
             ("batching_timeout", "timeout_ms", float, "must be a number of milliseconds"),
         ):
             keys |= {ours: self._value(model, key, make, rule)} if key in node else {}
-        return {**keys, "preprocessing": "trust"}
+        return {**keys, **self._engine(model, keys.get("batch", 1)), "preprocessing": "trust"}
+
+    def _engine(self, model: str, batch: int) -> dict[str, Any]:
+        """The keys of the engine: its precision, smallest batch and cache."""
+        node = self._nodes[model]
+        keys: dict[str, Any] = {}
+        if (precision := node.get("precision")) is None:
+            self._notes.append(_NO_PRECISION)
+        elif str(precision) in _PRECISIONS:
+            keys |= {"precision": _PRECISIONS[str(precision)]} if _PRECISIONS[str(precision)] != "float32" else {}
+        else:
+            rule = f"is {precision}, which gpuflow builds no engine of"
+            self._gaps.append(gap(self._at(model), rule, nearest="precision: float16", path=("precision",)))
+            keys["precision"] = "float16"
+        settings: dict[str, Any] = {}
+        if (least := _first_side(node, "min")) is not None and 1 < least <= batch:
+            settings["min_batch"] = least
+        if (cache := node.get("model::cache")) is not None:
+            settings["cache"] = str(Path(str(cache)).parent)
+            self._notes.append(_CACHE.format(cache, settings["cache"]))
+        keys |= {"tensorrt": settings} if settings else {}
+        return {"engine": "tensorrt", **keys} if keys else {}
 
     def _value(self, name: str, key: str, make: Callable[[str], Any], rule: str) -> Any:
         """The value of a node's key, made from its text."""
@@ -136,6 +212,12 @@ class _Reader:
             return make(str(value))
         except ValueError as error:
             raise ConfigError([Problem(self._at(name), rule, value, path=(key,), code="import.source")]) from error
+
+
+def _first_side(node: Mapping[str, Any], key: str) -> int | None:
+    """The batch size of `max` or `min`: 4, or the first side of 4x3x224x224."""
+    found = re.match(r"\d+", str(node.get(key, "")))
+    return None if found is None else int(found[0])
 
 
 def _numbers(text: str) -> list[float]:

@@ -112,12 +112,17 @@ def decode() -> Entry:
     return Entry("decode", {"color": "rgb"})
 
 
-def normalize(mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1), *, dtype: str = "float32") -> Entry:
-    """The stage that scales pixels to 0-1 and normalizes them; `imagenet` where the numbers are those of ImageNet."""
+def normalize(
+    mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1), *, dtype: str = "float32", named: bool = True
+) -> Entry:
+    """Return the stage that scales pixels to 0-1 and normalizes them.
+
+    named: write `imagenet` where the numbers are those of ImageNet, which is right for RGB.
+    """
     parameters: dict[str, Any] = {}
     for name, values in (("mean", mean), ("std", std)):
         numbers = [number(value) for value in values]
-        parameters[name] = "imagenet" if tuple(numbers) == IMAGENET[name] else numbers
+        parameters[name] = "imagenet" if named and tuple(numbers) == IMAGENET[name] else numbers
     if dtype != "float32":
         parameters["dtype"] = dtype
     return Entry("normalize", parameters)

@@ -644,3 +644,137 @@ def test_a_library_that_is_not_installed_is_named() -> None:
             MissingLibrary, match=r"timm:resnet50: needs timm, which cannot be imported .*pip install timm"
         ):
             read_source("timm:resnet50", STAGES)
+
+
+GUIDE = """
+batching_timeout = 5
+precision = "fp16"
+
+[decoder]
+backend = "DecodeMat"
+next = "resizer"
+
+[resizer]
+backend = "SyncTensor[Sequential[ResizeMat,cvtColorMat,Mat2Tensor]]"
+resize_h = 224
+resize_w = 192
+color = "bgr"
+next = "net"
+
+[net]
+backend = "Torch[TensorrtTensor]"
+min = 2
+max = 4
+instance_num = 3
+model = "resnet50.onnx"
+mean = "123.675, 116.28, 103.53"
+std = "58.395, 57.120, 57.375"
+"model::cache" = "engines/resnet50.trt"
+"""
+
+
+def test_nodes_that_next_joins_are_one_chain(tmp_path: Path) -> None:
+    found = read(tmp_path, "torchpipe", GUIDE, "x.toml")
+    assert texts(found, tmp_path) == []
+    assert found.preset is not None
+    assert (found.preset.height, found.preset.width, found.preset.color) == (224, 192, "bgr")
+    assert val_of(found) == [{"normalize": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}}]
+    assert found.model == {
+        "file": "resnet50.onnx",
+        "batch": 4,
+        "instances": 3,
+        "timeout_ms": 5.0,
+        "engine": "tensorrt",
+        "precision": "float16",
+        "tensorrt": {"min_batch": 2, "cache": "engines"},
+        "preprocessing": "trust",
+    }
+    assert any("model::cache = engines/resnet50.trt is the file of one engine" in note for note in found.matches)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ('"resizer"', '"resiser"', "x.toml: [decoder] next 'resiser' names no node; did you mean 'resizer'?"),
+        ('"net"', '"decoder"', "x.toml: [resizer] next 'decoder' leads back to a node before it"),
+        ('"net"', '"net,nett"', "x.toml: [resizer] next 'nett' names no node; did you mean 'net'?"),
+    ],
+)
+def test_a_next_that_leads_nowhere(tmp_path: Path, before: str, after: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, "torchpipe", GUIDE.replace(before, after), "x.toml")
+    assert str(error.value).replace(f"{tmp_path}/", "") == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (
+            '"fp16"',
+            '"int8"',
+            "x.toml: [net] precision is int8, which gpuflow builds no engine of; nearest: precision: ",
+        ),
+        ("resnet50.onnx", "resnet50.trt", "x.toml: [net] model resnet50.trt is no ONNX file, of which gpuflow builds"),
+        (
+            '"net"',
+            '"net, decoder2"\n[decoder2]\nbackend = "ResizeMat"',
+            "x.toml: [resizer] next leads to several nodes",
+        ),
+    ],
+)
+def test_what_a_chain_has_and_no_key_equals(tmp_path: Path, before: str, after: str, text: str) -> None:
+    (found,) = texts(read(tmp_path, "torchpipe", GUIDE.replace(before, after), "x.toml"), tmp_path)
+    assert found.startswith(text)
+
+
+@pytest.mark.parametrize("name", ["timm", "hf", "albumentations", "torchpipe"])
+def test_a_file_that_is_far_too_large_is_refused_before_it_is_read(tmp_path: Path, name: str) -> None:
+    file = tmp_path / ("x.toml" if name == "torchpipe" else "x.json")
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"must be a file of at most 1,048,576 bytes, got 1099511627776"):
+        read_source(f"{name}:{file}", STAGES)
+
+
+@pytest.mark.parametrize("side", [10**9, 10**30])
+def test_a_size_of_timm_that_no_image_has(tmp_path: Path, side: int) -> None:
+    with pytest.raises(ConfigError, match=r"x\.json:2: input_size must have sides of at most 65,535 pixels, got \[3"):
+        read(tmp_path, "timm", {"input_size": [3, side, side], "interpolation": "lanczos"})
+
+
+LONGEST = {"name": "LongestMaxSize", "max_size": 64, "interpolation": 1}
+PAD = {"name": "PadIfNeeded", "min_height": 64, "min_width": 64, "border_mode": 0, "fill": [114.0, 114.0, 114.0]}
+
+
+@pytest.mark.parametrize(
+    ("longest", "pad", "expected", "gaps"),
+    [
+        ({}, {}, {"letterbox": {"size": 64, "fill": [114] * 3, "antialias": False}}, []),
+        (
+            {},
+            {"position": "top_left"},
+            {"letterbox": {"size": 64, "fill": [114] * 3, "antialias": False}},
+            ["position"],
+        ),
+        ({}, {"border_mode": 4}, {"letterbox": {"size": 64, "fill": [114] * 3, "antialias": False}}, ["border_mode"]),
+        (
+            {"max_size": None, "max_size_hw": [48, 64], "interpolation": 2},
+            {"min_height": 48, "fill": 0},
+            {"letterbox": {"size": [48, 64], "fill": 0, "interpolation": "bicubic", "antialias": False}},
+            [],
+        ),
+    ],
+)
+def test_the_longer_side_and_a_padding_are_letterbox(
+    tmp_path: Path, longest: dict[str, Any], pad: dict[str, Any], expected: dict[str, Any], gaps: list[str]
+) -> None:
+    found = read(tmp_path, "albumentations", serialised(LONGEST | longest, PAD | pad))
+    assert val_of(found) == [expected]
+    assert [problem.path[-1] for problem in found.gaps] == gaps
+
+
+def test_a_padding_to_another_box_is_no_letterbox(tmp_path: Path) -> None:
+    found = read(tmp_path, "albumentations", serialised(LONGEST, PAD | {"min_width": 80}))
+    assert [name for entry in val_of(found) for name in entry] == ["resize", "letterbox"]
+    (text,) = texts(found, tmp_path)
+    assert "is PadIfNeeded, which has no equal stage; nearest: letterbox, which resizes too" in text
