@@ -184,6 +184,17 @@ def test_relative_links_exist(page: str) -> None:
         assert ((ROOT / page).parent / link.split("#")[0]).exists(), f"{link} is linked and does not exist"
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("experiments/**/*.md")))]
+)
+def test_a_page_has_one_title(page: str) -> None:
+    """mkdocs takes each line that begins with # for a heading, also without a space after it."""
+    text = re.sub(r"^( *)```.*?^\1```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#.*", text, flags=re.MULTILINE)
+    assert [line for line in headings if not re.match(r"#{1,6} \S", line)] == []
+    assert len([line for line in headings if line.startswith("# ")]) == 1
+
+
 def test_commands_are_those_of_the_command_line() -> None:
     assert commands_in_table() == set(command_line())
 
