@@ -136,7 +136,9 @@ def test_nothing_is_renamed_on_import() -> None:
     pairs = {(module, name) for *others, name in known for module in others[-1:]}
     for place, tree in modules():
         for node in ast.walk(tree):
-            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            for alias in node.names:
                 last = alias.name.rpartition(".")[2]
                 renamed = alias.asname not in (None, last) and any(last in name for name in known)
                 module = node.module or "" if isinstance(node, ast.ImportFrom) else ""

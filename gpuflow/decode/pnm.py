@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ def decode_pnm(data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
     kind, width, height, top, start = _numbers(data.data)
     shape, count = (height, width, header.channels), height * width * header.channels
     if kind in _PLAIN:
-        levels = _plain(_COMMENT.sub(b"", data[start:].tobytes()), kind)[:count]
+        levels: NDArray[Any] = _plain(_COMMENT.sub(b"", data[start:].tobytes()), kind)[:count]
         if len(levels) < count:
             refuse(f"truncated: {len(levels):,} of {count:,} levels")
     else:

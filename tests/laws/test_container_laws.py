@@ -9,10 +9,12 @@ import io
 import json
 import tarfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, final
 
 import numpy as np
 import pytest
@@ -20,7 +22,10 @@ import pytest
 from gpuflow.errors import GpuflowError
 from gpuflow.pipeline.records import MaskFile
 from gpuflow.sources import SourceSpec, open_source, records_of, source_spec
+from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.record_source import fields_of
+from gpuflow.sources.storage import Storage
+from tests.datasets import MemorySource, loader_of
 
 COUNT, ROWS = 12, 5
 FLIPS = 120
@@ -154,7 +159,7 @@ def read(spec: SourceSpec) -> dict[str, Any]:
         source = open_source(spec)
     try:
         indices = range(len(source))
-        payload, records = source.read(indices, partial(np.zeros, dtype=np.uint8)), records_of(source, indices)
+        payload, records = source.read(indices, lambda size: np.zeros(size, np.uint8)), records_of(source, indices)
         found: dict[str, Any] = {}
         for i in indices:
             values = {name: plain(column[i]) for name, column in records.columns.items()}
@@ -194,3 +199,53 @@ def test_a_flipped_bit_changes_no_other_sample(container: str, tmp_path: Path) -
         assert len(other) <= most and len(new) <= most, f"bit {place % 8} of byte {place // 8}: {other}, {new}"
         hit += bool(other)
     assert hit + refused
+
+
+# --- sources of other packages ----------------------------------------------------------------------------------------
+
+
+@final
+class IndexedSource:
+    """As another package may write one: an index says where each image of one file begins, and how long it is."""
+
+    shard_sizes = storage = None
+
+    def __init__(self, photographs: MemorySource, damaged: Mapping[int, int] = MappingProxyType({})) -> None:
+        self.labels, self.classes, self.path = photographs.labels, photographs.classes, photographs.path
+        files = [data or b"" for data in photographs.images]
+        self.data = np.frombuffer(b"".join(files), np.uint8)
+        self.starts = [0, *accumulate(map(len, files))]
+        self.sizes = [damaged.get(i, len(data)) for i, data in enumerate(files)]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        sizes = [self.sizes[i] for i in indices]
+        offsets, end = lay_out(sizes)
+        buffer = allocate(end)
+        for i, offset, size in zip(indices, offsets, sizes, strict=True):
+            found = self.data[self.starts[i] :][: max(size, 0)]
+            buffer[offset : offset + len(found)] = found
+        return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
+
+    def on(self, storage: Storage) -> IndexedSource:
+        return self
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("size", [-1, -500, -(2**31)])
+def test_a_damaged_size_in_an_index_makes_its_sample_bad_and_changes_no_other(size: int) -> None:
+    def epoch(damaged: Mapping[int, int]) -> tuple[dict[int, bytes], int]:
+        source = IndexedSource(MemorySource.of(COUNT), damaged)
+        with loader_of(source, shuffle=False, policy="skip") as loader, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one of twelve is bad
+            pairs = [pair for batch in loader for pair in zip(batch.indices.tolist(), batch.images, strict=True)]
+            return {index: image.numpy().tobytes() for index, image in pairs}, loader.stats()["bad"]
+
+    sound, none = epoch({})
+    assert none == 0 and len(sound) == COUNT
+    for place in (0, 5, COUNT - 1):
+        found, bad = epoch({place: size})
+        assert bad == 1 and found == {index: image for index, image in sound.items() if index != place}

@@ -28,7 +28,7 @@ from tests.running import keys_of, program_of, run
 from tests.serve.models import ARCH
 
 FILES = {**HOSTILE, **{name: data for name, (data, _) in BAD.items()}}
-UNKNOWN = {"webp", "webp lossless", "empty", "text", "cut short", "huge"}
+UNKNOWN = {"webp", "webp lossless", "gif", "empty", "text", "cut short", "huge"}
 
 
 def runner(program: Program, seconds: float = 20) -> PresetRunner:
