@@ -394,7 +394,8 @@ class RunSpec(_Block):
         max_bad: the most bad samples that are allowed: a number of each process, or a fraction of the source; by
             default no limit.
         bad_file: a file that lists each bad sample, as JSON lines.
-        timeout_s: the longest wait for a batch or an answer, in seconds.
+        timeout_s: the longest wait for a batch or an answer, in seconds. A server that files come from is tried for
+            0.7 of it.
         memory_limit: the most GPU memory of the loader's batches and buffers, in bytes or with a unit, such as 2GB.
         deterministic: keep `decode.cpu_share` fixed, so that every run decodes the same images by the same means.
         nvtx: mark what each stage does, and the loop's wait, as NVTX ranges for Nsight Systems, where there is a GPU.

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from numpy.typing import NDArray
 
-from gpuflow.errors import ConfigError, Problem, suggest
+from gpuflow.errors import ConfigError, Problem, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_of_fields
 from gpuflow.sources.payload import Allocate, Payload
@@ -208,7 +208,7 @@ class SourceSpec(ABC):
             NotMeasuredError: the files of this kind of source are not measured.
             SourceError: they cannot be listed.
         """
-        raise NotMeasuredError(f"{self.where} is no folder of images")
+        raise NotMeasuredError(f"{redacted(self.where)} is no folder of images")
 
     def shard_window(self, source: Source | None = None) -> int:
         """Return how many neighbouring samples of a source with shards are shuffled among each other.

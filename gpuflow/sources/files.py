@@ -8,6 +8,7 @@ from typing import Any, final
 
 from numpy.typing import NDArray
 
+from gpuflow.errors import redacted
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.fingerprint import fingerprint
 from gpuflow.sources.paths import PathTable
@@ -72,7 +73,7 @@ class FileSource:
         return len(self.labels)
 
     def path(self, index: int) -> str:
-        return self._paths[index]
+        return redacted(self._paths[index])
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self.storage.read(self._paths.take(indices), allocate)

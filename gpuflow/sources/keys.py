@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from gpuflow.errors import Problem, SourceError
+from gpuflow.errors import Problem, SourceError, redacted
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.base import Extent, NotMeasuredError, Samples, Source, SourceSpec, is_read_remotely
 from gpuflow.sources.files import FileSource
@@ -133,7 +133,7 @@ class Listed(Cached):
         source = self.open()
         try:
             if is_read_remotely(source):
-                raise NotMeasuredError(f"{self.where} lists files behind URLs")
+                raise NotMeasuredError(f"{redacted(self.where)} lists files behind URLs")
             return [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
         finally:
             source.close()

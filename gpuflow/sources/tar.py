@@ -23,7 +23,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import Problem, SourceError
+from gpuflow.errors import Problem, SourceError, redacted
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import Extent
 from gpuflow.sources.field_spec import FieldSpec
@@ -114,7 +114,7 @@ class TarSource:
 
     def path(self, index: int) -> str:
         shard = self._shards[int(np.searchsorted(self._ends, index, side="right"))]
-        return f"{shard.path}/{self._index.images[index]}"
+        return redacted(f"{shard.path}/{self._index.images[index]}")
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)

@@ -17,7 +17,7 @@ from rich.text import Text
 from gpuflow.config import Config
 from gpuflow.config.resources import decode_processes_of, threads_of
 from gpuflow.decode.codecs import decoder_description
-from gpuflow.errors import BadSampleError, SourceError
+from gpuflow.errors import BadSampleError, SourceError, redacted
 from gpuflow.execute.cpu import header_of
 from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
@@ -141,7 +141,7 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     where, samples, remote, fingerprint, fields, *faults = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     megabytes = size * slot_bytes_of(program) / 1e6
-    yield Text(f"  source         {where}")
+    yield Text(f"  source         {redacted(where)}")
     if fields:
         yield Text(f"  fields         {fields}")
     for heading, fault in zip(("left out", "turned"), faults, strict=True):

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError, reason_of
+from gpuflow.errors import SourceError, reason_of, redacted
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
 from gpuflow.sources import NotMeasuredError, SourceSpec
 from gpuflow.sources.storage import is_remote
@@ -61,7 +61,7 @@ def gather(
         cores=_cores(threads, broken),
         limits=_limits(),
         shared_memory=_shared_memory(),
-        source=None if source is None else source.where,
+        source=None if source is None else redacted(source.where),
     )
     return machine if broken else _measured(machine, source, readers, progress)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-from gpuflow.errors import BadSampleError, MissingExtra, SourceError, reason_of
+from gpuflow.errors import BadSampleError, MissingExtra, SourceError, SystemFault, reason_of, redacted
 from gpuflow.execute import colors
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import Extent, SourceSpec
@@ -120,12 +120,15 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
         SourceError: there are none, or they cannot be listed.
     """
     deadline, chance = time.monotonic() + seconds, random.Random(0)
+    where = redacted(spec.where)
     try:
         found = spec.find_images(limit, deadline, chance)
+    except SystemFault:
+        raise
     except OSError as fault:
         raise SourceError(f"{fault.filename}: {str(fault.strerror).lower()}; check the path") from fault
     if not found:
-        raise SourceError(f"{spec.where}: holds no images; name a folder that does")
+        raise SourceError(f"{where}: holds no images; name a folder that does")
     chance.shuffle(found)
     return found
 

@@ -160,10 +160,10 @@ def samples(loader: gpuflow.Loader) -> int:
     return sum(len(batch.indices) for batch in loader)
 
 
-QUICK = ("502", "refused")
-"""Faults that are tried with each kind of source in every run of the tests, the others with listings alone."""
+QUICK = {"listing": ("502", "503, Retry-After as a time", "stalled", "refused")}
+"""Faults that are tried in every run of the tests; with other kinds of sources one of them."""
 CASES = [
-    pytest.param(kind, fault, marks=[] if kind == "listing" or fault in QUICK else pytest.mark.slow)
+    pytest.param(kind, fault, marks=[] if fault in QUICK.get(kind, ("502",)) else pytest.mark.slow)
     for kind in (*KINDS, "folder, cached", "listing, cached", "tar, cached")
     for fault in FAULTS
 ]
