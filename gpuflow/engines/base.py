@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,7 @@ __all__ = [
     "check_classes",
     "check_input",
     "check_logits",
+    "class_difference",
     "class_names",
     "cores_per_instance",
     "model_error",
@@ -288,6 +290,22 @@ def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
         difference_at = f"output {i} is {info.classes[i]!r} there, {names[i]!r} here"
         raise ConfigError([Problem("serve.model.classes", f"{rule}: {difference_at}", action="leave the key out")])
     return names
+
+
+def class_difference(classes: Sequence[str], wanted: Sequence[str] | None) -> str:
+    """Return where class names differ from those that are wanted, and what to do, as the end of an error.
+
+    Empty if they are equal, or if one has no names, as labels that are numbers.
+    """
+    pairs = enumerate(zip_longest(map(_readable, classes), map(_readable, wanted or ()), fillvalue=None))
+    different = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
+    if not classes or not wanted or different is None:
+        return ""
+    i, (name, other) = different
+    return (
+        f"got {len(classes)} where {len(wanted)} are wanted, and class {i} is {name!r} in place of {other!r}; name all "
+        "in each source: classes: [...], or read both as parts of one source"
+    )
 
 
 def _given_names(model: ModelSpec) -> tuple[str, ...] | None:

@@ -31,6 +31,9 @@ _MATCHES = (
     "resize is within 1 level of this one for bilinear filters, and 2 for bicubic ones.",
     "train is create_transform's default with is_training=True; its random draws are others, with the same "
     "distributions. test_input_size and test_crop_pct count for timm's validate.py alone.",
+    "timm numbers the classes of a folder in natural order without regard to case (2, 10, apple, Cat); source.folder "
+    "sorts them as torchvision does (10, 2, Cat, apple). For a checkpoint of timm on such names, use a source.listing "
+    "with classes: [...] in timm's order.",
 )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.config import Config
+from gpuflow.engines.base import class_difference
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.loader.assemble import open_split
 from gpuflow.sources import Allocate, Payload
@@ -52,11 +53,15 @@ class ParityImage:
     data: Encoded
 
 
-def own_images(config: Config, name: str, count: int, *, data: Path | None = None) -> list[ParityImage]:
+def own_images(
+    config: Config, name: str, count: int, *, data: Path | None = None, classes: Sequence[str] | None = None
+) -> list[ParityImage]:
     """Read at most `count` encoded images, spread evenly over a pipeline's source or over the directory `data`.
 
+    classes: those of a model, if there is one.
+
     Raises:
-        SourceError: the source cannot be indexed. ConfigError: there is no image.
+        SourceError: the source cannot be indexed. ConfigError: there is no image, or the source has other classes.
     """
     if count == 0:
         return []
@@ -72,6 +77,8 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
         raise SourceError(f"{error}; or name a directory of images: --data, or take none: --images 0") from error
     indices = spread(len(source), count)
     with closing(source):
+        if difference := class_difference(source.classes, classes):
+            raise ConfigError([Problem(f"{config.path}: source", f"must have the model's classes, {difference}")])
         payload = source.read(indices, lambda size: np.empty(size, np.uint8))
         names = [source.path(index) for index in indices]
     found = [ParityImage(names[i], "own", payload.sample(i)) for i, error in enumerate(payload.errors) if error is None]

@@ -33,10 +33,11 @@ Answers = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class StudyModel:
-    """A model file, and the number of the pipeline's stages that precede the model."""
+    """A model file, the number of the pipeline's stages that precede the model, and the classes of its training."""
 
     file: str
     count: int
+    classes: tuple[str, ...] | None
 
 
 def find_model(config: Config, program: Program, path: Path | None) -> tuple[StudyModel | None, str]:
@@ -76,7 +77,7 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
     note = f"{file}, on the CPU, on the output of {before.stages[-1].stage_name}"
     if force and info.preprocessing not in (None, before.fingerprint):
         note += "; serve.model.force is set: the file records other preprocessing than these stages"
-    return StudyModel(file, len(before.stages)), note
+    return StudyModel(file, len(before.stages), info.classes), note
 
 
 def missing_stage(config: Config, program: Program, path: Path | None) -> str | None:

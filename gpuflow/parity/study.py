@@ -89,7 +89,8 @@ def study(
     study_model, model_note = find_model(config, program, model)
     faults, pair_notes = compare_accepted(config, name)
     faults += filter(None, [missing_stage(config, program, model)])
-    samples = [*own_images(config, name, count, data=data), *hostile_images()]
+    classes = None if study_model is None else study_model.classes
+    samples = [*own_images(config, name, count, data=data, classes=classes), *hostile_images()]
     prefixes = list(prefixes_of(program, [sample.data for sample in samples], seed=config.source.seed))
     done, total = 0, len(prefixes) * len(samples)
     for prefix in prefixes:

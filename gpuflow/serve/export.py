@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import nn
 from gpuflow.config import Config, ModelSpec
 from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
-from gpuflow.engines.base import METADATA_KEY, black_images
+from gpuflow.engines.base import METADATA_KEY, black_images, class_difference
 from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint
 from gpuflow.errors import (
     ConfigError,
@@ -132,7 +132,7 @@ def export_model(
     program, model = whole, trained
     if fold_normalize:
         program, model, info = _folded(config, whole, trained, info)
-    samples = _samples(config, whole, data)
+    samples = _samples(config, whole, data, info.classes)
     suffix, out = out.suffix, replaced_file(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with _locating(out), _weights_file(out) as weights, atomic_write(out, suffix=suffix) as file:
@@ -273,8 +273,11 @@ def _write_onnx(
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def _samples(config: Config, program: Program, data: Path | None) -> list[Encoded]:
-    """Some encoded images, spread evenly over the source or over a directory, without bad ones."""
+def _samples(config: Config, program: Program, data: Path | None, classes: Sequence[str] | None) -> list[Encoded]:
+    """Some encoded images, spread evenly over the source or over a directory, without bad ones.
+
+    classes: those of the model. Raises ConfigError if the source has others.
+    """
     if data is not None:
         files = images_below(data)
         found = [np.fromfile(files[i], np.uint8) for i in spread(len(files), _REAL_IMAGES)]
@@ -285,6 +288,10 @@ def _samples(config: Config, program: Program, data: Path | None) -> list[Encode
         except SourceError as error:
             raise SourceError(f"{error}; or name a directory of images to check the model on: --data") from error
         with closing(source):
+            if difference := class_difference(source.classes, classes):
+                raise ConfigError(
+                    [Problem(f"{config.path}: source", f"must have the checkpoint's classes, {difference}")]
+                )
             payload = source.read(spread(len(source), _REAL_IMAGES), lambda size: np.empty(size, np.uint8))
         found = [payload.sample(i) for i, error in enumerate(payload.errors) if error is None]
         place = f"{config.path}: source"

@@ -186,9 +186,9 @@ class SourceSpec(ABC):
             yield Problem.of(
                 "splits", "must not stand next to split", action="remove one of them", code="config.conflict"
             )
-        names = self.classes
-        if isinstance(names, tuple) and len(set(names)) < max(1, len(names)):
-            yield Problem.of("classes", "must be distinct names, at least one", names, code="config.range")
+        classes = self.classes
+        if isinstance(classes, tuple) and len(set(classes)) < max(1, len(classes)):
+            yield Problem.of("classes", "must be distinct names, at least one", classes, code="config.range")
 
     @abstractmethod
     def open(self) -> Source:
@@ -315,7 +315,7 @@ class Samples(SourceSpec):
         """Return a spec of the same samples that have this column of numbers as their only field besides files."""
         # in shards, the suffix of a mask's member may be one of images
         files = [(key, field) for key, field in self.declared if field.type == "image" or field.is_mask_file]
-        unset = {key: None for key in ("weights", "classes") if key in self.key_fields()}
+        unset: dict[str, Any] = {key: None for key in ("weights", "classes") if key in self.key_fields()}
         return replace(self, fields=(*files, (name, FieldSpec(type="number", column=column))), **unset)
 
     @property

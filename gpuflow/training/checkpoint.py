@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gpuflow.engines.base import reading_fault
+from gpuflow.engines.base import class_difference, reading_fault
 from gpuflow.engines.pytorch import CHECKPOINT_VERSION, build_model, version_fault
 from gpuflow.errors import StateError, reason_of, suggest
 from gpuflow.pipeline.stage import Pipeline
@@ -92,12 +92,14 @@ def save_checkpoint(
         more: further values, such as the step: numbers, strings, tensors, and lists and dictionaries of them.
 
     Raises:
-        ValueError: torchvision has no such model, or these weights are not its; `more` has one of the names above, or
-            what `torch.load` refuses with `weights_only=True`, such as numbers of numpy. OSError: the file cannot be
-            written.
+        ValueError: `val` has other classes than `loader`; torchvision has no such model, or these weights are not its;
+            `more` has one of the names above, or what `torch.load` refuses with `weights_only=True`, such as numbers of
+            numpy. OSError: the file cannot be written.
     """
     if arch not in known_models():
         raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {_close(arch)}")
+    if val is not None and (difference := class_difference(val.classes, loader.classes)):
+        raise ValueError(f"val must have the classes of loader, {difference}")
     module = _unwrapped(model)
     weights = module.state_dict()
     found = {name: tuple(value.shape) for name, value in weights.items()}

@@ -16,6 +16,9 @@ import gpuflow
 import gpuflow.serve
 from gpuflow.config import Config, read_config
 from gpuflow.engines import read_info
+from gpuflow.errors import ConfigError
+from gpuflow.parity.study import study
+from gpuflow.serve.export import export_model
 from gpuflow.stages import STAGES
 from tests.datasets import make_photos, write_config
 
@@ -55,6 +58,46 @@ def test_the_checkpoint_of_a_loop_of_ones_own_is_served(config: Path) -> None:
         image = predict.preprocess(photo)
         torch.testing.assert_close(predict(photo), model(image[None])[0], rtol=0, atol=1e-4)
         assert predict.classes == info.classes
+
+
+@pytest.fixture
+def other_classes(config: Path, tmp_path: Path) -> list[str]:
+    """Overrides that read the photographs of two of the three classes from a listing."""
+    files = sorted((config.parent / "photos").rglob("*.jpg"))
+    rows = [f"{file},{file.parent.name}\n" for file in files if file.parent.name != "class_0"]
+    (tmp_path / "two.csv").write_text("path,label\n" + "".join(rows))
+    return [f"source={{listing: {tmp_path / 'two.csv'}}}"]
+
+
+DIFFERENCE = (
+    "got 2 where 3 are wanted, and class 0 is 'class_1' in place of 'class_0'; name all in each source: classes"
+)
+
+
+def test_loaders_whose_classes_differ_are_refused(config: Path, other_classes: list[str], tmp_path: Path) -> None:
+    model = models.squeezenet1_1(num_classes=3)
+    named = other_classes[0].replace("}", ", classes: [class_0, class_1, class_2]}")
+    with gpuflow.load(config, "train") as train:
+        with (
+            gpuflow.load(config, "val", overrides=other_classes) as val,
+            pytest.raises(ValueError, match="^" + re.escape(f"val must have the classes of loader, {DIFFERENCE}")),
+        ):
+            gpuflow.save_checkpoint(tmp_path / "m.pt", model, arch=ARCH, loader=train, val=val)
+        assert not (tmp_path / "m.pt").exists()
+        with gpuflow.load(config, "val", overrides=[named]) as val:
+            gpuflow.save_checkpoint(tmp_path / "m.pt", model, arch=ARCH, loader=train, val=val)
+
+
+def test_a_model_meets_no_source_of_other_classes(config: Path, other_classes: list[str], tmp_path: Path) -> None:
+    with gpuflow.load(config, "val") as val:
+        model = models.squeezenet1_1(num_classes=3).eval()
+        gpuflow.save_checkpoint(tmp_path / "m.pt", model, arch=ARCH, loader=val)
+    other = read_config(config, STAGES, other_classes)
+    with pytest.raises(ConfigError, match=re.escape(f"source must have the checkpoint's classes, {DIFFERENCE}")):
+        export_model(other, tmp_path / "m.pt2", checkpoint=tmp_path / "m.pt")
+    assert not (tmp_path / "m.pt2").exists()
+    with pytest.raises(ConfigError, match=re.escape(f"source must have the model's classes, {DIFFERENCE}")):
+        study(other, "val", count=2, model=tmp_path / "m.pt")
 
 
 def test_without_val_the_preprocessing_is_that_of_training(config: Path, tmp_path: Path) -> None:
