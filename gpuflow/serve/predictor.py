@@ -206,11 +206,12 @@ class Predictor:
         several, is_one = _several(images)
         if is_one:
             raise TypeError("predict takes several images, got one; put it in a list, or call the predictor itself")
-        answers = list(self._answers(several, self._submit))
-        for answer in answers:
+        answers = self._answers(several, self._submit)
+        found = list(answers)
+        for answer in found:
             if isinstance(answer, Prediction):
                 answer.require_finite()
-        return answers
+        return found
 
     def submit(self, data: bytes, *, deadline: float = math.inf) -> Future[Prediction]:
         """The prediction for one image, as a future. Does not wait, and accepts no path: for services.

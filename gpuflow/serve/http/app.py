@@ -363,10 +363,10 @@ class Service:
             if unanswered:
                 in_flight = self.occupancy.queue_length
                 raise Refused(
-                    504, "timeout", f"no answer within {round(seconds, 2):g} s, with {in_flight} images in flight"
+                    504, "timeout", f"no answer within {round(seconds, 3):g} s, with {in_flight} images in flight"
                 )
             if any(_is_late(future) for future in futures):
-                raise self.occupancy.busy("overloaded", f"no answer was possible within {round(seconds, 2):g} s")
+                raise self.occupancy.busy("overloaded", f"no answer was possible within {round(seconds, 3):g} s")
         finally:
             disconnected.cancel()
             _cancel(futures)

@@ -74,7 +74,7 @@ async def read_images(request: Request, limits: RequestLimits, reservation: Rese
                     return await _files(request, pieces, limits), True
                 body = b"".join([piece async for piece in pieces])
     except TimeoutError:
-        reason = f"the body did not arrive within {round(seconds, 2):g} s"
+        reason = f"the body did not arrive within {round(seconds, 3):g} s"
         if reservation.stopped:
             reason = "the body arrived too slowly while the service is busy or shuts down; send it again later"
         raise Refused(408, "slow_body", reason, {"Connection": "close"}) from None
