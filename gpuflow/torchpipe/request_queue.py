@@ -25,7 +25,7 @@ __all__ = ["AnswerRate", "Backlog", "Request", "RequestGroup", "RequestQueue", "
 _RECENT_SECONDS = 10.0
 """How long a measurement counts, and for how long the newest requests are taken first after a caller gave up."""
 _NEW_SHARE = 0.3
-"""The weight of the last measurement of a batch in the mean."""
+"""The weight of a batch that took longer than those before it in the mean."""
 
 
 class RequestGroup:
@@ -243,7 +243,7 @@ class Backlog:
         now = time.monotonic()
         with self._lock:
             mean, last = self._means.get(images, (seconds, now))
-            if now - last < _RECENT_SECONDS:
+            if now - last < _RECENT_SECONDS and seconds > mean:  # one slow batch says little of the next
                 seconds = mean + _NEW_SHARE * (seconds - mean)
             self._means[images] = seconds, now
 
@@ -324,8 +324,15 @@ class RequestQueue:
         self._arrival, self._awaited = threading.Condition(), set[int]()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Start an instance with one request or with those of one group, or let them wait. Raises what `start` does."""
+        """Start an instance with one request or with those of one group, or let them wait. Raises what `start` does.
+
+        Drops them if their deadline has passed.
+        """
         assert 1 <= len(requests) <= self._batch
+        if min(request.deadline for request in requests) < time.monotonic():
+            for request in requests:
+                request.drop()
+            return
         with self._arrival:
             starts = self._started < self._free
             if starts:

@@ -278,6 +278,23 @@ def test_a_request_that_cannot_be_answered_in_time_is_dropped_before_it_runs() -
     assert requests[1].held_bytes == 0
 
 
+def test_a_request_whose_deadline_has_passed_starts_no_instance(started: Started) -> None:
+    queue = RequestQueue(started, instances=1, batch=4)
+    late = Request(b"a", queue.discard, wrap=lambda value: value, deadline=time.monotonic() - 1.0)
+    queue.add([late])
+    assert (started.given, is_dropped(late)) == ([], True)
+    add(queue, b"b")
+    assert started.given == [b"b"]
+
+
+def test_one_slow_batch_does_not_make_the_next_ones_late() -> None:
+    backlog = Backlog()
+    for seconds in (0.1, 3.0):
+        backlog.measured(1, seconds)
+    requests = waiting(backlog, 2.0)
+    assert backlog.take(1) == requests
+
+
 def test_a_batch_is_no_larger_than_its_members_have_time_for() -> None:
     backlog = Backlog()
     for size, seconds in ((1, 1.0), (3, 10.0), (4, LONG)):

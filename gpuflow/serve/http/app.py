@@ -557,6 +557,7 @@ _REFUSALS = {
     413: ("too_large", "A body, or a number of images or pixels, above the limits."),
     415: ("unsupported_type", "Another media type, or a compressed body."),
     422: ("bad_image", "Not an image; of a form, none of its files is one."),
+    431: ("bad_request", "The head of the request is too large."),
     500: ("model", "The model failed."),
     501: ("no_picture", "The model's input cannot be shown."),
     503: ("overloaded", "Full, overloaded, loading or shutting down; see Retry-After."),
