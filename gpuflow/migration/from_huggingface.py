@@ -10,7 +10,17 @@ from typing import Any
 from gpuflow.errors import Problem
 from gpuflow.migration.distance import apart
 from gpuflow.migration.files import Document, read_document
-from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize, size_of
+from gpuflow.migration.imported import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    PILLOW_13,
+    Entry,
+    Imported,
+    decode,
+    gap,
+    normalize,
+    size_of,
+)
 
 __all__ = ["PROCESSORS", "Processor", "read_huggingface"]
 
@@ -86,7 +96,7 @@ _IGNORED = (
 _MATCHES = (
     "Matches the fast image processor (transformers' torchvision backend, its default), which resizes uint8 tensors: "
     "the levels are equal. The slow one (use_fast=False, backend='pil') resizes by Pillow, within 1 level for bilinear "
-    "filters and 2 for bicubic ones. "
+    f"filters and 2 for bicubic ones. {PILLOW_13} "
 )
 _CONVERTS = (
     "It gets what Image.open(path) gives. do_convert_rgb is set: transformers from 5.21 on puts transparent pixels on "

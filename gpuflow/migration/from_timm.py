@@ -10,7 +10,17 @@ from typing import Any
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.migration.distance import apart
 from gpuflow.migration.files import read_document
-from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize, size_of
+from gpuflow.migration.imported import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    PILLOW_13,
+    Entry,
+    Imported,
+    decode,
+    gap,
+    normalize,
+    size_of,
+)
 from gpuflow.migration.python_objects import needs
 from gpuflow.pipeline.parameters import LONGEST
 
@@ -28,7 +38,7 @@ _OTHER = (
 _FILTERS = ("bilinear", "bicubic")
 _MATCHES = (
     "Matches timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=...)) on PIL images: Pillow's "
-    "resize is within 1 level of this one for bilinear filters, and 2 for bicubic ones.",
+    "resize is within 1 level of this one for bilinear filters, and 2 for bicubic ones. " + PILLOW_13,
     "train is create_transform's default with is_training=True; its random draws are others, with the same "
     "distributions. test_input_size and test_crop_pct count for timm's validate.py alone.",
     "timm numbers the classes of a folder in natural order without regard to case (2, 10, apple, Cat); source.folder "

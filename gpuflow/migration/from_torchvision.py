@@ -15,6 +15,7 @@ from gpuflow.errors import Problem
 from gpuflow.migration.distance import apart
 from gpuflow.migration.imported import (
     IMAGENET_MEAN,
+    PILLOW_13,
     Entry,
     Imported,
     Step,
@@ -32,7 +33,8 @@ __all__ = ["read_transform"]
 
 _TENSORS = "Matches torchvision: the stages are its v2 transforms of uint8 tensors, to the level."
 _PILLOW = (
-    "They get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic ones."
+    "They get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic ones. "
+    + PILLOW_13
 )
 _PILLOW_WARPS = (
     "They get PIL images, which Pillow warps: within 1 level of tensors, but for pixels at the image's border, which "

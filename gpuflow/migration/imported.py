@@ -14,6 +14,7 @@ from gpuflow.pipeline.parameters import IMAGENET
 __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
+    "PILLOW_13",
     "Entry",
     "Imported",
     "PresetEntry",
@@ -26,6 +27,10 @@ __all__ = [
     "size_of",
 ]
 
+PILLOW_13 = (
+    "Pillow 13 resizes the columns of a tall image before its rows: with bicubic filters 3 to 16 levels apart at hard "
+    "edges. CMYK files are up to 3 levels apart, because Pillow converts them by another formula."
+)
 IMAGENET_MEAN, IMAGENET_STD = IMAGENET["mean"], IMAGENET["std"]
 
 
