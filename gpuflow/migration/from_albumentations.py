@@ -55,22 +55,6 @@ _CONTAINERS = {
 """Transforms of transforms, and the nearest to them where they draw something."""
 _CHAINS = ("Compose", "ReplayCompose", "Sequential")
 """Containers that draw nothing but whether they are applied."""
-_LIKE = {
-    "RandomBrightnessContrast": "color_jitter, which multiplies where this adds",
-    "HueSaturationValue": "color_jitter, which multiplies where this adds",
-    "ShiftScaleRotate": "affine, which has no probability",
-    "Affine": "affine, which has no probability",
-    "SafeRotate": "rotate, which keeps the size",
-    "Perspective": "perspective",
-    "CoarseDropout": "random_erasing, which fills one box",
-    "Erasing": "random_erasing",
-    "Blur": "gaussian_blur",
-    "MotionBlur": "gaussian_blur",
-    "MedianBlur": "gaussian_blur",
-    "GaussianBlur": "gaussian_blur, which takes one kernel_size",
-    "Sharpen": "sharpness",
-    "CLAHE": "equalize",
-}
 
 
 def read_albumentations(path: str) -> Imported:
@@ -141,11 +125,19 @@ def _read(given: Any, state: _State) -> _Step:
     if name in _CONTAINERS:
         step = _container(name, given, state)
     elif name not in _KNOWN:
-        problem = state.gap("", f"is {name}, which has no equal stage", _LIKE.get(name, "leave it out"))
-        step = Step(state=state, gaps=(problem,))
+        step = _unlike(name, given, state)
     else:
         step = _known(name, given, state)
     return replace(step, notes=(*((_TARGETS,) if targets else ()), *step.notes))
+
+
+def _unlike(name: str, given: _Given, state: _State) -> _Step:
+    """A transform that no stage equals: the gap, and the nearest stage."""
+    about, make = _LIKE.get(name, ("", None))
+    entry = None if make is None else make({"p": 0.5, **given})
+    nearest = "leave it out" if entry is None else f"{entry.stage}{about}"
+    step = Step(state=state, gaps=(state.gap("", f"is {name}, which has no equal stage", nearest),))
+    return step if entry is None else step.then(_as_step(entry, state)).then(Step(state=state, notes=(_RANDOM,)))
 
 
 def _name(given: Mapping[str, Any]) -> str:
@@ -438,6 +430,57 @@ def _nothing(state: _State, given: _Given) -> Iterator[_Part]:
     yield from ()
 
 
+def _sides(value: Any, neutral: float = 0.0, unit: float = 1.0, default: float = 0.2) -> list[float | int]:
+    """A range of Albumentations around a neutral number, in other units; -default to default where none is written."""
+    numbers = value if isinstance(value, (list, tuple)) and len(value) == 2 else (-default * unit, default * unit)
+    return [number(max(-1.0 if neutral == 0 else 0.0, neutral + x / unit)) for x in numbers]
+
+
+def _like_blur(given: _Given) -> Entry:
+    widest = max(_numbers(given.get("blur_limit") or 3))
+    return Entry("gaussian_blur", {"kernel_size": max(3, int(widest) // 2 * 2 + 1), "probability": given["p"]})
+
+
+def _like_jitter(given: _Given) -> Entry:
+    keys = {key: _sides(given.get(f"{key}_limit"), 1) for key in ("brightness", "contrast")}
+    return Entry("color_jitter", {**keys, "probability": given["p"]})
+
+
+def _like_hue(given: _Given) -> Entry:
+    hue, saturation = _sides(given.get("hue_shift_limit"), 0, 180), _sides(given.get("sat_shift_limit"), 1, _TOP)
+    hue = [max(-0.5, min(0.5, side)) for side in hue]
+    return Entry("color_jitter", {"hue": hue, "saturation": saturation, "probability": given["p"]})
+
+
+def _like_affine(given: _Given) -> Entry:
+    degrees = given.get("rotate_limit") or given.get("rotate") or [0, 0]
+    return Entry("affine", {"degrees": [number(x) for x in degrees]})
+
+
+def _with_probability(stage: str, **keys: Any) -> Callable[[_Given], Entry]:
+    return lambda given: Entry(stage, {**keys, "probability": given["p"]})
+
+
+_LIKE: dict[str, tuple[str, Callable[[_Given], Entry]]] = {
+    "RandomBrightnessContrast": (", which multiplies where this adds", _like_jitter),
+    "HueSaturationValue": (", which multiplies where this adds", _like_hue),
+    "ShiftScaleRotate": (", which has no probability; by its angles alone", _like_affine),
+    "Affine": (", which has no probability; by its angles alone", _like_affine),
+    "SafeRotate": (
+        ", which keeps the size",
+        lambda given: Entry("rotate", {"degrees": [number(x) for x in given.get("limit", (-90, 90))]}),
+    ),
+    "Perspective": ("", _with_probability("perspective")),
+    "CoarseDropout": (", which fills one box", _with_probability("random_erasing")),
+    "Erasing": ("", _with_probability("random_erasing")),
+    "Blur": ("", _like_blur),
+    "MotionBlur": ("", _like_blur),
+    "MedianBlur": ("", _like_blur),
+    "GaussianBlur": (", which takes one kernel_size", _like_blur),
+    "Sharpen": ("", _with_probability("sharpness", amount=[1, 2])),
+    "CLAHE": ("", _with_probability("equalize")),
+}
+"""What the stage that is most like a transform does otherwise, and its entry."""
 _RESIZE = ("interpolation", "area_for_downscale")
 _CROP = ("height", "width", "pad_if_needed", "pad_position", "border_mode", "fill")
 _PAD = (

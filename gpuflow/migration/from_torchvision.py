@@ -277,11 +277,10 @@ def _refused(state: _State, transform: Any, reason: str = "is not a transform th
     if (held := _composes(transform)) and name not in _REFUSED:
         return _holder(state, place, rule, held)
     if (likely := _NEAREST.get(name)) is not None:
-        problem = gap(place, rule, nearest=likely, apart=_DRAWS)
-    else:
-        measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
-        problem = gap(place, rule, nearest="leave it out", apart=measured)
-    return _with_gap(Step(state=state), problem)
+        entries = (_NEAREST_ENTRIES[name],) if name in _NEAREST_ENTRIES else ()
+        return _with_gap(Step(state=state, entries=entries), gap(place, rule, nearest=likely, apart=_DRAWS))
+    measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
+    return _with_gap(Step(state=state), gap(place, rule, nearest="leave it out", apart=measured))
 
 
 def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _Step:
@@ -717,6 +716,12 @@ _NEAREST = {
     "AutoAugment": "auto_augment",
     "AugMixAugment": "torchvision: {name: AugMix}",
 }
+_NEAREST_ENTRIES = {
+    "RandAugment": Entry("rand_augment", {}),
+    "AutoAugment": Entry("auto_augment", {}),
+    "AugMixAugment": Entry("torchvision", {"name": "AugMix"}),
+}
+"""Stages that are like those of timm."""
 
 
 def _nothing(state: _State, t: Any) -> _Step:

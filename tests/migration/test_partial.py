@@ -13,6 +13,7 @@ import tests.migration.test_notes as notes
 from gpuflow.config import read_config
 from gpuflow.errors import ConfigError
 from gpuflow.migration import read_sources
+from gpuflow.migration.from_albumentations import _LIKE
 from gpuflow.stages import STAGES
 from tests.migration.test_from_files import GUIDE, LONGEST, MODEL, PAD, TOML, serialised
 
@@ -66,6 +67,18 @@ def test_image_processors(name: str, tmp_path: Path) -> None:
 def test_pipelines_of_albumentations(name: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(serialised(*ALBUMENTATIONS[name])))
     check(f"albumentations:{tmp_path / 'x.json'}", tmp_path)
+
+
+@pytest.mark.parametrize("name", _LIKE)
+@pytest.mark.parametrize("keys", [{}, {"p": 1.0, "blur_limit": [3, 8], "limit": [-9, 9], "rotate": [-9, 9]}])
+def test_the_nearest_stage_that_a_gap_names_is_written(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(serialised(RESIZE, {"name": name, **keys}, FLOATS)))
+    source = f"albumentations:{tmp_path / 'x.json'}"
+    check(source, tmp_path)
+    written = read_sources([source], STAGES, partial=True)
+    (problem,) = [each for each in written.problems if f"is {name}, which" in each.rule]
+    stage = problem.action.removeprefix("nearest: ").partition(",")[0]
+    assert f"- {stage}: {{" in written.text
 
 
 @pytest.mark.parametrize("name", TORCHPIPE)
