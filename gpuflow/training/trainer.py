@@ -479,7 +479,7 @@ class _PassTotals:
         """Return the sums of all ranks: losses, correct predictions, images."""
         sums = self._sums.clone()
         group.sum(sums)
-        return sums.tolist()  # type: ignore[no-any-return]
+        return sums.tolist()
 
     def result(self, group: Group, steps: range, steps_in_pass: int) -> PassResult:
         """Return the means over all ranks, which cover these steps."""
