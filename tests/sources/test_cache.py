@@ -651,7 +651,7 @@ def test_a_cache_that_is_closed_while_it_is_read_says_nothing(folder: Path) -> N
 # What others put into the folder.
 
 PLACES = ("gpuflow-cache", "used", "partial", "entries", "partial/{}", "entries/{0:.2}", "entry")
-THINGS: dict[str, Callable[[Path, Path], None]] = {
+THINGS: dict[str, Callable[[Path, Path], object]] = {
     "a link to a file": lambda place, victim: place.symlink_to(victim),
     "a link to nothing": lambda place, victim: place.symlink_to(victim.with_name("none")),
     "a link to a folder": lambda place, victim: place.symlink_to(victim.parent),
@@ -659,11 +659,11 @@ THINGS: dict[str, Callable[[Path, Path], None]] = {
     "a pipe": lambda place, victim: os.mkfifo(place),
     "an empty folder": lambda place, victim: place.mkdir(),
     "a folder": lambda place, victim: (place / "held").mkdir(parents=True),
-    "a file": lambda place, victim: place.write_bytes(b"no entry" * 1000) and None,
+    "a file": lambda place, victim: place.write_bytes(b"no entry" * 1000),
 }
 
 
-@pytest.mark.filterwarnings("default:source.cache.dir")
+@pytest.mark.filterwarnings("ignore:source.cache.dir")
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize(
     "place", ["gpuflow-cache", "used", "partial", "entries", "partial/{}", "entries/{0:.2}", "entry"]

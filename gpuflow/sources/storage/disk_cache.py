@@ -408,7 +408,7 @@ class DiskCache:
         now = time.time_ns()
         with os.scandir(self.folder / _ENTRIES) as found:
             folders = [folder.path for folder in found if folder.is_dir(follow_symlinks=False)]
-        for folder in (self.folder / _PARTIAL, *folders):
+        for folder in (str(self.folder / _PARTIAL), *folders):
             with os.scandir(folder) as files:
                 for file in files:
                     with suppress(FileNotFoundError):

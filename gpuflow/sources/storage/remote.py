@@ -283,7 +283,8 @@ class RemoteStorage:
         kind = type(self._fs)
         walks = kind.find is AbstractFileSystem.find and getattr(kind, "_find", None) in (None, AsyncFileSystem._find)
         if not walks:
-            return self._listed(partial(self._function("find"), detail=True), root, root)
+            found: dict[str, Mapping[str, Any]] = self._listed(partial(self._function("find"), detail=True), root, root)
+            return found
         files: dict[str, Mapping[str, Any]] = {}
         waiting = [(self._fs._strip_protocol(root), 0)]
         while waiting:

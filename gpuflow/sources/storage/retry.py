@@ -65,7 +65,7 @@ class TimeLimits:
 
 def delay_before(attempt: int) -> float:
     """Seconds to wait before an attempt, the second being number 1. Random, so that not all processes come at once."""
-    return random.uniform(0.5, 1.0) * min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** min(attempt, 10))
+    return random.uniform(0.5, 1.0) * min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(attempt - 1, 10))
 
 
 def after_retries(delays: Sequence[float]) -> str:
