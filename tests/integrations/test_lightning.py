@@ -146,7 +146,7 @@ def test_a_step_of_bad_samples_alone_is_an_error(name: str, tmp_path: Path) -> N
     overrides = [entry.replace(".train.", f".{name}.") for entry in LAST_STEP_IS_BAD]
     with pytest.raises(TooManyBadSamples, match=r"step 1 of epoch 0 holds nothing but bad samples"):
         trainer(tmp_path, num_sanity_val_steps=0).fit(model, DataModule(file, overrides=overrides))
-    replaced = DataModule(file, overrides=[*overrides, f"pipelines.{name}.on_error=replace"])
+    replaced = DataModule(file, overrides=[*overrides[:-1], "run.on_error=replace"])
     trainer(tmp_path, num_sanity_val_steps=0).fit(model, replaced)
     assert model.seen["val"]
 
