@@ -298,6 +298,11 @@ class Predictor:
         """Number of images that are submitted and not answered yet."""
         return self._running.in_flight
 
+    @property
+    def newest_first(self) -> bool:
+        """Whether callers gave up in the last seconds, so that a new image does not wait for those before it."""
+        return self._running.newest_first
+
     def seconds_for(self, images: int) -> float:
         """Predict how long it takes to answer this number of images, by the recent rate of answers.
 

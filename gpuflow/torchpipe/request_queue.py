@@ -226,6 +226,11 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._parts)
 
+    @property
+    def newest_first(self) -> bool:
+        """Whether callers gave up in the last seconds, so that the newest requests are taken first."""
+        return time.monotonic() - self._gave_up < _RECENT_SECONDS
+
     def add(self, requests: Sequence[Request]) -> None:
         with self._lock:
             wanted = [request for request in requests if not request.ended]
@@ -255,7 +260,7 @@ class Backlog:
         now, taken = time.monotonic(), list[Request]()
         with self._lock:
             late = self._remove_late(now)
-            newest_first = now - self._gave_up < _RECENT_SECONDS
+            newest_first = self.newest_first
             waiting = reversed(self._parts) if newest_first else iter(self._parts)
             for _, members in groupby(waiting, key=lambda request: id(self._parts[request])):
                 part = list(members)
@@ -367,6 +372,11 @@ class RequestQueue:
         except Exception as error:  # a caller waits for each request, so every error becomes an answer
             for request in requests:
                 request.set_result(PredictorError(f"the model cannot be started: {error!r}"))
+
+    @property
+    def newest_first(self) -> bool:
+        """Whether callers gave up in the last seconds, so that the newest requests run first."""
+        return self._backlog.newest_first
 
     def measured(self, images: int, seconds: float) -> None:
         """Record how long an instance took for a batch of this size."""

@@ -292,6 +292,12 @@ class RunningGraph:
         """Number of images that are submitted and not answered yet."""
         return len(self._requests)
 
+    @property
+    def newest_first(self) -> bool:
+        """Whether callers gave up in the last seconds, so that a new request does not wait for those before it."""
+        queue = self._session.queue
+        return self._session.undecoded.newest_first or (queue is not None and queue.newest_first)
+
     def seconds_for(self, images: int) -> float:
         """Predict how long the graph takes to answer this number of images by its recent rate.
 

@@ -327,6 +327,7 @@ def test_the_newest_requests_are_taken_first_once_a_caller_gave_up(gives_up: str
     backlog = Backlog()
     requests = waiting(backlog, *[LONG] * 6)
     assert backlog.take(2) == requests[:2]
+    assert not backlog.newest_first
     if gives_up == "late":
         waiting(backlog, -1.0)
     else:

@@ -190,6 +190,7 @@ class Service:
             in_flight=lambda: predictor.result().in_flight if self.loaded else 0,
             decoding_bytes=lambda: predictor.result().held_bytes if self.loaded else 0,
             seconds_for=lambda images: predictor.result().seconds_for(images) if self.loaded else 0.0,
+            newest_first=lambda: self.loaded and predictor.result().newest_first,
         )
         self.metrics = Metrics(
             queue=lambda: self.occupancy.queue_length,

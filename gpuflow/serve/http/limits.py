@@ -110,6 +110,7 @@ class Occupancy:
         in_flight: images that the predictor has and did not answer yet.
         decoding_bytes: of those it did not decode yet.
         seconds_for: how long the predictor takes for a number of images, by its recent rate; 0 if that is not known.
+        newest_first: whether a new image does not wait for those in flight.
 
     active: requests that are admitted and not answered yet. reserved: their images that the predictor does not count
     yet. pixels: of the images that it has. body_bytes: of bodies that are being read or were read, and whose images the
@@ -123,10 +124,12 @@ class Occupancy:
         in_flight: Callable[[], int],
         decoding_bytes: Callable[[], int],
         seconds_for: Callable[[int], float],
+        newest_first: Callable[[], bool],
     ) -> None:
         self.limits = limits
         self.active = self.reserved = self.pixels = self.body_bytes = 0
-        self._in_flight, self._decoding_bytes, self.seconds_for = in_flight, decoding_bytes, seconds_for
+        self._in_flight, self._decoding_bytes = in_flight, decoding_bytes
+        self.seconds_for, self.newest_first = seconds_for, newest_first
         self._arriving: set[Reservation] = set()
 
     @property
@@ -239,7 +242,7 @@ class Reservation:
         if length + images > most:
             raise self._occupancy.busy("queue_full", f"the queue is full: {length} of {most} places taken{rest}")
         seconds, left = self._occupancy.seconds_for(length + images), self.seconds
-        if seconds > _SHARE * left:
+        if seconds > _SHARE * left and not self._occupancy.newest_first():
             reason = f"the answer would take {seconds:.1f} s, and the request has {left:.1f} s: {length} images wait"
             raise self._occupancy.busy("overloaded", f"{reason}{rest}")
 

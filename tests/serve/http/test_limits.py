@@ -85,7 +85,13 @@ def test_how_much_of_a_refused_body_is_discarded(max_body_bytes: int, megabytes:
         sent.append(message)
 
     limits = RequestLimits(max_body_bytes=max_body_bytes)
-    occupancy = Occupancy(limits, in_flight=lambda: 0, decoding_bytes=lambda: 0, seconds_for=lambda images: 0.0)
+    occupancy = Occupancy(
+        limits,
+        in_flight=lambda: 0,
+        decoding_bytes=lambda: 0,
+        seconds_for=lambda images: 0.0,
+        newest_first=lambda: False,
+    )
     app = BodyMiddleware(refuse, metrics=cast(Metrics, Silent()), occupancy=occupancy, closing=lambda: False)
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [(b"transfer-encoding", b"chunked")]}
     asyncio.run(app(scope, receive, send))
