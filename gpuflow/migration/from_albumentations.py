@@ -257,7 +257,8 @@ def _resize(state: _State, given: _Given) -> Iterator[_Part]:
 def _one_side(side: str) -> _Make:
     def make(state: _State, given: _Given) -> Iterator[_Part]:
         if side == "longer" and _fill_box(given, state.after):
-            return  # PadIfNeeded makes the stage of both
+            yield from _filters(given, state, "letterbox")[1]  # PadIfNeeded makes the stage of both
+            return
         yield from _always(state, given, "resize")
         length = given["max_size"]
         if length is None and (box := given.get("max_size_hw")) is not None:
@@ -278,14 +279,10 @@ def _one_side(side: str) -> _Make:
 
 def _fill_box(longest: Any, pad: Any) -> bool:
     """Whether two transforms fit an image into a box and pad it to that, as the stage letterbox does."""
-    pair = [
-        one if isinstance(one, dict) and isinstance(one.get("__class_fullname__"), str) else None
-        for one in (longest, pad)
-    ]
-    if None in pair or [_name(one) for one in pair] != ["LongestMaxSize", "PadIfNeeded"]:
-        return False
-    if any(one.get("p", 1) != 1 and not one.get("always_apply") for one in pair):
-        return False
+    for one, name in ((longest, "LongestMaxSize"), (pad, "PadIfNeeded")):
+        named = isinstance(one, dict) and isinstance(one.get("__class_fullname__"), str) and _name(one) == name
+        if not named or (one.get("p", 1) != 1 and not one.get("always_apply")):
+            return False
     side = longest.get("max_size")
     box = [side, side] if isinstance(side, int) else longest.get("max_size_hw")
     return box is not None and list(box) == [pad.get("min_height"), pad.get("min_width")]
@@ -294,9 +291,7 @@ def _fill_box(longest: Any, pad: Any) -> bool:
 def _pad_if_needed(state: _State, given: _Given) -> Iterator[_Part]:
     keys = {"fill": _levels(given)}
     if fits := _fill_box(state.before, given):
-        filters, gaps = _filters(state.before, replace(state, at=(*state.at[:-1], state.at[-1] - 1)), "letterbox")
-        keys |= filters
-        yield from gaps
+        keys |= _filters(state.before, state, "letterbox")[0]
     yield from _always(state, given, "letterbox")
     if (height := given["min_height"]) is None or (width := given["min_width"]) is None:
         yield state.gap("", "is PadIfNeeded to multiples of a number, which has no equal stage", "leave it out")

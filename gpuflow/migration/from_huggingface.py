@@ -179,9 +179,11 @@ class _Reader:
         size = self._get("size", processor.size)
         if self._get("keep_aspect_ratio", False):
             self._gap("keep_aspect_ratio", "resizes by one scale to about this size", "resize, to exactly this size")
-        multiple, sides = self._get("ensure_multiple_of", 1), size.values() if isinstance(size, Mapping) else [size]
-        if any(isinstance(side, int) and side % multiple for side in sides):
-            self._gap("ensure_multiple_of", f"rounds sides to multiples of {multiple}", "resize, without rounding")
+        multiple, edges = self._positive("ensure_multiple_of", 1), [size]
+        if isinstance(size, Mapping):
+            edges = list(size.values())
+        if any(isinstance(side, int) and side % multiple for side in edges):
+            self._gap("ensure_multiple_of", f"rounds sides to multiples of {multiple:g}", "resize, without rounding")
         if self._get("use_square_size", False):
             self._gap("use_square_size", "makes images square, of the side that the class has without 'size'", "resize")
         if isinstance(size, int):

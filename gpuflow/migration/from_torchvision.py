@@ -152,8 +152,8 @@ def _notes(transform: Any, state: _State) -> Iterator[str]:
             yield _PILLOW_WARPS
         if getattr(transform, "hue", None) is not None:
             yield _PILLOW_HUE
-    pads = isinstance(fill, dict) and getattr(transform, "padding_mode", "constant") == "constant"
-    if pads and (level := _of_type(fill, "Mask")):
+    pads = getattr(transform, "padding_mode", "constant") == "constant"
+    if isinstance(fill, dict) and pads and (level := _of_type(fill, "Mask")):
         yield _MASKS.format(level)
 
 
@@ -276,9 +276,11 @@ def _refused(state: _State, transform: Any, reason: str = "is not a transform th
         rule = f"{name} {_REFUSED.get(name, reason)}"
     if (held := _composes(transform)) and name not in _REFUSED:
         return _holder(state, place, rule, held)
+    if (like := _LIKE_TIMM.get(name)) is not None and type(transform).__module__.startswith("timm."):
+        nearest, entry = like
+        return _with_gap(Step(state=state, entries=(entry,)), gap(place, rule, nearest=nearest, apart=_DRAWS))
     if (likely := _NEAREST.get(name)) is not None:
-        entries = (_NEAREST_ENTRIES[name],) if name in _NEAREST_ENTRIES else ()
-        return _with_gap(Step(state=state, entries=entries), gap(place, rule, nearest=likely, apart=_DRAWS))
+        return _with_gap(Step(state=state), gap(place, rule, nearest=likely, apart=_DRAWS))
     measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
     return _with_gap(Step(state=state), gap(place, rule, nearest="leave it out", apart=measured))
 
@@ -325,7 +327,8 @@ def _converted(state: _State, transform: Any) -> _Step:
         return Step(state=replace(state, tensor=True))
     if dtype == "None":  # images are not converted
         return Step(state=state)
-    changed = {"tensor": True, "scaled": dtype != "uint8", "dtype": state.dtype if dtype == "uint8" else dtype}
+    changed: dict[str, Any] = {"tensor": True, "scaled": dtype != "uint8"}
+    changed |= {"dtype": dtype} if changed["scaled"] else {}
     if not state.floats and scale and dtype in ("uint8", *_FLOAT_TYPES):
         return Step(state=replace(state, **changed))
     step = _by_name(state, transform)
@@ -712,16 +715,13 @@ _NEAREST = {
     "RandomOrder": "its transforms in the order in which they stand",
     "MixUp": "mixup, at the end of pipelines.train",
     "CutMix": "cutmix, at the end of pipelines.train",
-    "RandAugment": "rand_augment, whose magnitudes are torchvision's",
-    "AutoAugment": "auto_augment",
-    "AugMixAugment": "torchvision: {name: AugMix}",
 }
-_NEAREST_ENTRIES = {
-    "RandAugment": Entry("rand_augment", {}),
-    "AutoAugment": Entry("auto_augment", {}),
-    "AugMixAugment": Entry("torchvision", {"name": "AugMix"}),
+_LIKE_TIMM = {
+    "RandAugment": ("rand_augment, whose magnitudes are torchvision's", Entry("rand_augment", {})),
+    "AutoAugment": ("auto_augment", Entry("auto_augment", {})),
+    "AugMixAugment": ("torchvision: {name: AugMix}", Entry("torchvision", {"name": "AugMix"})),
 }
-"""Stages that are like those of timm."""
+"""The stages that are most like transforms of timm."""
 
 
 def _nothing(state: _State, t: Any) -> _Step:

@@ -262,8 +262,10 @@ class PairComparison:
     def _find_cause(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor) -> None:
         """Note the first cause without which the second way's result is like the first one's."""
         for cause, b in self._causes_of(self._prefix, sample.data):
-            same = isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
-            if b is None or (same and self._within(levels_apart(_cut(a, size), _cut(b, size), self._scale))):
+            alike = b is None
+            if isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype):
+                alike = self._within(levels_apart(_cut(a, size), _cut(b, size), self._scale))
+            if alike:
                 self._causes.setdefault(cause, []).append(sample.name)
                 return
 
