@@ -220,7 +220,10 @@ def _read(path: Path, overrides: list[str] | None) -> Config:
 
 
 class _NoteColumn(ProgressColumn):
-    """The note of a task, cut to what the other columns leave of the line."""
+    """The note of a task, cut to what the other columns leave of the line.
+
+    A bar has one line: rich draws it from two threads, and leaves lines on the screen where its height changes.
+    """
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
@@ -236,7 +239,7 @@ def _bar(*, quiet: bool = False) -> Iterator[Progress]:
     console = Console(quiet=True) if quiet else _out if one_terminal else _err
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=console.width // 6),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         _NoteColumn(Column()),  # a column that may be narrowed
