@@ -63,18 +63,24 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_config(Path("x.yaml"), Path("photos"), train=TRAIN, val=VAL, fit=fit)
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, *arguments: object, width: int = 80, out: io.StringIO | None = None) -> str:
-    """The screen after a command whose stdout goes there, or elsewhere."""
+def terminal_of(monkeypatch: pytest.MonkeyPatch, width: int, out: io.StringIO | None = None) -> Terminal:
+    """A terminal that stderr goes to, and stdout unless it goes elsewhere."""
     terminal = Terminal()
     for name, value in {"TERM": "xterm", "COLUMNS": str(width), "LINES": "40"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys, "argv", ["gpuflow", *map(str, arguments)])
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(sys, "stdout", terminal if out is None else out)
     monkeypatch.setattr(sys, "stderr", terminal)
     for console in (cli._out, cli._err):  # made when this process was started, without a terminal
         monkeypatch.setattr(console, "is_interactive", console.is_terminal)
+    return terminal
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *arguments: object, width: int = 80, out: io.StringIO | None = None) -> str:
+    """The screen after a command whose stdout goes there, or elsewhere."""
+    terminal = terminal_of(monkeypatch, width, out)
+    monkeypatch.setattr(sys, "argv", ["gpuflow", *map(str, arguments)])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     with pytest.raises(SystemExit):
         cli.main()
     return "\n".join(terminal.screen(width))
@@ -115,3 +121,19 @@ def test_results_go_to_a_file_while_the_bar_is_on_the_terminal(config: Path, mon
     screen = shown(monkeypatch, "scan", config, out=rows)
     assert rows.getvalue().startswith('{"index": 4, ') and rows.getvalue().count("\n") == 1
     assert "index" not in screen and "samples ━" in screen
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_bar_is_one_line_and_results_stand_above_it(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch, width)
+    with cli._bar() as bar:
+        task = bar.add_task("epoch 1 train", total=3, note="loss 0.123  1,234 images/s  " + "a long note " * 9)
+        for i in range(3):
+            bar.refresh()
+            cli._print(f"result {i}")
+            print(f"by print {i}")
+            print(f"a warning {i}", file=sys.stderr)
+            bar.update(task, advance=1, refresh=True)
+    *results, last = filter(None, terminal.screen(width))
+    assert results == [f"{text} {i}" for i in range(3) for text in ("result", "by print", "a warning")]
+    assert last.startswith("epoch 1 train ━") and "3/3" in last
