@@ -33,7 +33,8 @@ def uniform(positions: NDArray[np.int64], count: int, epoch: int, key: int) -> N
     counters[0], counters[1], counters[2] = place & _LOW32, place >> _SHIFT32, epoch
     counters[3] = np.arange(blocks, dtype=U64)
     words = philox(counters.reshape(4, -1), key)
-    return (words.T.reshape(len(place), 4 * blocks) * 2.0**-32)[:, :count]
+    numbers = np.multiply(words.T.reshape(len(place), 4 * blocks), 2.0**-32, dtype=np.float64)
+    return numbers[:, :count]
 
 
 def permuted(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:

@@ -26,7 +26,7 @@ def decode_on(folder: str, path: str, number: int) -> None:
     """Body of one process: counts the images that it has decoded, until it is killed."""
     from gpuflow.config import read_config
     from gpuflow.execute.cpu import CpuRunner
-    from gpuflow.loader.decode_workers import decode
+    from gpuflow.execute.cpu_workers import decode
     from gpuflow.pipeline.image_spec import STORAGE, slot_shape
     from gpuflow.pipeline.stage import Keys
     from gpuflow.runtime.buffers import BytePool

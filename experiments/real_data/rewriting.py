@@ -69,7 +69,7 @@ def arms_for(files: list[NDArray[np.uint8]]) -> dict[str, Callable[[], Any]]:
 
     def rewrite() -> None:
         found = rewrite_progressive(payload, np.arange(len(files)), lambda size: memory, 1)
-        assert found is not None and found.sizes.all()
+        assert found.sizes.all()
 
     return {
         "decoded": lambda: [decoder.decode(data, probe(data)) for data in files],

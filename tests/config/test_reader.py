@@ -416,7 +416,7 @@ def test_a_text_that_cannot_name_a_file_is_located(text: str) -> None:
 
 
 def test_a_name_whose_bytes_are_no_text_is_taken() -> None:
-    assert read(with_block(r'source: {folder: "caf\udce9"}')).source.folder == "caf\udce9"
+    assert read(with_block(r'source: {folder: "caf\udce9"}')).source.where == "caf\udce9"
 
 
 MANY = {

@@ -33,7 +33,6 @@ def rewritten(files: Sequence[bytes], threads: int = 1) -> list[NDArray[np.uint8
     """Each file as it is rewritten, or None."""
     payload = Payload.of(files, lambda size: np.empty(size, np.uint8))
     found = rewrite_progressive(payload, np.arange(len(files)), lambda size: np.empty(size, np.uint8), threads)
-    assert found is not None
     results = []
     for offset, size, sampling in zip(found.offsets, found.sizes, found.sampling, strict=True):
         assert not found.buffer[offset + size : offset + size + SPARE_BYTES].any()

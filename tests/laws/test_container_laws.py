@@ -166,7 +166,7 @@ def read(spec: SourceSpec) -> dict[str, Any]:
             for field in fields_of(source):
                 if field.labels:
                     values[field.labels] = [field.classes[k] for k in np.asarray(records.columns[field.labels][i])]
-            label = source.classes[int(source.labels[i])] if spec.coco is None else None
+            label = source.classes[int(source.labels[i])] if spec.kind != "coco" else None
             sound = (payload.sample(i).tobytes(), label, values)
             found[source.path(i)] = payload.errors[i] or records.errors[i] or sound
         return found
