@@ -148,7 +148,8 @@ def test_the_defaults_of_image_processors_are_those_of_transformers() -> None:
         assert tuple(theirs.image_mean) == ours.mean and tuple(theirs.image_std) == ours.std, name
         assert bool(getattr(theirs, "do_center_crop", False)) == (ours.crop is not None), name
         assert theirs.default_to_square == ours.square, name
-        assert bool(theirs.do_convert_rgb) == ours.convert and bool(theirs.do_normalize) == ours.normalizes, name
+        assert bool(getattr(theirs, "do_convert_rgb", False)) == ours.convert, name
+        assert bool(getattr(theirs, "do_normalize", False)) == ours.normalizes, name
 
 
 # --- Albumentations ---------------------------------------------------------------------------------------------------
