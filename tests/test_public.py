@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(gpuflow.__path__, "gpuflow.")
-    if not module.name.startswith("gpuflow.plots")
+    if not module.name.startswith(("gpuflow.plots", "gpuflow.native._library"))
 )
 
 

@@ -485,7 +485,7 @@ class Document(_Block):
         run: how pipelines run.
     """
 
-    source: pydantic.SkipValidation[SourceKeys | None] = None  # type: ignore[valid-type]
+    source: pydantic.SkipValidation[SourceKeys] = None  # type: ignore[valid-type]
     preprocess: Any = None
     pipelines: dict[str, PipelineSpec] = {}
     train: TrainSpec = TrainSpec()

@@ -196,7 +196,7 @@ class _Reader:
 
     def _source(self) -> SourceSpec | None:
         """The block `source`; None where it is missing or wrong, which is reported."""
-        if "source" not in self._data:
+        if self._data.get("source") is None:
             return None  # which `_document` reports
         try:
             return make_source(self._data["source"], all_kinds())

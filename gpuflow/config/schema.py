@@ -21,7 +21,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from gpuflow.config.models import CacheKeys, Document, PipelineSpec, ServeSpec, ViewSpec, alternatives
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.stage import Stage
-from gpuflow.sources import KINDS, SourceSpec
+from gpuflow.sources import KINDS, SourceSpec, WeightsSpec
+from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.storage import CacheSpec
 
 __all__ = ["docstring_of", "json_schema"]
@@ -29,6 +30,8 @@ __all__ = ["docstring_of", "json_schema"]
 Schema = dict[str, Any]
 
 _STAGES = {"$ref": "#/$defs/stages"}
+_SHARED = FieldSpec, WeightsSpec
+"""Blocks that several kinds of sources have."""
 
 
 def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, type[SourceSpec]] = KINDS) -> Schema:
@@ -54,13 +57,14 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, type[So
         "source": {"description": "Where the samples are.", "oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds]},
         **kinds,
         CacheKeys.__name__: CacheKeys.model_json_schema(schema_generator=_Blocks),
+        **{shared.__name__: _fields_schema(shared) for shared in _SHARED},
         "stages": _list_schema(stages),
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gpuflow",
         **schema,
-        "$defs": definitions | blocks | {f"stage.{name}": _stage_schema(stage) for name, stage in stages.items()},
+        "$defs": blocks | definitions | {f"stage.{name}": _stage_schema(stage) for name, stage in stages.items()},
     }
 
 
@@ -159,6 +163,8 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
         return {"$ref": "#/$defs/source"}
     if hint is CacheSpec:
         return {"$ref": f"#/$defs/{CacheKeys.__name__}"}
+    if hint in _SHARED:
+        return {"$ref": f"#/$defs/{hint.__name__}"}
     if origin is Literal:
         return {"enum": list(parts)}
     if origin in (typing.Union, types.UnionType):

@@ -278,7 +278,7 @@ def _one_side(side: str) -> _Make:
 
 
 def _fill_box(longest: Any, pad: Any) -> bool:
-    """Whether two transforms fit an image into a box and pad it to that, as the stage letterbox does."""
+    """Return True if two transforms fit an image into a box and pad it to that, as the stage letterbox does."""
     for one, name in ((longest, "LongestMaxSize"), (pad, "PadIfNeeded")):
         named = isinstance(one, dict) and isinstance(one.get("__class_fullname__"), str) and _name(one) == name
         if not named or (one.get("p", 1) != 1 and not one.get("always_apply")):

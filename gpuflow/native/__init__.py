@@ -1,1 +1,3 @@
 """The C code of this package: one library, built with it, whose functions run without Python's interpreter."""
+
+__all__: list[str] = []

@@ -444,6 +444,7 @@ def test_of_very_many_faults_the_first_hundred_are_listed(block: str) -> None:
     for key in block.split(".") if block else ():
         name, entry, _ = key.partition("[0]")
         lines.append(f"{indent}{name}:")
+        lines += ["  folder: photos"] if block == "source.fields" and name == "source" else []
         indent += "    - " if entry else "  "
     indent = indent.replace("-", " ")
     text = "\n".join([*lines, *(indent + MANY[block].format(i=i) for i in range(1_000))]) + "\n"

@@ -167,7 +167,7 @@ def test_complete_instances_are_those_of_a_file_without_the_others(kind: str, se
 
 def source_keys(spec: SourceSpec) -> dict[str, Any]:
     """The keys of a source of one kind."""
-    values = {name: getattr(spec, name) for name in ("listing", "tar", "coco", "images", "hf", "classes")}
+    values = {name: getattr(spec, name, None) for name in ("listing", "tar", "coco", "images", "hf", "classes")}
     keys = {name: value for name, value in values.items() if value}
     fields = {name: field for name, field in FIELDS.items() if name != "image" or "tar" not in keys}
     return keys if "coco" in keys else keys | {"fields": fields}
