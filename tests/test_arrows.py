@@ -110,12 +110,15 @@ def test_the_engine_mentions_no_stage_by_name() -> None:
 EXCUSED = {
     "gpuflow/tools/bench.py: normalize",
     "gpuflow/config/schema.py: decode",
-    "gpuflow/migration/from_torchvision.py: torchvision",
     "gpuflow/migration/sources.py: torchvision",
 }
 """The comparison normalizes by the batch, as people do who use the other loaders; views share the key `decode`; what is
 imported may be of the library that a stage is named after."""
-TRANSLATORS = {"gpuflow/integrations/timm.py", "gpuflow/migration/from_albumentations.py"}
+TRANSLATORS = {
+    "gpuflow/integrations/timm.py",
+    "gpuflow/migration/from_albumentations.py",
+    "gpuflow/migration/from_torchvision.py",
+}
 """These make stages of another library's parameters, some of which have the same names."""
 
 

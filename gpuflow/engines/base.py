@@ -302,9 +302,15 @@ def class_difference(classes: Sequence[str], wanted: Sequence[str] | None) -> st
     if not classes or not wanted or different is None:
         return ""
     i, (name, other) = different
+    if name is None:
+        first = f"class {i}, {other!r}, is missing"
+    elif other is None:
+        first = f"class {i}, {name!r}, is not among them"
+    else:
+        first = f"class {i} is {name!r} in place of {other!r}"
     return (
-        f"got {len(classes)} where {len(wanted)} are wanted, and class {i} is {name!r} in place of {other!r}; name all "
-        "in each source: classes: [...], or read both as parts of one source"
+        f"got {len(classes)} where {len(wanted)} are wanted, and {first}; name all in each source: classes: [...], or "
+        "read both as parts of one source"
     )
 
 

@@ -104,7 +104,7 @@ def _of_one_size(found: Imported) -> Imported:
         pipelines[name] = entries
         for i, entry in reversed(list(enumerate(entries))):
             sides = [entry.parameters.get(key) for key in ("max_size", "longer", "shorter")]
-            if entry.stage == "resize" and (side := next(filter(None, sides), None)) is not None:
+            if (side := next(filter(None, sides), None)) is not None:
                 pipelines[name] = [*entries[: i + 1], Entry("center_crop", {"size": side}), *entries[i + 1 :]]
                 rule = f"leaves images of varying size in {name}, which no batch can hold"
                 nearest = f"center_crop: {{size: {side}}}, which centres smaller images on black"

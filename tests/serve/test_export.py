@@ -331,8 +331,8 @@ def test_no_images_to_check_on(models: Models, tmp_path: Path) -> None:
     assert fault(lambda: export_model(config, out, data=tmp_path / "empty")) == (
         f"{tmp_path}/empty: has no image that can be decoded to check the model on; try --data"
     )
-    (file, *_) = make_photos(tmp_path / "bad", classes=1, each=1)
-    truncate(file)
+    for file in make_photos(tmp_path / "bad", classes=3, each=1):
+        truncate(file)
     bad = models.read(f"source.folder={tmp_path}/bad")
     assert fault(lambda: export_model(bad, out)) == (
         f"{bad.path}: source has no image that can be decoded to check the model on; try --data"
@@ -346,6 +346,8 @@ def test_an_error_leaves_no_source_or_engine_open(
     closed: list[bool] = []
 
     class Failing:
+        classes = ()
+
         def __init__(self, *arguments: object, **settings: object) -> None:
             pass
 
