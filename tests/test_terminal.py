@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import ConsoleDimensions
 
 from gpuflow import cli
 from tests.datasets import make_photos, write_config
@@ -66,13 +67,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def terminal_of(monkeypatch: pytest.MonkeyPatch, width: int, out: io.StringIO | None = None) -> Terminal:
     """A terminal that stderr goes to, and stdout unless it goes elsewhere."""
     terminal = Terminal()
-    for name, value in {"TERM": "xterm", "COLUMNS": str(width), "LINES": "40"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys, "stdout", terminal if out is None else out)
     monkeypatch.setattr(sys, "stderr", terminal)
-    for console in (cli._out, cli._err):  # made when this process was started, without a terminal
+    for console in (cli._out, cli._err):  # made when this process was started, perhaps without a terminal
         monkeypatch.setattr(console, "is_interactive", console.is_terminal)
+        monkeypatch.setattr(console, "size", ConsoleDimensions(width, 40))
     return terminal
 
 

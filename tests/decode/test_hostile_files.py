@@ -13,7 +13,7 @@ from tests import images
 from tests.decode.test_chunk_headers import kinds
 
 HERE = Path(__file__).parent
-SOURCES = [HERE.parents[1] / "gpuflow" / "decode" / f"{name}.c" for name in ("header_scan", "complete", "baseline")]
+SOURCES = [HERE.parents[1] / "gpuflow" / "native" / f"{name}.c" for name in ("header_scan", "complete", "baseline")]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 

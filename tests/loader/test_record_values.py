@@ -321,13 +321,15 @@ def test_a_damaged_images_replacement_has_its_own_map_and_skipping_leaves_the_ot
 
 
 def test_a_record_with_another_fault_names_that_one(tmp_path: Path) -> None:
-    bad = [[[float("nan"), 2, 2], [3, 4, 2], [5, 9, 2], [1, 1, 2], [2, 2, 2]]]
-    listing = make_faces(tmp_path / "data", {5: {"points": bad}})
-    path = face_config(tmp_path / "x.yaml", listing, warp_of("points"), fields=POINTS)
+    scores: dict[int, dict[str, Any]] = {i: {"score": float("nan") if i == 5 else 1.0} for i in range(COUNT)}
+    scores[5]["points"] = []
+    listing = make_faces(tmp_path / "data", scores)
+    fields = {**POINTS, "score": {"type": "number"}}
+    path = face_config(tmp_path / "x.yaml", listing, warp_of("points"), fields=fields)
     with gpuflow.load(path, overrides=["run.on_error=raise"]) as loader:
         _, error = fault_of(loader)
     assert isinstance(error, gpuflow.BadSampleError)
-    assert error.reason == f"{listing}:6: points[0] must have finite numbers"
+    assert error.reason == f"{listing}:6: score must be finite, got nan"
 
 
 def test_records_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

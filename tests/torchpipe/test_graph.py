@@ -21,7 +21,7 @@ from tests.laws.test_stage_laws import EXAMPLES, pipeline_around
 
 FILE = {"file": "m.onnx"}
 STAGES_JSON = (
-    '[["decode", {"color": "rgb", "backend": "auto", "cpu_share": 0.0, "orientation": "ignore", '
+    '[["decode", {"color": "rgb", "backend": "auto", "cpu_share": 0.0, "orientation": null, '
     '"max_pixels": 179000000, "max_scans": 100, "background": null, "formats": []}], '
     '["resize", {"height": null, "width": null, "shorter": 32, "longer": null, "max_size": null, '
     '"interpolation": "bilinear", "antialias": true, "rounding": "down"}], '
