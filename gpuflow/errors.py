@@ -345,7 +345,7 @@ def redacted(text: str) -> str:
 
 
 def _url(found: re.Match[str]) -> str:
-    """A URL whose named parameters are hidden already."""
+    """Return a URL whose named parameters are hidden already."""
     address, mark, query = _USER.sub(f"://{_HIDDEN}@", found[0]).partition("?")
     return f"{address}{mark}{_NAMELESS.sub(_parameter, query)}"
 

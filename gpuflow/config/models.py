@@ -521,7 +521,7 @@ class Document(_Block):
 
 
 def _part_problems(name: str, pipeline: PipelineSpec, parts: Sequence[str], key: str) -> Iterator[Problem]:
-    """A problem where a pipeline does not read a part of the source, and does not ask for the whole source.
+    """Yield a problem where a pipeline does not read a part of the source, and does not ask for the whole source.
 
     key: of the source's parts, split or splits.
     """
@@ -558,14 +558,14 @@ class Config:
 
     @property
     def source(self) -> SourceSpec:
-        """The block `source`. Raises ConfigError if there is none."""
+        """Return the block `source`. Raises ConfigError if there is none."""
         if self.source_block is None:
             raise self._without("source")
         return self.source_block
 
     @property
     def sources(self) -> tuple[SourceSpec, ...]:
-        """The source, or those of a mix; none where the file has `serve` alone."""
+        """Return the source, or those of a mix; none where the file has `serve` alone."""
         return () if self.source_block is None else self.source_block.sources
 
     def program(self, name: str) -> Program:

@@ -195,7 +195,7 @@ class _Reader:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def _source(self) -> SourceSpec | None:
-        """The block `source`; None where it is missing or wrong, which is reported."""
+        """Return the block `source`; None where it is missing or wrong, which is reported."""
         if self._data.get("source") is None:
             return None  # which `_document` reports
         try:
@@ -206,7 +206,7 @@ class _Reader:
         return None
 
     def _document(self, source: SourceSpec | None) -> Document | None:
-        """All blocks; None where a key or a type is wrong."""
+        """Return all blocks; None where a key or a type is wrong."""
         values = as_tuples(self._data)
         try:
             document = Document.model_validate(values)

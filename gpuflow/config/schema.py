@@ -135,7 +135,7 @@ def _required(kind: type[Any]) -> list[str]:
 
 
 def _fields_schema(kind: type[Any]) -> Schema:
-    """The fields of a dataclass as the keys of a mapping."""
+    """Return the fields of a dataclass as the keys of a mapping."""
     summary, texts = docstring_of(kind)
     hints = typing.get_type_hints(kind, include_extras=True)
     properties = {}

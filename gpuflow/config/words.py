@@ -19,7 +19,7 @@ __all__ = ["fits", "meant_key", "problems_of", "type_in_words"]
 def problems_of(
     error: pydantic.ValidationError, model: type[BaseModel], data: Any, document: type[BaseModel] | None = None
 ) -> Iterator[Problem]:
-    """What pydantic found wrong with data for a model: one problem for each place.
+    """Yield what pydantic found wrong with data for a model: one problem for each place.
 
     document: of which the model is a part, and where unknown keys may belong; by default the model itself.
     """

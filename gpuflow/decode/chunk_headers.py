@@ -55,7 +55,7 @@ class Headers:
 def read_headers(
     payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool | None, formats: Collection[str] = ()
 ) -> Headers:
-    """The header of each file. Unreadable files (of size 0) are faults of the stage `read`.
+    """Return the header of each file. Unreadable files (of size 0) are faults of the stage `read`.
 
     orientation: whether to read it. None: read it as `Headers.tags`, to count such files.
     """

@@ -132,7 +132,7 @@ def _read(given: Any, state: _State) -> _Step:
 
 
 def _unlike(name: str, given: _Given, state: _State) -> _Step:
-    """A transform that no stage equals: the gap, and the nearest stage."""
+    """Return the gap of a transform that no stage equals, and its nearest stage."""
     about, make = _LIKE.get(name, ("", None))
     entry = None if make is None else make({"p": 0.5, **given})
     nearest = "leave it out" if entry is None else f"{entry.stage}{about}"
@@ -145,7 +145,7 @@ def _name(given: Mapping[str, Any]) -> str:
 
 
 def _container(name: str, given: _Given, state: _State) -> _Step:
-    """All transforms with their notes and gaps; the entries of the first alone where one of them is drawn."""
+    """Return the notes and gaps of all transforms; the entries of the first alone where one of them is drawn."""
     parts = given.get("transforms")
     if not isinstance(parts, list):
         raise state.document.error("must be a list of transforms", *state.at, "transforms", value=parts)
@@ -168,7 +168,7 @@ def _container(name: str, given: _Given, state: _State) -> _Step:
 
 
 def _known(name: str, given: _Given, state: _State) -> _Step:
-    """A transform that has a stage."""
+    """Return the step of a transform that has a stage."""
     if given.get("always_apply"):  # of versions below 2, which take no notice of p then
         given = {**given, "p": 1.0}
     keys, make = _KNOWN[name]
@@ -184,7 +184,7 @@ def _known(name: str, given: _Given, state: _State) -> _Step:
 
 
 def _as_step(part: _Part, state: _State) -> _Step:
-    """An entry is put before `normalize` if its results are pixels of the image, which makes no difference."""
+    """Put an entry before `normalize` if its results are pixels of the image, which makes no difference."""
     match part:
         case Entry(stage="torchvision") if state.scaled:
             return Step(state=state, floats=(part,))
@@ -209,14 +209,14 @@ def _draws(given: _Given, *ranges: Any) -> Iterator[str]:
 
 
 def _always(state: _State, given: _Given, stage: str) -> Iterator[Problem]:
-    """The gap of a transform that is not applied to all images, where its stage is."""
+    """Yield the gap of a transform that is not applied to all images, where its stage is."""
     if given.get("p", 1) != 1:
         rule = f"is {given['p']:g}, but the stage {stage} has no probability"
         yield state.gap("p", rule, f"{stage}, for all images")
 
 
 def _filters(given: _Given, state: _State, stage: str) -> tuple[dict[str, Any], list[Problem]]:
-    """The keys of a resize, and the gap of a filter. OpenCV's filters do not widen with the scale."""
+    """Return the keys of a resize, and the gap of a filter. OpenCV's filters do not widen with the scale."""
     mode = given.get("interpolation", _LINEAR)
     if given.get("area_for_downscale"):
         mode = _AREA
@@ -395,7 +395,7 @@ def _rotate(state: _State, given: _Given) -> Iterator[_Part]:
 
 
 def _levels(given: _Given) -> Any:
-    """The key `fill`: a level, or one for each channel."""
+    """Return the key `fill`: a level, or one for each channel."""
     fill = given.get("fill", 0)
     return [round(x) for x in fill] if isinstance(fill, (list, tuple)) else round(fill)
 

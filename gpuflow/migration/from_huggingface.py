@@ -150,7 +150,7 @@ class _Reader:
         return Imported(source=self._source, matches=(matches,), pipelines={"val": entries}, gaps=tuple(self._gaps))
 
     def _pad(self) -> list[Entry]:
-        """The crop of a size that is padded to, which centres smaller images on black."""
+        """Return the crop of a size that is padded to, which centres smaller images on black."""
         rule = "pads at the bottom and right, to pad_size or the batch's largest image"
         if (size := self._get("pad_size", None)) is None:
             self._gap("do_pad", rule, "leave it out: images of one size need no padding")

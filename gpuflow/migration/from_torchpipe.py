@@ -110,7 +110,7 @@ class _Reader:
                 self._gaps.append(Problem(self._at(name), rule, node[key], action, (key,), "import.unknown_key"))
 
     def _path_from(self, name: str) -> list[str]:
-        """The nodes that an image passes from a node on, which `next` joins.
+        """Return the nodes that an image passes from a node on, which `next` joins.
 
         Raises:
             ConfigError: `next` names no node, or leads back.
@@ -130,7 +130,7 @@ class _Reader:
         return path
 
     def _preset(self, paths: Mapping[str, list[str]], *, on_gpu: bool) -> PresetEntry:
-        """The size and color, which all nodes that decode must share. paths: from each of these nodes on."""
+        """Return the size and color, which all nodes that decode must share. paths: from each of these nodes on."""
         found = {}
         for name, path in paths.items():
             following = [self._nodes[one] for one in path if one == name or one not in paths]
@@ -168,7 +168,7 @@ class _Reader:
         return []
 
     def _served(self, model: str) -> dict[str, Any] | None:
-        """The keys of `serve.model`; None if its file is none that gpuflow serves."""
+        """Return the keys of `serve.model`; None if its file is none that gpuflow serves."""
         node = self._nodes[model]
         keys: dict[str, Any] = {"file": str(node.get("model", "model.onnx"))}
         if Path(keys["file"]).suffix != ".onnx":
@@ -185,7 +185,7 @@ class _Reader:
         return {**keys, **self._engine(model, keys.get("batch", 1)), "preprocessing": "trust"}
 
     def _engine(self, model: str, batch: int) -> dict[str, Any]:
-        """The keys of the engine: its precision, smallest batch and cache."""
+        """Return the keys of the engine: its precision, smallest batch and cache."""
         node = self._nodes[model]
         keys: dict[str, Any] = {}
         if (precision := node.get("precision")) is None:
@@ -215,7 +215,7 @@ class _Reader:
 
 
 def _first_side(node: Mapping[str, Any], key: str) -> int | None:
-    """The batch size of `max` or `min`: 4, or the first side of 4x3x224x224."""
+    """Return the batch size of `max` or `min`: 4, or the first side of 4x3x224x224."""
     found = re.match(r"\d+", str(node.get(key, "")))
     return None if found is None else int(found[0])
 

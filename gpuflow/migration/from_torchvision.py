@@ -119,7 +119,7 @@ def read_transform(
 
 
 def _read(transform: Any, state: _State) -> _Step:
-    """Return what a transform becomes. Its notes are added here, whatever becomes of it."""
+    """Return what a transform becomes. Its notes are added here, in every case."""
     name, library = type(transform).__name__, type(transform).__module__.partition(".")[0]
     if (container := _CONTAINERS.get((library, name))) is not None:
         return container(state, transform)
@@ -209,7 +209,7 @@ def _with_gap(step: _Step, problem: Problem) -> _Step:
 
 
 def _preset(state: _State, preset: Any) -> _Step:
-    """The transforms that come with torchvision's weights, which take PIL images and tensors."""
+    """Return the step of a preset that comes with torchvision's weights, which takes PIL images and tensors."""
     step = Step(state=state)
     size = preset.resize_size and _target(list(preset.resize_size))
     if size and isinstance(resize := _sampled(state, "resize", size, preset), Entry):
@@ -222,7 +222,7 @@ def _preset(state: _State, preset: Any) -> _Step:
 
 
 def _carried_over(state: _State, transform: Any, found: _Equal) -> _Step:
-    """A transform for which there is a stage, at least for some of its parameters."""
+    """Return the step of a transform for which there is a stage, at least for some of its parameters."""
     name = type(transform).__name__
     movable = name in _MOVABLE and state.floats <= 1
     if name == "CenterCrop":  # which pads smaller images by 0, also of floats
@@ -240,7 +240,7 @@ def _carried_over(state: _State, transform: Any, found: _Equal) -> _Step:
 
 
 def _on_levels(state: _State, entry: Entry) -> _Step:
-    """An entry that works on levels of 0-255: before normalize, if that stands there."""
+    """Return the step of an entry that works on levels of 0-255: before normalize, if that stands there."""
     rounds = state.scaled and entry.stage not in _EXACT
     return Step(state=state, entries=(entry,), notes=(_FLOATS_ROUND,) if rounds else ())
 
@@ -250,7 +250,7 @@ def _on_floats(state: _State, *entries: Entry) -> _Step:
 
 
 def _by_name(state: _State, transform: Any, **changed: Any) -> _Step:
-    """A transform that runs as it is: `torchvision: {name: ...}`."""
+    """Return the step of a transform that runs as it is: `torchvision: {name: ...}`."""
     if (parameters := _parameters(transform)) is None:
         return _refused(state, transform)
     entry = Entry("torchvision", {**parameters, **changed}, "has no faster form")
@@ -286,7 +286,7 @@ def _refused(state: _State, transform: Any, reason: str = "is not a transform th
 
 
 def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _Step:
-    """An object whose code calls one Compose or several, which it holds by these names."""
+    """Return the step of an object whose code calls one Compose or several, which it holds by these names."""
     names = ", ".join(held)
     if len(held) > 1:
         nearest, about = f"its attributes {names}, each a Compose", "views of one image are written as views"
@@ -321,7 +321,7 @@ def _change_type(state: _State, transform: Any) -> _Step:
 
 
 def _converted(state: _State, transform: Any) -> _Step:
-    """A conversion that takes place. On levels, nothing is needed but the type."""
+    """Return the step of a conversion that takes place. On levels, nothing is needed but the type."""
     dtype, scale = str(_of_images(transform.dtype)).removeprefix("torch."), getattr(transform, "scale", True)
     if dtype == (state.dtype if state.scaled else "uint8"):
         return Step(state=replace(state, tensor=True))
@@ -358,7 +358,7 @@ def _to_pil(state: _State, transform: Any) -> _Step:
 
 
 def _fault(state: _State, entry: Entry, spec: s.ImageSpec | None = None) -> str | None:
-    """Why there is no stage of an entry, or why it cannot take what `spec` says; None if it can."""
+    """Return why there is no stage of an entry, or why it cannot take what `spec` says; None if it can."""
     try:
         stage = make_stage(entry.as_yaml, state.table)
         if spec is not None:
@@ -369,7 +369,7 @@ def _fault(state: _State, entry: Entry, spec: s.ImageSpec | None = None) -> str 
 
 
 def _input(state: _State, image: Any) -> Any:
-    """A PIL image as what a transform gets at this place."""
+    """Return a PIL image as what a transform gets at this place."""
     from torchvision.transforms.v2 import functional
 
     if not state.tensor:
@@ -379,7 +379,7 @@ def _input(state: _State, image: Any) -> Any:
 
 
 def _run(stage: s.Stage, image: Any) -> Any:
-    """A stage on a PIL image, as torchvision's transform of uint8 tensors."""
+    """Run a stage on a PIL image, as torchvision's transform of uint8 tensors."""
     from torchvision.transforms.v2 import functional
 
     return stage.torchvision()(functional.pil_to_tensor(image))

@@ -66,7 +66,7 @@ class SamplerDraws:
         return indices, sizes
 
     def _warn_of_the_same_order(self, epoch: int, order: str) -> None:
-        """Warn if a sampler that shuffles by its epoch, such as DistributedSampler, was not told the next one."""
+        """Warn if a sampler that shuffles by its epoch, such as DistributedSampler, was not given the next one."""
         by_epoch = [
             one
             for one in self.samplers

@@ -122,7 +122,7 @@ class Library:
         yield _UNKNOWN, None
 
     def _given(self, image: Image) -> Image:
-        """What the library is given of an opened image."""
+        """Return what the library is given of an opened image."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return image if self.transform.converts else image.convert("RGB")
@@ -160,7 +160,7 @@ def _bad(error: Exception) -> BadSampleError:
 
 
 def _cause_of(image: Image, *, converts: bool) -> str:
-    """What is special about a file's pixels for whoever converts them to RGB."""
+    """Return what is special about a file's pixels where they are converted to RGB."""
     if image.has_transparency_data:
         return _TRANSPARENT
     if image.mode == "CMYK":
@@ -169,7 +169,7 @@ def _cause_of(image: Image, *, converts: bool) -> str:
 
 
 def _rows_first(image: Image) -> Image:
-    """The image with a `resize` that resizes rows before columns, whatever Pillow's order is."""
+    """Return the image with a `resize` that resizes rows before columns, in any version of Pillow."""
     from PIL import Image
 
     class RowsFirst(Image.Image):

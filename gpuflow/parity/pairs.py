@@ -250,7 +250,7 @@ class PairComparison:
             push(worst, (score, -next(self._order), picture))
 
     def _within(self, levels: Differences) -> bool:
-        """Whether differences are not more than allowed after these stages."""
+        """Return True if differences are not more than allowed after these stages."""
         stages = self._prefix.program.pipeline.stages[: self._prefix.count]
         allowed = self._rule.allowed(stages, same_device=self._same_device)
         return allowed is None or not levels.size or float(levels.max()) <= allowed + self._noise
@@ -315,7 +315,7 @@ class PairComparison:
 
 
 def _cut(image: torch.Tensor, size: tuple[int, int] | None) -> torch.Tensor:
-    """The rows and columns to compare."""
+    """Return the rows and columns to compare."""
     rows, columns = size or image.shape[1:]
     return image[:, :rows, :columns].cpu()
 

@@ -97,7 +97,7 @@ def breaches(pair: Pair) -> Iterator[str]:
 
 
 def _some(images: Sequence[str]) -> str:
-    """The first of these names, and how many there are."""
+    """Return the first of these names, and how many there are."""
     return images[0] if len(images) == 1 else f"{images[0]} and {len(images) - 1} more"
 
 

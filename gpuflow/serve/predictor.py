@@ -105,7 +105,7 @@ class Prediction:
 
 
 class _Submitted(TypedDict, total=False):
-    """What `RunningGraph.submit_all` is told of the images."""
+    """Arguments of `RunningGraph.submit_all` that describe the images."""
 
     more_follow: bool
     deadline: float
@@ -300,7 +300,7 @@ class Predictor:
 
     @property
     def newest_first(self) -> bool:
-        """Whether callers gave up in the last seconds, so that a new image does not wait for those before it."""
+        """Return True if callers gave up in the last seconds, so that a new image does not wait for those before it."""
         return self._running.newest_first
 
     def seconds_for(self, images: int) -> float:

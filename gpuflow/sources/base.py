@@ -224,7 +224,7 @@ class SourceSpec(ABC):
 
     @property
     def folder_of_images(self) -> str:
-        """The path or URL that images are below."""
+        """Return the path or URL that images are below."""
         return self.where
 
     @property
@@ -234,17 +234,17 @@ class SourceSpec(ABC):
 
     @property
     def classes(self) -> int | tuple[str, ...] | None:
-        """How many classes there are, or their names; None where the source says it."""
+        """Return how many classes there are, or their names; None where the source says it."""
         return None
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the source's own splits that are the named parts."""
+        """Return the names of the source's own splits that are the named parts."""
         return ()
 
     @property
     def weights(self) -> WeightsSpec | None:
-        """How often each sample is drawn where a pipeline shuffles; None if equally often."""
+        """Return how often each sample is drawn where a pipeline shuffles; None if equally often."""
         return None
 
     @property

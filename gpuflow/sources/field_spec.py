@@ -55,7 +55,7 @@ class FieldSpec:
 
     @property
     def given(self) -> list[str]:
-        """The keys that are given, but for `type`."""
+        """Return the keys that are given, but for `type`."""
         return [field.name for field in fields(self) if field.name != "type" and getattr(self, field.name) is not None]
 
     @property

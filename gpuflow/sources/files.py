@@ -66,7 +66,7 @@ class FileSource:
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """What its images, and the files of its masks, are read from."""
+        """Return what its images, and the files of its masks, are read from."""
         return (self.storage, *self._table.storages)
 
     def __len__(self) -> int:

@@ -96,7 +96,7 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
 
     @property
     def image_extensions(self) -> tuple[str, ...]:
-        """How the names of the images end, each with its dot."""
+        """Return how the names of the images end, each with its dot."""
         return (*EXTENSIONS, *(f".{name}" for name in self.extensions))
 
 

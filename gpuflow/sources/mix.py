@@ -238,7 +238,7 @@ class Mix(WithSplits):
 
     @property
     def sources(self) -> tuple[SourceSpec, ...]:
-        """The sources, each with the splits that the mix names."""
+        """Return the sources, each with the splits that the mix names."""
         return tuple(
             replace(entry.source, splits=self.splits)
             if self.splits and isinstance(entry.source, WithSplits)

@@ -175,7 +175,7 @@ class Tar(WithExtensions, WithWindow, Cached, Named):
 
     @property
     def image_suffixes(self) -> tuple[str, ...]:
-        """The suffixes of the members that are images, without a dot."""
+        """Return the suffixes of the members that are images, without a dot."""
         return (*IMAGE_EXTENSIONS, *self.extensions)
 
 

@@ -228,7 +228,7 @@ class Backlog:
 
     @property
     def newest_first(self) -> bool:
-        """Whether callers gave up in the last seconds, so that the newest requests are taken first."""
+        """Return True if callers gave up in the last seconds, so that the newest requests are taken first."""
         return time.monotonic() - self._gave_up < _RECENT_SECONDS
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -375,7 +375,7 @@ class RequestQueue:
 
     @property
     def newest_first(self) -> bool:
-        """Whether callers gave up in the last seconds, so that the newest requests run first."""
+        """Return True if callers gave up in the last seconds, so that the newest requests run first."""
         return self._backlog.newest_first
 
     def measured(self, images: int, seconds: float) -> None:

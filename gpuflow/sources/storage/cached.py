@@ -302,7 +302,7 @@ class CachedStorage:
                 yield entry, _data(answer)
 
     def _versions(self, entries: Iterable[_Entry], answers: Sequence[Fetched | str]) -> list[bytes | None]:
-        """Which version each answer is of. A server whose answers do not say it is asked again."""
+        """Return which version each answer is of. A server whose answers do not say it is asked again."""
         said = [answer.now if isinstance(answer, Fetched) else None for answer in answers]
         silent = [i for i, answer in enumerate(answers) if isinstance(answer, Fetched) and said[i] is None]
         urls = [entry.url for entry in entries]
@@ -351,7 +351,7 @@ class _Listed:
         self._versions = np.frombuffer(b"".join(versions), np.uint8).reshape(-1, VERSION_BYTES)[order]
 
     def find(self, digests: Sequence[bytes]) -> list[bytes | None]:
-        """The version of each file; None where the listing did not say it."""
+        """Return the version of each file; None where the listing did not say it."""
         if not len(self._keys):
             return [None] * len(digests)
         keys = _keys(digests)

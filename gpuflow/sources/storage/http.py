@@ -55,7 +55,7 @@ class HttpRequests:
         self._fs = fs
 
     async def get(self, url: str, start: int | None = None, end: int | None = None) -> Fetched:
-        """A whole file, or its bytes from `start` up to `end`."""
+        """Return a whole file, or its bytes from `start` up to `end`."""
         if start is None or end is None:
             data, headers, _ = await self._send("GET", url)
             return Fetched(data, shard_of(url, headers, len(data)))
@@ -68,7 +68,7 @@ class HttpRequests:
         return Fetched(data, None if size is None else shard_of(url, headers, size))
 
     async def info(self, url: str) -> Shard | None:
-        """What the server says of a file; None if it does not say its size."""
+        """Return what the server says of a file; None if it does not say its size."""
         _, headers, _ = await self._send("HEAD", url)
         size = headers.get("Content-Length", "")
         return shard_of(url, headers, int(size)) if size.isdecimal() else None
@@ -82,7 +82,7 @@ class HttpRequests:
         return None if size is None else shard_of(url, headers, size)
 
     async def page(self, url: str) -> str:
-        """The text of a page; empty for another file."""
+        """Return the text of a page; empty for another file."""
         data, headers, _ = await self._send("GET", url)
         return data.decode(errors="replace") if headers.get("Content-Type", _PAGE).startswith(_PAGE) else ""
 
@@ -118,7 +118,7 @@ class HttpRequests:
 
 
 def shard_of(path: str, info: Mapping[str, Any], size: int | None) -> Shard | None:
-    """What a server says of a file; None if it does not say its size."""
+    """Return what a server says of a file; None if it does not say its size."""
     if size is None:
         return None
     tag = next((info[tag] for tag in _TAGS if info.get(tag)), "")
@@ -127,7 +127,7 @@ def shard_of(path: str, info: Mapping[str, Any], size: int | None) -> Shard | No
 
 
 def options_of(limits: TimeLimits) -> dict[str, Any]:
-    """How fsspec connects to servers, under what the user's configuration of fsspec says."""
+    """Return how fsspec connects to servers, under what the user's configuration of fsspec says."""
     from aiohttp import ClientTimeout
     from fsspec.config import conf
 
@@ -141,7 +141,7 @@ def options_of(limits: TimeLimits) -> dict[str, Any]:
 
 
 def _span(headers: Mapping[str, str]) -> tuple[int, int, int | None]:
-    """The first and the last byte of an answer, and the size of the whole file if the server says it."""
+    """Return the first and the last byte of an answer, and the size of the whole file if the server says it."""
     found = _SPAN.fullmatch(headers.get("Content-Range", ""))
     if found is None:
         raise OSError(f"its server sent a range without saying which: {headers.get('Content-Range', '')[:60]!r}")
@@ -150,7 +150,7 @@ def _span(headers: Mapping[str, str]) -> tuple[int, int, int | None]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds that a server asks to wait, written as a number or as a time; 0 if it does not ask."""
+    """Return the seconds that a server asks to wait, written as a number or as a time; 0 if it does not ask."""
     text = headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])  # more digits are as good as never

@@ -132,7 +132,7 @@ class RemoteStorage:
         return answers
 
     def _function(self, name: str) -> Callable[..., Any]:
-        """An operation of the file system, as a coroutine function where it has one."""
+        """Return an operation of the file system, as a coroutine function where it has one."""
         function: Callable[..., Any] = getattr(self._fs, f"_{name}" if self._fs.async_impl else name)
         return function
 
@@ -141,7 +141,7 @@ class RemoteStorage:
     def _answers(
         self, function: Callable[..., Any], items: Sequence[tuple[Any, ...]], longest: float = math.inf
     ) -> list[Any]:
-        """What a function returns for each item, whose first part is its URL; or the exception of every attempt.
+        """Return what a function returns for each item, whose first part is its URL; or the exception of every attempt.
 
         longest: seconds for all attempts together.
 
@@ -192,7 +192,7 @@ class RemoteStorage:
         self.sleep(delay)
 
     def _lasting(self, url: str, fault: BaseException, seconds: float) -> BaseException:
-        """The error for a fault of the environment that every attempt met."""
+        """Return the error for a fault of the environment that every attempt met."""
         if is_system_fault(fault):
             return system_fault(fault, url)
         reason, timeout = reason_of(fault, with_type=not isinstance(fault, Refusal)), self._limits.timeout
@@ -301,7 +301,7 @@ class RemoteStorage:
         return files
 
     def _listed(self, function: Callable[..., Any], directory: str, root: str) -> Any:
-        """What a function says of a directory; nothing if that is the root and missing. Raises SourceError."""
+        """Return what a function says of a directory; nothing if that is the root and missing. Raises SourceError."""
         [answer] = self._answers(function, [(directory,)])
         if not isinstance(answer, BaseException):
             return answer
@@ -340,7 +340,7 @@ class RemoteStorage:
         ]
 
     def ask(self, urls: Sequence[str]) -> list[Shard | None]:
-        """What the server says of each file now, in one attempt, and without a reason where that fails."""
+        """Return what the server says of each file now, in one attempt, and without a reason where that fails."""
         self._fs.invalidate_cache()  # of listings, whose versions may be older
         function = self._http.info if self._over_http else self._function("info")
         begun = self._begun()
@@ -410,23 +410,23 @@ def payload_of(answers: Sequence[Fetched | str], allocate: Allocate) -> Payload:
 
 
 def _described(path: str, info: Any) -> Shard | None:
-    """What a server says of a file; None if it does not say its size."""
+    """Return what a server says of a file; None if it does not say its size."""
     return shard_of(path, info, info.get("size")) if isinstance(info, Mapping) else info
 
 
 def _server_of(url: str) -> str:
-    """The server of a URL, or the place that has its part, such as a bucket."""
+    """Return the server of a URL, or the place that has its part, such as a bucket."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('/')[0]}" if rest else url
 
 
 def _shown(fault: BaseException) -> BaseException | None:
-    """An exception of a library as the cause of an error; None if its text holds credentials."""
+    """Return an exception of a library as the cause of an error; None if its text holds credentials."""
     return fault if redacted(str(fault)) == str(fault) else None
 
 
 def _is_temporary(answer: object) -> bool:
-    """Whether an answer is a fault of the environment: another attempt may have another answer."""
+    """Return True if an answer is a fault of the environment: another attempt may have another answer."""
     if not isinstance(answer, BaseException) or isinstance(answer, NoRanges):
         return False
     code = _code(answer)
@@ -448,13 +448,13 @@ def _is_overload(answer: object) -> bool:
 
 
 def _code(fault: BaseException) -> int | None:
-    """The status of an answer over HTTP, by the names that libraries give it; None of other faults."""
+    """Return the status of an answer over HTTP, by the names that libraries give it; None of other faults."""
     known = vars(fault)
     return next((known[name] for name in ("code", "status_code", "status") if isinstance(known.get(name), int)), None)
 
 
 def _reason(fault: BaseException) -> str:
-    """Why a file cannot be read."""
+    """Return why a file cannot be read."""
     if _is_missing(fault):
         return "no such file"
     if isinstance(fault, NoRanges):
@@ -463,7 +463,7 @@ def _reason(fault: BaseException) -> str:
 
 
 def _checked(fetched: Fetched, url: str, start: int | None, end: int | None) -> Fetched | str:
-    """The data, or an error text if their length differs from the requested range."""
+    """Return the data, or an error text if their length differs from the requested range."""
     size = len(fetched.data)
     if start is None or end is None or size == end - start:
         return fetched if size else "empty file"

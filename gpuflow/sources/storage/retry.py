@@ -47,7 +47,7 @@ class TimeLimits:
 
     @classmethod
     def current(cls) -> TimeLimits:
-        """Those of the surrounding `time_limit`."""
+        """Return those of the surrounding `time_limit`."""
         return cls(_limit.get())
 
     @property
