@@ -152,7 +152,9 @@ class Hf(WithWindow, WithSplits, Named):
         return source
 
     def shard_window(self, source: Source | None = None) -> int:
-        return (source.window if isinstance(source, HfSource) else None) or super().shard_window(source)
+        if self.window is None and isinstance(source, HfSource) and source.window is not None:
+            return source.window
+        return super().shard_window(source)
 
     def with_one_column(self, name: str, column: str) -> Self:
         if self.fields or not (self.image or self.label):
