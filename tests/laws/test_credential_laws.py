@@ -122,7 +122,7 @@ def test_a_loader_says_no_credentials(
             out.append(raised(lambda: list(loader)))
     for code in (503, 403, 200):
         server.outage = failing(code) if code != 200 else lambda handler: False
-        # a server that fails is waited for, whatever becomes of bad samples
+        # a server that fails is waited for, by every policy for bad samples
         for overrides in ([],) if code == 503 else ([], ["run.on_error=raise"], ["run.max_bad=0"]):
             out.append(raised(partial(everything, file, overrides)))
     text = "\n".join([*out, said()])

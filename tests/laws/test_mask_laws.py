@@ -1,4 +1,4 @@
-"""Laws of masks that are files: whatever a file holds, only the decoders that the field names may see it."""
+"""Laws of masks that are files: only the decoders that the field names may read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of files behind URLs: whatever a server does, every sample arrives, or an error is raised."""
+"""Laws of files behind URLs: every sample arrives, or an error is raised."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class CachedStorage:
         """Yield what is in each entry; None for one that another thread or process downloads at this time.
 
         What is not of the entry's version by the very answer, or by one that comes after it, is not stored: the object
-        was changed meanwhile, a proxy sent an older one or a text of its own, or the file was cut short.
+        was changed meanwhile, a proxy sent an older one or an error page, or the file was cut short.
 
         alone: download each of them, and store none that another one may store.
         """

@@ -374,7 +374,7 @@ def read_in_blocks(shard: Shard, read: Callable[[int, int], bytes | str], unit: 
     """Return a function that reads a shard from its start to its end, `ahead` bytes at a time.
 
     Args:
-        read: reads so many bytes from a place on, or says why it cannot.
+        read: returns the bytes from a start on, of a given number, or why they cannot be read.
         unit: blocks begin at multiples of this number of bytes.
 
     Raises SourceError, with that reason.
