@@ -148,7 +148,7 @@ def test_pins_hold_the_tested_pair_and_every_dependency() -> None:
     extras = PROJECT["optional-dependencies"]
     needed = [
         *PROJECT["dependencies"],
-        *(entry for name in ("dev", "docs", "plots", "samples", "turbo") for entry in extras[name]),
+        *(entry for name in ("dev", "docs", "plots", "samples") for entry in extras[name]),
     ]
     assert {base_name(requirement) for requirement in needed} <= set(pins())
 

@@ -26,11 +26,11 @@ WARM_UP, SECONDS = 1.0, 4.0
 def stand_in() -> None:
     """Replace the calls of libjpeg-turbo and torch in this process by sleeps."""
     import gpuflow.execute.resample
-    from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
+    from gpuflow.decode import libjpeg_turbo
 
-    library, sleep = find_libjpeg_turbo(), ctypes.CDLL(None).usleep
-    if library is None:
-        sys.exit("needs libturbojpeg: pip install 'gpuflow[turbo]'")
+    sleep = ctypes.CDLL(None).usleep
+    if refusal := libjpeg_turbo.libjpeg_turbo_refusal():
+        sys.exit(f"needs libjpeg-turbo: {refusal}; {libjpeg_turbo.REMEDY}")
 
     def decompress(*call: object) -> int:
         return int(sleep(DECODE_US))
@@ -39,7 +39,7 @@ def stand_in() -> None:
         sleep(RESAMPLE_US)
         return out
 
-    library._decompress = decompress  # type: ignore[assignment]
+    libjpeg_turbo._decode = decompress
     gpuflow.execute.resample.resample = resample
 
 

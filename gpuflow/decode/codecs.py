@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
 from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, UNSUPPORTED, Header, refuse, require_memory, stored, upright
-from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
+from gpuflow.decode.libjpeg_turbo import (
+    OPENCV_COST,
+    REMEDY,
+    LibjpegTurbo,
+    find_libjpeg_turbo,
+    libjpeg_turbo_refusal,
+)
 from gpuflow.decode.optional_decoders import decode_optional
 from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
 from gpuflow.decode.png_data import has_too_much_data, png_chunks
@@ -501,7 +507,7 @@ SLONG, which Pillow and OpenCV take too."""
 
 
 class CpuDecoder:
-    """Decodes with libjpeg-turbo 3 if it is installed, and with OpenCV otherwise. Reuses its buffer: one per thread.
+    """Decodes JPEGs with libjpeg-turbo 3 if there is one, and the rest with OpenCV. Reuses its buffer: one per thread.
 
     The pixels depend only on the file's bytes, not on files decoded before. If libjpeg-turbo gives an error or a
     warning for a file, OpenCV decodes it and decides whether it is bad.
@@ -576,11 +582,12 @@ class CpuDecoder:
         height, width = header.height, header.width
         if region is not None:
             worth = region[2] * region[3] <= _REGION_WORTH * height * width
-            if not worth or header.progressive or header.orientation != 1:
+            if not worth or header.orientation != 1:
                 region = None
         image: NDArray[np.uint8] | None = None
         if header.format == "jpeg" and header.channels in (1, 3) and self._library is not None:
-            image = self._library.decode(data, self._color, (height, width), region, self._buffer_for(height * width))
+            pixels = region[2] * region[3] if region else height * width
+            image = self._library.decode(data, self._color, (height, width), region, self._buffer_for(pixels))
         if image is None:
             region = None
             image = self._by_opencv(data, header)
@@ -729,5 +736,5 @@ def decoder_description() -> str:
     library = find_libjpeg_turbo()
     opencv = f"OpenCV {cv2.__version__}"
     if library is None:
-        return f"{opencv} (whole images; pip install 'gpuflow[turbo]' to decode only the region that a crop needs)"
+        return f"{opencv} (whole images: {OPENCV_COST}; no libjpeg-turbo: {libjpeg_turbo_refusal()}; {REMEDY})"
     return f"libjpeg-turbo {library.version} (JPEG, only the region of a crop), {opencv} (the rest)"

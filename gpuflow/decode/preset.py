@@ -87,7 +87,7 @@ class Preset(s.Decoder):
         """Check encoded bytes [n] before torchpipe's operators, or OpenCV in their place, decode them.
 
         For the GPU decoder, this also checks a JPEG's header, size and end marker, which OpenCV checks itself, and that
-        libjpeg-turbo, if installed, decodes the JPEG without an error or a warning: the GPU decoder's pixels for a
+        libjpeg-turbo, if there is one, decodes the JPEG without an error or a warning: the GPU decoder's pixels for a
         damaged JPEG depend on images that it decoded before.
 
         Raises:

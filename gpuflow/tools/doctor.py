@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gpuflow.decode.libjpeg_turbo import OPENCV_COST, REMEDY
 from gpuflow.runtime import hardware_queues
 from gpuflow.sources.storage import is_remote
 from gpuflow.tools.machine import (
@@ -251,8 +252,8 @@ def _decoder(decoders: CpuDecoders | None) -> Iterator[Finding]:
         yield Finding(
             "CPU decoder",
             "note",
-            f"OpenCV {decoders.opencv}, which decodes whole images",
-            "pip install 'gpuflow[turbo]' for a decoder of just the region that a crop needs",
+            f"OpenCV {decoders.opencv}, which decodes whole images: {OPENCV_COST} ({decoders.refusal})",
+            REMEDY,
         )
     else:
         yield Finding(

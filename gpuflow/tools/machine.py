@@ -82,13 +82,14 @@ class Gpu:
 class CpuDecoders:
     """Versions of what decodes and computes on the cores.
 
-    libjpeg_turbo: None where no library that can decode a region is installed. numba: None where it is not installed,
-    or where its loops do not give what PyTorch gives, and are not used.
+    libjpeg_turbo: None where none can be used, for the reason `refusal`. numba: None where it is not installed, or
+    where its loops do not give what PyTorch gives, and are not used.
     """
 
     libjpeg_turbo: str | None
     opencv: str
     numba: str | None
+    refusal: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

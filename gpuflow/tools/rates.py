@@ -21,7 +21,7 @@ import psutil
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo, libjpeg_turbo_refusal
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError, SystemFault, reason_of, redacted
 from gpuflow.execute import colors
 from gpuflow.runtime.threads import DaemonPool
@@ -259,8 +259,12 @@ def photographs(count: int = 32) -> list[NDArray[np.uint8]]:
 def cpu_decoders() -> CpuDecoders:
     """The libraries that decode and compute on the cores."""
     library = find_libjpeg_turbo()
-    turbo = library.version if library else None
-    return CpuDecoders(libjpeg_turbo=turbo, opencv=cv2.__version__, numba=colors.compiled_by())
+    return CpuDecoders(
+        libjpeg_turbo=library.version if library else None,
+        opencv=cv2.__version__,
+        numba=colors.compiled_by(),
+        refusal=libjpeg_turbo_refusal(),
+    )
 
 
 def core_rates(images: Sequence[ProbedImage], *, threads: Sequence[int]) -> tuple[tuple[DecodeRate, ...], int]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
+import subprocess
+import threading
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -11,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpuflow.decode.libjpeg_turbo import PIXEL_FORMATS, LibjpegTurbo, _is_current, find_libjpeg_turbo
+from gpuflow.decode import libjpeg_turbo
+from gpuflow.decode.codecs import decoder_description
+from gpuflow.decode.libjpeg_turbo import PIXEL_FORMATS, LibjpegTurbo, find_libjpeg_turbo, libjpeg_turbo_refusal
+from tests import damaged
+from tests.datasets import python
 from tests.images import SUBSAMPLINGS, as_array, jpeg, patch_gray_factors, patch_jpeg, photo, tiny_jpeg
-
-LIBRARY = find_libjpeg_turbo()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
 
 SIZES = ((75, 101), (64, 96), (33, 17), (8, 8), (1, 1), (1, 90), (90, 1))
 FACTORS = {
@@ -34,18 +41,7 @@ FACTORS = {
     "chroma finer than luma": [(1, 1), (2, 2), (2, 2)],
     "two chromas": [(2, 1), (1, 1), (2, 1)],
     "gray": [(1, 1)],
-    "gray, 2x2": [(2, 2)],
 }
-REFUSED = {
-    "4:1:0",
-    "2:1 all over",
-    "3:1 all over",
-    "4:4:0 on its side",
-    "chroma finer than luma",
-    "two chromas",
-    "gray, 2x2",
-}
-"""Files of which libjpeg-turbo refuses some regions, or all, so that OpenCV decodes them."""
 
 
 def whole_of(data: bytes, color: str) -> NDArray[np.uint8]:
@@ -55,8 +51,9 @@ def whole_of(data: bytes, color: str) -> NDArray[np.uint8]:
 
 
 def turbo() -> LibjpegTurbo:
-    assert LIBRARY is not None
-    return LIBRARY
+    library = find_libjpeg_turbo()
+    assert library is not None, libjpeg_turbo_refusal()
+    return library
 
 
 def region_of(
@@ -106,15 +103,13 @@ def test_any_region(subsampling: str, color: str, size: tuple[int, int], data: s
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("separate", [False, True], ids=["one scan", "a scan a component"])
 def test_sampling_factors_that_no_common_encoder_writes(name: str, separate: bool) -> None:
-    """For some of these, libjpeg-turbo cannot decode a region: then it decodes the whole image, or OpenCV does."""
     size = (77, 101)
     data = tiny_jpeg(size[1], size[0], FACTORS[name], separate=separate)
     whole = whole_of(data, "rgb")
     for box in ((0, 0, 77, 101), (3, 8, 30, 33), (16, 16, 44, 61), (33, 40, 5, 7), (0, 24, 1, 77), (70, 99, 7, 2)):
         part = region_of(data, "rgb", size, box)
         y, x, h, w = box
-        assert part is not None or name in REFUSED, box
-        assert part is None or np.array_equal(part, whole[y : y + h, x : x + w]), box
+        assert part is not None and np.array_equal(part, whole[y : y + h, x : x + w]), box
 
 
 @pytest.mark.parametrize("factors", [0x11, 0x22, 0x21, 0x14])
@@ -181,24 +176,163 @@ def test_it_accepts_files_that_decode_without_an_error_or_a_warning() -> None:
         assert turbo().accepts(as_array(jpeg(photo(*size))), size)
 
 
-def test_betas_and_older_releases_are_not_used() -> None:
-    assert [_is_current(version) for version in ("3.0", "3.1.3", "4.0.0")] == [True] * 3
-    assert not any(_is_current(version) for version in ("2.1.5", "2.1.92", "3", ""))
+# --- progressive files, and limits ------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_no_library_raises() -> None:
-    with pytest.raises(OSError, match=r"no-such-library\.so"):
+def ending_early(data: bytes, scans: int) -> bytes:
+    """A progressive JPEG without all but its first scans. It is valid, but of less precision."""
+    starts = [start for kind, start, _ in damaged.segments(data) if kind in (damaged.SCAN, damaged.HUFFMAN)]
+    kinds = [kind for kind, _, _ in damaged.segments(data) if kind in (damaged.SCAN, damaged.HUFFMAN)]
+    last = [number for number, kind in enumerate(kinds) if kind == damaged.SCAN][scans - 1]
+    return data[: starts[last + 1]] + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("scans", [1, 2, 3, 5])
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:0"])
+def test_regions_of_progressive_files_that_libjpeg_smooths(scans: int, subsampling: str) -> None:
+    """libjpeg estimates missing coefficients from blocks all around, outside of the region too."""
+    data = ending_early(jpeg(photo(77, 101), subsampling, progressive=True), scans)
+    whole = whole_of(data, "rgb")
+    for y, x, h, w in ((0, 0, 20, 20), (33, 40, 5, 7), (16, 24, 30, 40), (70, 90, 7, 11)):
+        part = region_of(data, "rgb", (77, 101), (y, x, h, w))
+        assert part is not None and np.array_equal(part, whole[y : y + h, x : x + w])
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_rows_are_skipped_in_several_steps(name: str) -> None:
+    size = (1700, 40)
+    data = tiny_jpeg(size[1], size[0], FACTORS[name])
+    whole = whole_of(data, "rgb")
+    for y in (511, 512, 513, 1100, 1699):
+        part = region_of(data, "rgb", size, (y, 3, 1, 30))
+        assert part is not None and np.array_equal(part, whole[y : y + 1, 3:33])
+
+
+def test_a_file_of_many_scans_is_refused() -> None:
+    data = tiny_jpeg(40, 40, FACTORS["4:2:0"], separate=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    assert region_of(data[:-2] + 90 * last + data[-2:], "rgb", (40, 40), None) is not None
+    assert region_of(data[:-2] + 110 * last + data[-2:], "rgb", (40, 40), None) is None
+
+
+# --- threads and memory -----------------------------------------------------------------------------------------------
+
+
+def test_many_threads_decode_at_once() -> None:
+    files = [jpeg(photo(90, 120, seed=seed), progressive=seed % 3 == 0) for seed in range(6)]
+    wholes = [whole_of(data, "rgb") for data in files]
+    spoiled = files[0][:600] + b"\xff\xd9"
+    wrong: list[int] = []
+
+    def decode(thread: int) -> None:
+        for i in range(150):
+            number = (thread + i) % len(files)
+            part = region_of(files[number], "rgb", (90, 120), (i % 50, 7, 40, 90))
+            if part is None or not np.array_equal(part, wholes[number][i % 50 : i % 50 + 40, 7:97]):
+                wrong.append(number)
+            assert region_of(spoiled, "rgb", (90, 120), None) is None
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+def test_damaged_files_leave_no_memory_behind() -> None:
+    files = [data for data in damaged.pool() if data[:2] == b"\xff\xd8"]
+    buffer = np.empty(61 * 83 * 3, np.uint8)
+
+    def decode_all(rounds: int) -> int:
+        for _ in range(rounds):
+            for data in files:
+                turbo().decode(as_array(data), "rgb", (40, 56), (3, 5, 30, 40), buffer)
+                turbo().accepts(as_array(data), (40, 56))
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+
+    before = decode_all(2)
+    assert decode_all(20) - before < 2 << 20
+
+
+# --- which library ----------------------------------------------------------------------------------------------------
+
+STUB = """
+struct errors { void (*functions[5])(void *); int code, numbers[2]; };
+void jpeg_CreateDecompress(struct errors **decompressor, int version, unsigned long size) {
+    struct errors *errors = *decompressor;
+    errors->code = 12, errors->numbers[0] = 80, errors->numbers[1] = version + 0 * (int)size;
+    errors->functions[0](decompressor);
+}
+void jpeg_destroy_decompress(void) {}
+void jpeg_mem_src(void) {}
+void jpeg_read_header(void) {}
+void jpeg_start_decompress(void) {}
+void jpeg_finish_decompress(void) {}
+void jpeg_crop_scanline(void) {}
+void jpeg_skip_scanlines(void) {}
+void jpeg_read_scanlines(void) {}
+"""
+"""A library with the functions of a libjpeg whose API is that of version 8."""
+
+
+def stub(folder: Path, more: str = "") -> str:
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    (folder / "stub.c").write_text(STUB + more)
+    path = str(folder / "libstub.so")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, str(folder / "stub.c")], check=True, timeout=60)
+    return path
+
+
+def test_libraries_that_cannot_be_used_are_refused_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"^/no-such-library\.so: cannot open shared object file"):
         LibjpegTurbo("/no-such-library.so")
-    with pytest.raises(AttributeError, match="tj3"):
+    with pytest.raises(OSError, match=r"^libc\.so\.6: it has no function jpeg_CreateDecompress$"):
         LibjpegTurbo("libc.so.6")
+    with pytest.raises(OSError, match=r"it is older than libjpeg-turbo 3\.0$"):
+        LibjpegTurbo(stub(tmp_path))
+    copied = str(shutil.copy(turbo().path, tmp_path))
+    with pytest.raises(OSError, match=r"this process has opened another one$"):
+        LibjpegTurbo(copied)
+    assert LibjpegTurbo(turbo().path).path == turbo().path
 
 
-def test_a_system_library_that_cannot_be_loaded_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that was removed while it is still listed, or whose own libraries are gone."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libno-such-turbojpeg.so.0")
-    find_libjpeg_turbo.cache_clear()
+def test_a_library_of_another_api_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"its API is that of libjpeg 8, not 6\.2$"):
+        LibjpegTurbo(stub(tmp_path, "void jpeg12_crop_scanline(void) {}"))
+
+
+def test_a_libjpeg_in_the_global_scope_makes_opencv_decode(tmp_path: Path) -> None:
+    done = python(GLOBAL, stub(tmp_path))
+    assert done.stdout == "None True\n", done.stderr
+
+
+GLOBAL = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo, libjpeg_turbo_refusal
+print(find_libjpeg_turbo(), "another libjpeg is in the process's global scope" in libjpeg_turbo_refusal())
+"""
+
+
+def test_without_a_library_the_description_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a distribution's package of Pillow, which has no list of files."""
+    monkeypatch.setattr(metadata, "files", lambda name: None)
+    monkeypatch.setattr(libjpeg_turbo, "_SYSTEM", "libno-such.so.62")
+    caches = (libjpeg_turbo._search, decoder_description)
+    for cache in caches:
+        cache.cache_clear()
     try:
         assert find_libjpeg_turbo() is None
+        assert decoder_description() == (
+            f"OpenCV {cv2.__version__} (whole images: crops of JPEGs take 1.3 times as long, of large photographs 5 "
+            "times; no libjpeg-turbo: this package of Pillow has no libjpeg; libno-such.so.62: cannot open shared "
+            "object file: No such file or directory; pip install --force-reinstall 'pillow>=10.4', whose wheel has "
+            "libjpeg-turbo, and preload no other libjpeg)"
+        )
     finally:
-        find_libjpeg_turbo.cache_clear()
+        for cache in caches:
+            cache.cache_clear()

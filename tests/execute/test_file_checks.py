@@ -13,7 +13,6 @@ import torch
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.complete import FIELDS
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute import file_checks
 from gpuflow.execute.chunk_scan import Checked
@@ -24,7 +23,6 @@ from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
 from tests.images import jpeg, photo, with_restarts
 
-pytestmark = pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: gpuflow[turbo]")
 FILES = [
     with_restarts(photo(30 + i, 40, seed=i), 3) if i % 4 == 3 else jpeg(photo(30 + i, 40, seed=i), kind)
     for i, kind in enumerate(["4:2:0", "4:2:2", "4:4:4", "4:4:0", "4:2:0"] * 4)

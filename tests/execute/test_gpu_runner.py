@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute import file_checks, gpu_passes, nvjpeg_decoders
 from gpuflow.execute.gpu import GpuRunner
@@ -159,7 +158,6 @@ def number_of(slot: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("decode_bytes", [1 << 20, 60_000, 20_000, 9_000])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: pip install 'gpuflow[turbo]'")
 def test_each_slot_gets_its_own_image(make_runner: MakeRunner, threads: int, decode_bytes: int) -> None:
     """In a first epoch, where files are unknown, and in later ones. Calls hold images of up to five chunks."""
     check_slots(make_runner(decode_bytes), threads, scans=False)

@@ -395,7 +395,6 @@ class BrokenLibrary:
         return library.decode(*arguments) if self.left >= 0 else None
 
 
-@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
 def test_a_library_that_fails_at_the_test_image_is_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
     library: Any = BrokenLibrary(0)
     decoder, junk = CpuDecoder("rgb", library=library), as_array(damaged.without(SOUND, damaged.QUANTISATION))

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gpuflow.cli import app, main
+from gpuflow.decode.libjpeg_turbo import OPENCV_COST, REMEDY
 from gpuflow.sources.storage import local
 from gpuflow.tools.doctor import FILES_A_THREAD, TESTED, Finding, judge, report
 from gpuflow.tools.machine import (
@@ -364,12 +365,12 @@ def test_c_code_is_for_gpus_alone() -> None:
 
 
 def test_opencv_alone_is_noted() -> None:
-    decoders = CpuDecoders(libjpeg_turbo=None, opencv="4.12.0", numba="0.68.1")
+    decoders = CpuDecoders(libjpeg_turbo=None, opencv="4.12.0", numba="0.68.1", refusal="libjpeg.so.62: none")
     assert only("CPU decoder", replace(H100, decoders=decoders)) == Finding(
         "CPU decoder",
         "note",
-        "OpenCV 4.12.0, which decodes whole images",
-        "pip install 'gpuflow[turbo]' for a decoder of just the region that a crop needs",
+        f"OpenCV 4.12.0, which decodes whole images: {OPENCV_COST} (libjpeg.so.62: none)",
+        REMEDY,
     )
 
 

@@ -99,8 +99,8 @@ KERNELS = (
 )
 for owner, kernel in KERNELS:
     setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))
-if find_libjpeg_turbo() is not None:  # the kernels have their own test, and take long in the interpreter
-    vars(file_checks)["complete_files"] = complete_by_libjpeg
+# The kernels have their own test, and take long in the interpreter.
+vars(file_checks)["complete_files"] = complete_by_libjpeg
 
 
 class CpuLibrary:
@@ -194,7 +194,8 @@ def complete(file: bytes, height: int, width: int) -> bool:
     """Whether a JPEG decodes without an error or a warning."""
     data, buffer = np.frombuffer(file.rstrip(b"\0"), np.uint8), np.empty(height * width * 3, np.uint8)
     library = find_libjpeg_turbo()
-    return library is None or library.decode(data, "rgb", (height, width), None, buffer) is not None
+    assert library is not None
+    return library.decode(data, "rgb", (height, width), None, buffer) is not None
 
 
 def files() -> list[bytes]:

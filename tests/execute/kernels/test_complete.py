@@ -12,17 +12,13 @@ import torch
 
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.sources import Payload
 from tests import damaged
 from tests.execute.kernels.interpreted import lines_of
 from tests.huffman import is_accepted, reads_to_its_end
 from tests.images import jpeg, photo, with_restarts
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: gpuflow[turbo]"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from tests.execute.kernels.interpreted import lines_of
 
 
@@ -58,7 +57,6 @@ def test_the_engines_get_the_same_bytes_of_a_file_each_time(cases: dict[str, dic
         assert cases[f"{name}, 1048576 bytes"]["new"] == 0
 
 
-@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="its fake engines need libjpeg-turbo: gpuflow[turbo]")
 def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["histories"]
     assert case["wrong"] == 0
