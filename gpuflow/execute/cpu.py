@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault, reason_of
 from gpuflow.execute.local import run_filters
-from gpuflow.execute.pointwise import compile_operations, run_pointwise
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.execute.resample import resample_part
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
@@ -45,15 +45,12 @@ __all__ = [
     "CpuRunners",
     "bad_by_stage",
     "call_opaque",
-    "compile_loops",
     "header_of",
     "tagged_header_of",
 ]
 
 _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
-_DRAWN = 64
-"""The number of samples whose operations say which ones a program has, and the side of their images in pixels."""
 _Box = tuple[int, int, int, int]
 """Top, left, height and width."""
 _NO_MEMORY = "can't allocate memory"
@@ -368,19 +365,6 @@ class CpuRunner:
                 except BadSampleError as fault:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         return faults
-
-
-def compile_loops(program: AnyProgram) -> None:
-    """Compile the loops of a program's colour operations, on this thread.
-
-    Else each thread that runs the program does so at its first image, for seconds. If the process ends meanwhile, by a
-    Ctrl-C for example, it is aborted: Python ends its threads within the compiler's C++ code.
-    """
-    for one in programs_of(program):
-        for step in one.steps:
-            if isinstance(step, PointwiseStep):
-                keys, sides = s.Keys(0, 0, np.arange(_DRAWN)), np.full(_DRAWN, _DRAWN)
-                compile_operations(step.draw(keys, sides, sides))
 
 
 class CpuRunners:

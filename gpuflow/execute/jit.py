@@ -14,7 +14,7 @@ __all__ = ["compiled", "loops_of"]
 
 @cache
 def loops_of(module: str) -> ModuleType | None:
-    """A module of loops of this package, such as `color_loops`; None without numba."""
+    """A module of loops of this package, such as `mask_loops`; None without numba."""
     try:
         return importlib.import_module(f"gpuflow.execute.{module}")
     except ImportError:

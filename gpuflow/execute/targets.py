@@ -77,7 +77,11 @@ class TargetMapper:
         return self.program.decoder.orientation is None and any(field.type in GEOMETRIC for field in self.fields)
 
     def compile_loops(self) -> None:
-        """Compile the loops that draw masks, on this thread: see `gpuflow.execute.cpu.compile_loops`."""
+        """Compile the loops that draw masks, on this thread.
+
+        Else each thread that draws masks does so at its first one, for seconds. If the process ends meanwhile, by a
+        Ctrl-C for example, it is aborted: Python ends its threads within the compiler's C++ code.
+        """
         if any(field.type == "mask" for field in self.fields):
             compile_loops()
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
-from gpuflow.execute.cpu import CpuRunners, compile_loops
+from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_workers import decode
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode_workers import DecodeWorkers
@@ -98,8 +98,6 @@ class ChunkDecoder:
         self._plan, self._reader, self._workers = plan, reader, workers
         self.meter = Meter("decode", plan.threads, before=reader.meter.after, ranges=nvtx(plan.nvtx))
         self._runners = CpuRunners(plan.program)
-        if plan.gpu is None and not plan.processes:
-            compile_loops(plan.program)
         on_gpu = plan.device_stream is not None
         if plan.processes:
             make = memory.shared_and_pinned if on_gpu else memory.shared

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
-from gpuflow.execute.cpu import CpuRunners, compile_loops
+from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.passes import Pass, passes_of
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields, without_tensors
@@ -266,7 +266,6 @@ class _CpuRunner:
     def __init__(self, program: AnyProgram, threads: int, timeout_seconds: float) -> None:
         self._program, self._threads, self._timeout_seconds = program, threads, timeout_seconds
         self._lock = threading.Lock()
-        compile_loops(program)
         self._begin()
 
     def _begin(self) -> None:

@@ -26,7 +26,8 @@ class Operation(enum.IntEnum):
 
     NONE: does not change the image.
     BRIGHTNESS: multiplies by the factor. CONTRAST, SATURATION: 0 gives the mean gray or each pixel's gray, and 1 the
-        image itself. HUE: shifts by the factor in turns of the colour circle, -0.5 to 0.5.
+        image itself. The mean is exact; torch's rounds above 65,793 pixels, which changed 3 of 12,000 results, by one
+        level (images of up to 12,000,000 pixels). HUE: shifts by the factor in turns of the colour circle, -0.5 to 0.5.
     GRAYSCALE: each pixel's gray in all channels. AUTOCONTRAST: stretches each channel to 0-255. EQUALIZE: equalizes
         each channel's histogram.
     TABLE: looks each channel's level up in a table. MATRIX: a colour matrix. ERASE: fills a box with a colour.
@@ -88,8 +89,8 @@ class Operations:
     ) -> Operations:
         """Operations of any kinds; see the fields."""
         return cls(
-            codes=codes,
-            factors=factors,
+            codes=np.ascontiguousarray(codes, np.int64),  # C code reads all of these
+            factors=np.ascontiguousarray(factors, np.float64),
             kinds=frozenset(kinds) - {Operation.NONE},
             statistics=statistics,
             tables=np.empty((0, _CHANNELS, 256), np.uint8) if tables is None else tables,

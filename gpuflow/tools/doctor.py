@@ -262,15 +262,6 @@ def _decoder(decoders: CpuDecoders | None) -> Iterator[Finding]:
             f"libjpeg-turbo {decoders.libjpeg_turbo} (JPEG, only the region of a crop), OpenCV {decoders.opencv} "
             "(the rest)",
         )
-    if decoders.numba is None:
-        yield Finding(
-            "colours",
-            "note",
-            "computed by PyTorch, several times as slowly as by loops that numba compiles; masks likewise",
-            "pip install 'gpuflow[jit]'",
-        )
-    else:
-        yield Finding("colours", "ok", f"loops compiled by numba {decoders.numba}")
 
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:

@@ -80,15 +80,10 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuDecoders:
-    """Versions of what decodes and computes on the cores.
-
-    libjpeg_turbo: None where none can be used, for the reason `refusal`. numba: None where it is not installed, or
-    where its loops do not give what PyTorch gives, and are not used.
-    """
+    """Versions of what decodes on the cores. libjpeg_turbo: None where none can be used, for the reason `refusal`."""
 
     libjpeg_turbo: str | None
     opencv: str
-    numba: str | None
     refusal: str = ""
 
 

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo, libjpeg_turbo_refusal
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError, SystemFault, reason_of, redacted
-from gpuflow.execute import colors
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import Extent, SourceSpec
 from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
@@ -257,14 +256,10 @@ def photographs(count: int = 32) -> list[NDArray[np.uint8]]:
 
 
 def cpu_decoders() -> CpuDecoders:
-    """The libraries that decode and compute on the cores."""
+    """The libraries that decode on the cores."""
     library = find_libjpeg_turbo()
-    return CpuDecoders(
-        libjpeg_turbo=library.version if library else None,
-        opencv=cv2.__version__,
-        numba=colors.compiled_by(),
-        refusal=libjpeg_turbo_refusal(),
-    )
+    turbo = library.version if library else None
+    return CpuDecoders(libjpeg_turbo=turbo, opencv=cv2.__version__, refusal=libjpeg_turbo_refusal())
 
 
 def core_rates(images: Sequence[ProbedImage], *, threads: Sequence[int]) -> tuple[tuple[DecodeRate, ...], int]:

@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError, PredictorError
-from gpuflow.execute.cpu import CpuRunner, compile_loops
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
@@ -169,8 +169,6 @@ class PreprocessNode:
         self._program, self._lock, self._begun = program, threading.Lock(), math.inf
         self._runner: CpuRunner | None = CpuRunner(program)
         on_gpu = self._device.type == "cuda"
-        if not on_gpu:
-            compile_loops(program)
         session = _session(parameters, program) if on_gpu or processes or "session" in parameters else None
         batch = int(parameters.get("batch", _MAX_BATCH))
         self._batched: Preprocessor | None = None

@@ -57,7 +57,7 @@ H100 = Machine(
     limits=ResourceLimits(open_files=1_048_576, open_files_hard=1_048_576, open_now=10, locked_bytes=8 << 20),
     shared_memory=Memory(size_bytes=64 << 30, free_bytes=63 << 30),
     source="data/photos",
-    decoders=CpuDecoders(libjpeg_turbo="3.1.0", opencv="4.12.0", numba="0.68.1"),
+    decoders=CpuDecoders(libjpeg_turbo="3.1.0", opencv="4.12.0"),
     engines=ENGINES,
     c_code=True,
     data=DATA,
@@ -99,7 +99,6 @@ def test_a_sound_machine_with_a_gpu() -> None:
         Finding("JPEG engines", "ok", "libnvjpeg 13.0.1, /lib/libnvjpeg.so.13"),
         Finding("C code", "ok", "queues the GPU's work without Python's interpreter"),
         Finding("CPU decoder", "ok", "libjpeg-turbo 3.1.0 (JPEG, only the region of a crop), OpenCV 4.12.0 (the rest)"),
-        Finding("colours", "ok", "loops compiled by numba 0.68.1"),
         Finding("cores", "ok", "16 cores; gpuflow decodes with 16 threads"),
         Finding("open files", "ok", "limit 1,048,576; gpuflow needs at most 586"),
         Finding("shared memory", "ok", "/dev/shm: 63.0 GiB free of 64.0 GiB"),
@@ -365,19 +364,13 @@ def test_c_code_is_for_gpus_alone() -> None:
 
 
 def test_opencv_alone_is_noted() -> None:
-    decoders = CpuDecoders(libjpeg_turbo=None, opencv="4.12.0", numba="0.68.1", refusal="libjpeg.so.62: none")
+    decoders = CpuDecoders(libjpeg_turbo=None, opencv="4.12.0", refusal="libjpeg.so.62: none")
     assert only("CPU decoder", replace(H100, decoders=decoders)) == Finding(
         "CPU decoder",
         "note",
         f"OpenCV 4.12.0, which decodes whole images: {OPENCV_COST} (libjpeg.so.62: none)",
         REMEDY,
     )
-
-
-def test_colours_without_compiled_loops_are_noted() -> None:
-    decoders = CpuDecoders(libjpeg_turbo="3.1.0", opencv="4.12.0", numba=None)
-    finding = only("colours", replace(H100, decoders=decoders))
-    assert (finding.status, finding.advice) == ("note", "pip install 'gpuflow[jit]'")
 
 
 @pytest.mark.parametrize(
