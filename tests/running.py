@@ -18,6 +18,7 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.validate import trace
+from gpuflow.sources import Payload
 from gpuflow.stages import Decode
 from tests.images import as_array
 
@@ -43,7 +44,7 @@ def run(program: Program, samples: Sequence[bytes], keys: s.Keys | None = None, 
     step = chunk or max(len(samples), 1)
     for at in range(0, len(samples), step):
         part = s.Keys(keys.seed, keys.epoch, keys.positions[at : at + step])
-        faults += runner.run([as_array(data) for data in samples[at : at + step]], part, slots[at : at + step])
+        faults += runner.run(Payload.of(samples[at : at + step]), part, slots[at : at + step])
     return as_batch(slots, program.result), faults
 
 

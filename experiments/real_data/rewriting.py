@@ -73,7 +73,7 @@ def arms_for(files: list[NDArray[np.uint8]]) -> dict[str, Callable[[], Any]]:
 
     return {
         "decoded": lambda: [decoder.decode(data, probe(data)) for data in files],
-        "preprocessed": lambda: runner.run(files, keys, slots),
+        "preprocessed": lambda: runner.run(Payload.of(files), keys, slots),
         "rewritten": rewrite,
     }
 

@@ -39,7 +39,7 @@ from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.rng import Keys
-from gpuflow.sources import Source, open_source
+from gpuflow.sources import Payload, Source, open_source
 
 __all__ = ["ARMS"]
 
@@ -159,9 +159,8 @@ class Decode:
         for start in range(0, len(pixels), CHUNK):
             part = slice(start, start + CHUNK)
             payload = workload.source.read(item.indices[part].tolist(), self._allocate)
-            encoded = [payload.sample(i) for i in range(len(payload))]
-            faults = self._runner.run(encoded, Keys(workload.seed, item.epoch, item.positions[part]), pixels[part])
-            for fault in (*payload.errors, *faults):
+            faults = self._runner.run(payload, Keys(workload.seed, item.epoch, item.positions[part]), pixels[part])
+            for fault in faults:
                 if fault is not None:
                     raise RuntimeError(f"a photograph cannot be read: {fault}; make them anew with `gpuflow samples`")
 

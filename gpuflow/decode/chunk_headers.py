@@ -33,6 +33,7 @@ class Headers:
     scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
     tags [N]: EXIF orientations that are not applied and that `decode` does not mention; else 1.
     progressive [N]: whether the file is a progressive JPEG, gray or in color. faults [N]: why a file is bad, or None.
+    jpegs [N]: whether the file is a JPEG, gray or in color.
     """
 
     sizes: NDArray[np.int64]
@@ -44,6 +45,7 @@ class Headers:
     progressive: NDArray[np.bool_]
     faults: list[BadSampleError | None]
     tags: NDArray[np.uint8]
+    jpegs: NDArray[np.bool_]
 
     @property
     def upright_sizes(self) -> NDArray[np.int64]:
@@ -66,6 +68,7 @@ def read_headers(
     allowed = sizes.prod(axis=1) <= max_pixels
     engine, progressive = engine & allowed, progressive & allowed
     faults: list[BadSampleError | None] = [None] * count
+    jpegs = engine | progressive
     for i in np.flatnonzero(~(engine | progressive)).tolist():
         orientations[i] = 1
         if (error := payload.errors[i]) is not None:
@@ -83,13 +86,14 @@ def read_headers(
             faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
             continue
         sizes[i], orientations[i] = header.size, header.orientation
+        jpegs[i] = header.format == "jpeg" and header.channels in _GRAY_OR_COLOR
         factors = engine_sampling(payload.sample(i), header)
         engine[i], sampling[i] = factors is not None, factors or 0
         if factors is None:
-            progressive[i] = header.format == "jpeg" and header.progressive and header.channels in _GRAY_OR_COLOR
+            progressive[i] = jpegs[i] and header.progressive
         else:
             scans[i], intervals[i] = scan_start(payload.sample(i))
     tags = np.ones_like(orientations)
     if orientation is None:
         orientations, tags = tags, orientations
-    return Headers(sizes, orientations, engine, sampling, scans, intervals, progressive, faults, tags)
+    return Headers(sizes, orientations, engine, sampling, scans, intervals, progressive, faults, tags, jpegs)

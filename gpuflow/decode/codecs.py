@@ -525,7 +525,7 @@ class CpuDecoder:
     ) -> None:
         self._color, self._background = color, background
         self._channels = 1 if color == "gray" else 3
-        self._library = find_libjpeg_turbo() if library == "auto" else library
+        self.library = find_libjpeg_turbo() if library == "auto" else library
         self._buffer = np.empty(0, np.uint8)
         self._refused = 0
 
@@ -564,12 +564,12 @@ class CpuDecoder:
             DecoderError: OpenCV fails.
         """
         size = self_test.HEIGHT, self_test.WIDTH
-        if self._library is not None:
+        if self.library is not None:
             buffer = self._buffer_for(self_test.HEIGHT * self_test.WIDTH)
-            image = self._library.decode(self_test.JPEG, self._color, size, None, buffer)
+            image = self.library.decode(self_test.JPEG, self._color, size, None, buffer)
             if not self_test.is_right(image, self._color):
                 _LOG.warning("libjpeg-turbo no longer decodes gpuflow's test image; OpenCV decodes instead")
-                self._library = None
+                self.library = None
         image = imdecode(self_test.JPEG, OPENCV_FLAGS[self._color])
         if not self_test.is_right(image, self._color):
             raise DecoderError("OpenCV does not decode gpuflow's test image; end this process and start another one")
@@ -585,9 +585,9 @@ class CpuDecoder:
             if not worth or header.orientation != 1:
                 region = None
         image: NDArray[np.uint8] | None = None
-        if header.format == "jpeg" and header.channels in (1, 3) and self._library is not None:
+        if header.format == "jpeg" and header.channels in (1, 3) and self.library is not None:
             pixels = region[2] * region[3] if region else height * width
-            image = self._library.decode(data, self._color, (height, width), region, self._buffer_for(pixels))
+            image = self.library.decode(data, self._color, (height, width), region, self._buffer_for(pixels))
         if image is None:
             region = None
             image = self._by_opencv(data, header)

@@ -5,24 +5,21 @@ Training and serving both call this code, so on a CPU their results are equal bi
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, assert_never, cast
+from typing import Any, assert_never
 
-import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault, reason_of
 from gpuflow.execute.local import run_filters
-from gpuflow.execute.pointwise import run_pointwise
-from gpuflow.execute.resample import resample_part
+from gpuflow.execute.native_chunk import REFUSED, Inputs, NativeSteps, Records, in_rows, is_native, run_chunk
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
@@ -39,6 +36,7 @@ from gpuflow.pipeline.program import (
     too_large,
 )
 from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of, split
+from gpuflow.sources import Payload
 
 __all__ = [
     "CpuRunner",
@@ -46,254 +44,86 @@ __all__ = [
     "bad_by_stage",
     "call_opaque",
     "header_of",
-    "tagged_header_of",
 ]
 
-_KEPT_BYTES = 1 << 24
-"""Scratch memory of at most this size is kept for images that need much less."""
-_Box = tuple[int, int, int, int]
-"""Top, left, height and width."""
+_WORTH = 0.9
+"""Only a region of a JPEG is decoded if its area is at most this fraction of the image."""
 _NO_MEMORY = "can't allocate memory"
 """In the text of torch's RuntimeError for a CPU without memory."""
 
-
-class _ResamplingRows:
-    """One resampling as lists of Python integers, with one row per sample."""
-
-    def __init__(self, resampling: Resampling) -> None:
-        self.geometry = resampling
-        self.boxes, self.grids = resampling.box.tolist(), resampling.grid.tolist()
-        self.shown, self.windows = resampling.shown.tolist(), resampling.window.tolist()
-        self.mirrors, self.flips = resampling.mirrors.tolist(), resampling.flips.tolist()
+_Faults = list[BadSampleError | None]
 
 
-class _WarpingRows:
-    """One warp as lists of Python integers, with one row per sample."""
-
-    def __init__(self, warping: Warping) -> None:
-        self.geometry = warping
-        self.boxes, self.shown = warping.box.tolist(), warping.shown.tolist()
-        sizes = np.stack(warping.size, axis=1)
-        self.sizes = sizes.tolist()
-        same = (warping.matrix == np.eye(3)).all(axis=(1, 2)) & (warping.shown[:, 2:] == sizes).all(axis=1)
-        self.same = same.tolist()
-        """Which samples' maps change no pixel, if the image has the size of the result."""
-
-
-def _check(drawn: _ResamplingRows | _WarpingRows, i: int) -> None:
-    """Raise BadSampleError if this resampling cannot be run on sample i."""
-    for misfit in drawn.geometry.misfits:
-        if (fault := misfit.fault(i)) is not None:
-            raise fault
-
-
-def _draw(
-    step: ResamplingStep | WarpStep, keys: s.Keys, height: s.Ints, width: s.Ints
-) -> _ResamplingRows | _WarpingRows:
-    if isinstance(step, ResamplingStep):
-        return _ResamplingRows(step.draw(keys, height, width))
-    return _WarpingRows(step.draw(keys, height, width))
-
-
-class _Steps:
-    """Runs the steps of one program on decoded images, with scratch memory of one thread."""
+class _Lowered:
+    """A program's steps as C runs them. each: every step alone; whole: all, None if one of them is not native."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
-        self._scratch: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self.steps = program.steps
+        self.each = [NativeSteps([step]) if is_native(step) else None for step in self.steps]
+        self.whole = NativeSteps(self.steps) if None not in self.each else None
 
-    def first(self, drawn: Sequence[Any]) -> _ResamplingRows | _WarpingRows | None:
-        """The first step's draws if it is a resampling or a warp, which leave the decoded image as it is."""
-        steps = self._program.steps
-        rows: _ResamplingRows | _WarpingRows | None = None
-        if steps and isinstance(steps[0], ResamplingStep | WarpStep):
-            rows = drawn[0]
-        return rows
 
-    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
-        """Each step's random parameters for all samples; None for steps whose images' sizes are not known yet."""
-        drawn: list[Any] = []
-        known = True
-        for step in self._program.steps:
+class _Drawn:
+    """The draws of one output for N images. Draws are None for steps whose images' sizes are not known yet.
+
+    sizes [N, 2]: heights and widths of the images. slots [N, ...]: receives the results.
+    """
+
+    def __init__(self, lowered: _Lowered, keys: s.Keys, sizes: s.Ints, slots: NDArray[Any]) -> None:
+        self.lowered, self.keys, self.slots, self.draws = lowered, keys, slots, list[Any]()
+        known, (height, width) = True, sizes.T
+        for step in lowered.steps:
             match step:
                 case ApplyStep() | LocalStep():
-                    drawn.append(step.draw(keys))
+                    self.draws.append(step.draw(keys))
                 case OpaqueStep():
-                    drawn.append(step.draw(keys))
+                    self.draws.append(step.draw(keys))
                     known = False
                 case ResamplingStep() | WarpStep() | PointwiseStep() if not known:
-                    drawn.append(None)
+                    self.draws.append(None)
                 case PointwiseStep():
-                    drawn.append(step.draw(keys, height, width))
+                    self.draws.append(step.draw(keys, height, width))
                 case ResamplingStep() | WarpStep():
-                    rows = _draw(step, keys, height, width)
-                    height, width = rows.geometry.size
-                    drawn.append(rows)
+                    draw = step.draw(keys, height, width)
+                    height, width = draw.size
+                    self.draws.append(draw)
                 case _:
                     assert_never(step)
-        return drawn
-
-    def run(
-        self,
-        image: NDArray[Any],
-        origin: tuple[int, int],
-        i: int,
-        drawn: Sequence[Any],
-        keys: s.Keys,
-        slot: NDArray[Any],
-    ) -> None:
-        """Run all steps on the region of the upright image that begins at (top, left) = origin."""
-        steps, first, (top, left) = self._program.steps, self.first(drawn), origin
-        for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
-            out = slot if n == len(steps) - 1 else None
-            match step:
-                case ResamplingStep() | WarpStep():
-                    row = i
-                    if draw is None:
-                        draw, row = _draw(step, keys[i], *_size(image)), 0
-                    if draw is not first:
-                        _check(draw, row)
-                    run = self._resample if isinstance(draw, _ResamplingRows) else self._warp
-                    image = run(image, draw, row, top, left, out, n)
-                    top = left = 0
-                case PointwiseStep():
-                    operations, row = (step.draw(keys[i], *_size(image)), 0) if draw is None else (draw, i)
-                    planes = step.after.layout == "nchw"
-                    scratch = functools.partial(self._buffer, n=n)
-                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out, scratch=scratch)
-                case LocalStep():
-                    image = run_filters(image, draw, i)
-                case ApplyStep(stage):
-                    image = stage.apply(image, draw[i], out)
-                case OpaqueStep():
-                    image = call_opaque(step, image, int(draw[i]))
-                case _:
-                    assert_never(step)
-        if image is not slot:
-            np.copyto(slot, image.reshape(slot.shape))
-
-    def _resample(
-        self,
-        image: NDArray[np.uint8],
-        draw: _ResamplingRows,
-        i: int,
-        top: int,
-        left: int,
-        out: NDArray[Any] | None,
-        n: int,
-    ) -> NDArray[np.uint8]:
-        """Run one resampling. `image` is the region of the upright image that begins at (top, left)."""
-        (y, x, height, width), window = draw.boxes[i], draw.windows[i]
-        box = image[y - top : y - top + height, x - left : x - left + width]
-        if any(draw.mirrors[i]):
-            box = _mirror(box, draw.mirrors[i], self._buffer("mirrored", box.shape, n))
-        flipped = any(draw.flips[i])
-        shape = (window[2], window[3], image.shape[2])
-        result = out if out is not None else self._buffer("resampled", shape, n)
-        kept = self._buffer("flipped", shape, n) if flipped else result
-        self._fill(kept, box, draw, i, n)
-        if flipped:
-            _mirror(kept, draw.flips[i], result)
-        return result
-
-    def _warp(
-        self,
-        image: NDArray[np.uint8],
-        draw: _WarpingRows,
-        i: int,
-        top: int,
-        left: int,
-        out: NDArray[Any] | None,
-        n: int,
-    ) -> NDArray[np.uint8]:
-        """Run one warp. `image` is the region of the upright image that begins at (top, left)."""
-        (y, x, height, width), warping = draw.boxes[i], draw.geometry
-        box = image[y - top : y - top + height, x - left : x - left + width]
-        shape = (*draw.sizes[i], image.shape[2])
-        if n and draw.same[i] and out is None and image.shape == box.shape == shape:
-            return image  # and not what a decoder or a caller gave, which a later stage must not write to
-        result = out if out is not None else self._buffer("warped", shape, n)
-        shown = y, x, height, width = draw.shown[i]
-        if (height, width) != shape[:2]:
-            result.fill(0)
-        if height and width:  # a crop may show padding alone
-            warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
-        return result
-
-    def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], draw: _ResamplingRows, i: int, n: int) -> None:
-        """Write the window of the resampled box, and no more of it. Its pixels outside the box get the fill."""
-        (y, x, height, width), (top, left, rows, columns) = draw.windows[i], draw.shown[i]
-        y0, x0 = max(y, top), max(x, left)
-        y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
-        if (y1 - y0, x1 - x0) != (height, width):
-            out[...] = draw.geometry.fill
-        if y1 > y0 and x1 > x0:
-            resample_part(
-                box,
-                draw.grids[i],
-                (y0, x0, y1 - y0, x1 - x0),
-                draw.geometry.interpolation,
-                draw.geometry.antialias,
-                out[y0 - y : y1 - y, x0 - x : x1 - x],
-                functools.partial(self._buffer, n=n),
-            )
-
-    def _buffer(self, name: str, shape: tuple[int, ...], n: int) -> NDArray[np.uint8]:
-        """Scratch memory of this shape for step n, used again by the next image; not if that is much smaller."""
-        need, held = math.prod(shape), self._scratch.get((name, n))
-        if held is None or not need <= len(held) <= max(16 * need, _KEPT_BYTES):
-            held = self._scratch[name, n] = np.empty(need, np.uint8)
-        return held[:need].reshape(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """The draws of one output for N images. slots [N, ...]: receives its results."""
-
-    steps: _Steps
-    keys: s.Keys
-    draws: list[Any]
-    slots: NDArray[Any]
 
     @property
-    def first(self) -> _ResamplingRows | _WarpingRows | None:
-        return self.steps.first(self.draws)
-
-    def run(self, image: NDArray[np.uint8], origin: tuple[int, int], i: int, *, shared: bool) -> None:
-        """Run all steps on image i. shared: others need it as it is. Raises BadSampleError."""
-        if shared:  # a stage that is neither a resampling nor a warp may write to what it gets
-            image = np.ascontiguousarray(image) if self.first is not None else np.array(image, order="C")
-        self.steps.run(image, origin, i, self.draws, self.keys, self.slots[i])
+    def first(self) -> Resampling | Warping | None:
+        """The first step's draws if it is a resampling or a warp, which leave the decoded image as it is."""
+        first = self.draws[0] if self.draws else None
+        return first if isinstance(first, Resampling | Warping) else None
 
 
 class CpuRunner:
     """Decodes each image once and makes all outputs of a program from it. Each thread needs its own runner."""
 
     def __init__(self, program: AnyProgram) -> None:
-        self._stage, programs = program.decoder, programs_of(program)
+        self._stage, self._outputs = program.decoder, outputs_of(program)
         self._decoder = CpuDecoder(self._stage.color, background=self._stage.background)
-        self._steps, self._outputs = [_Steps(one) for one in programs], outputs_of(program)
-        self._size = programs[0].specs[1].shape[:2] if self._stage.library is not None else (1, 1)
-        self.place = 0
-        """The number of the sample that `run` works on."""
+        self._lowered = list(map(_Lowered, programs_of(program)))
+        self._spec = programs_of(program)[0].specs[1]
+        self._is_native = all(lowered.whole is not None for lowered in self._lowered)
+        self._place = np.zeros(1, np.int64)
+
+    @property
+    def place(self) -> int:
+        """The number of the sample that is worked on."""
+        return int(self._place[0])
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
         if self._stage.library is None:
             self._decoder.check()
 
-    def run(
-        self,
-        samples: Sequence[NDArray[np.uint8]],
-        keys: s.Keys,
-        slots: Any,
-        sizes: NDArray[np.int64] | None = None,
-    ) -> list[BadSampleError | None]:
+    def run(self, payload: Payload, keys: s.Keys, slots: Any, sizes: NDArray[np.int64] | None = None) -> _Faults:
         """Decode N samples and run all steps on them.
 
         Args:
-            samples: the encoded bytes of each sample, uint8 [n_i].
-            keys: the samples' random keys (N = len(samples)).
+            payload: the encoded bytes of each sample.
+            keys: the samples' random keys (N = len(payload)).
             slots: receives the results, see `slots_of`.
             sizes: receives, of samples with a valid header, the upright images' heights and widths, and the EXIF
                 orientation if `decode` does not say what becomes of it, else 1: [N, 3].
@@ -301,70 +131,218 @@ class CpuRunner:
         Returns:
             For each sample None, or why it is bad, as it is if one of its outputs is; its slots' content is undefined.
         """
-        faults: list[BadSampleError | None] = [None] * len(samples)
-        headers: list[Header | None] = [None] * len(samples)
-        tags = np.ones(len(samples), np.int64)
-        if self._stage.library is None:
-            for i, data in enumerate(samples):
-                self.place = i
-                try:
-                    headers[i], tags[i] = tagged_header_of(data, self._stage, tagged=sizes is not None)
-                except BadSampleError as fault:
-                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
-        upright = np.array([header.upright_size if header else self._size for header in headers], np.int64)
-        upright = upright.reshape(-1, 2)
+        stage = self._stage
+        if stage.library is not None:
+            return self._run_by_stage(payload, keys, slots)
+        headers = read_headers(
+            payload,
+            max_pixels=stage.max_pixels,
+            max_scans=stage.max_scans,
+            orientation=None if stage.orientation is None and sizes is not None else stage.orientation == "apply",
+            formats=stage.formats,
+        )
+        upright = np.maximum(headers.upright_sizes, 1)  # those of bad samples are 0
         if sizes is not None:
-            sizes[:] = np.column_stack([upright, tags])
+            sizes[:] = np.column_stack([upright, headers.tags])
+        outputs, faults = self._draw(keys, upright, slots), headers.faults
+        _find_misfits([output.first for output in outputs], faults)
+        regions, inputs = _regions(outputs, headers), Inputs(len(payload))
+        if self._is_native and self._decoder.library is not None:
+            valid = headers.jpegs & [fault is None for fault in faults] & ~_later_misfits(outputs)
+            inputs.set_encoded(valid, payload, headers.sizes, headers.orientations, regions)
+            self._run_chunk(inputs, outputs)
 
-        def decode(i: int, region: _Box | None) -> tuple[NDArray[np.uint8], tuple[int, int]]:
-            if (header := headers[i]) is None:
-                return self._stage.decode(samples[i]), (0, 0)
-            return self._decoder.decode(samples[i], header, region)
+        def decode(i: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+            header = header_of(payload.sample(i), stage)
+            return self._decoder.decode(payload.sample(i), header, tuple(regions[i].tolist()))
 
-        return self._run(decode, self._draw(keys, upright, slots), faults, shared=len(self._outputs) > 1)
+        self._run_each(decode, outputs, inputs, faults, shared=len(outputs) > 1)
+        return faults
 
-    def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
+    def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> _Faults:
         """Run all steps on N decoded images, uint8 [H_i, W_i, C], which stay as they are. The rest is as in `run`."""
         sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
-        outputs = self._draw(keys, sizes, slots)
-        return self._run(lambda i, region: (images[i], (0, 0)), outputs, [None] * len(images), shared=True)
+        outputs, inputs = self._draw(keys, sizes, slots), Inputs(len(images))
+        faults: _Faults = [None] * len(images)
+        _find_misfits([output.first for output in outputs], faults)
+        if self._is_native:
+            images = list(map(in_rows, images))
+            for i in np.flatnonzero(~_later_misfits(outputs)).tolist():
+                if faults[i] is None:
+                    inputs.set_pixels(i, images[i], (0, 0))
+            self._run_chunk(inputs, outputs)
+        self._run_each(lambda i: (images[i], (0, 0)), outputs, inputs, faults, shared=True)
+        return faults
+
+    def _run_by_stage(self, payload: Payload, keys: s.Keys, slots: Any) -> _Faults:
+        """Decode by the stage's own library, which gives images of one size."""
+        outputs = self._draw(keys, np.tile(np.array(self._spec.shape[:2]), (len(payload), 1)), slots)
+        faults: _Faults = [None if error is None else BadSampleError("read", error) for error in payload.errors]
+
+        def decode(i: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+            return self._stage.decode(payload.sample(i)), (0, 0)
+
+        self._run_each(decode, outputs, Inputs(len(payload)), faults, shared=len(outputs) > 1)
+        return faults
 
     def _draw(self, keys: s.Keys, sizes: NDArray[np.int64], slots: Any) -> list[_Drawn]:
         """Draw the parameters of each output for N images of these upright sizes."""
-        drawn = []
-        for output, own in zip(self._outputs, split(slots), strict=True):
-            steps, own_keys = self._steps[output.program], output.keys_of(keys)
-            drawn.append(_Drawn(steps, own_keys, steps.draw(own_keys, sizes[:, 0], sizes[:, 1]), own))
-        return drawn
+        pairs = zip(self._outputs, split(slots), strict=True)
+        return [_Drawn(self._lowered[output.program], output.keys_of(keys), sizes, own) for output, own in pairs]
 
-    def _run(
+    def _run_chunk(self, inputs: Inputs, outputs: Sequence[_Drawn], i: int | None = None) -> None:
+        """Make all outputs of the inputs, or of input i alone. All steps must be native."""
+        made = []
+        for output in outputs:
+            assert output.lowered.whole is not None
+            made.append((output.lowered.whole.records(output.draws), output.slots))
+        run_chunk(inputs, made, self._stage.color, self._place, i)
+
+    def _run_each(
         self,
-        decode: Callable[[int, _Box | None], tuple[NDArray[np.uint8], tuple[int, int]]],
+        decode: Callable[[int], tuple[NDArray[np.uint8], tuple[int, int]]],
         outputs: Sequence[_Drawn],
-        faults: list[BadSampleError | None],
+        inputs: Inputs,
+        faults: _Faults,
         *,
         shared: bool,
-    ) -> list[BadSampleError | None]:
-        """Make the outputs of each image that is not bad, and return `faults` with those that are found.
+    ) -> None:
+        """Make the outputs of images that are neither done nor bad, one after the other, and add faults.
 
-        decode: returns the pixels of image i that hold a region of it, and where they begin; None asks for all pixels.
-        shared: the pixels are read by several outputs, or belong to the caller, so no stage may write to them.
+        decode: returns the pixels of image i that hold its region, and where they begin. shared: the pixels are read by
+        several outputs, or belong to the caller, so no stage may write to them.
         """
-        firsts = [output.first for output in outputs]
-        for i in range(len(faults)):
-            self.place = i
-            if faults[i] is None:
-                try:
-                    for first in firsts:
-                        if first is not None:
-                            _check(first, i)
-                    region = None if shared or firsts[0] is None else cast(_Box, tuple(firsts[0].boxes[i]))
-                    image, origin = decode(i, region)
+        for i in np.flatnonzero(inputs.statuses == REFUSED).tolist():
+            if faults[i] is not None:
+                continue
+            self._place[0] = i
+            try:
+                image, origin = decode(i)
+                if self._is_native:
                     for output in outputs:
-                        output.run(image, origin, i, shared=shared)
-                except BadSampleError as fault:
-                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
-        return faults
+                        _check(output.draws, i)
+                    image = in_rows(image)
+                    inputs.set_pixels(i, image, origin)
+                    self._run_chunk(inputs, outputs, i)
+                    continue
+                for output in outputs:
+                    own = image
+                    if shared and output.first is None:  # a stage may write to what it gets
+                        own = np.array(image, order="C")
+                    self._run_steps(own, origin, i, output)
+            except BadSampleError as fault:
+                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
+
+    def _run_steps(self, image: NDArray[Any], origin: tuple[int, int], i: int, output: _Drawn) -> None:
+        """Run all steps on the region of upright image i that begins at (top, left) = origin. Raises BadSampleError."""
+        slot, steps = output.slots[i], output.lowered.steps
+        for n, (step, draw) in enumerate(zip(steps, output.draws, strict=True)):
+            row, out = i, slot if n == len(steps) - 1 else None
+            if draw is None:
+                assert isinstance(step, ResamplingStep | WarpStep | PointwiseStep)
+                draw, row = step.draw(output.keys[i], *_size(image)), 0
+            _check([draw], row)
+            match step:
+                case ResamplingStep() | PointwiseStep():
+                    native, out = output.lowered.each[n], _room_for(step, draw, row, image, out)
+                    assert native is not None
+                    image = self._run_native(image, origin, row, native.records([draw]), out)
+                case WarpStep():
+                    image = _warp(image, origin, row, draw, out)
+                case LocalStep():
+                    image = run_filters(image, draw, row)
+                case ApplyStep(stage):
+                    image = stage.apply(image, draw[row], out)
+                case OpaqueStep():
+                    image = call_opaque(step, image, int(draw[row]))
+                case _:
+                    assert_never(step)
+            origin = (0, 0)
+        if image is not slot:
+            np.copyto(slot, image.reshape(slot.shape))
+
+    def _run_native(
+        self, image: NDArray[Any], origin: tuple[int, int], row: int, records: Records, out: NDArray[Any]
+    ) -> NDArray[Any]:
+        """Run one step's records on an image, whose draws are in this row, and return `out` with the result."""
+        inputs, image = Inputs(row + 1), in_rows(image)
+        inputs.set_pixels(row, image, origin)
+        place = np.zeros(1, np.int64)
+        run_chunk(inputs, [(records, np.broadcast_to(out, (row + 1, *out.shape)))], self._stage.color, place, row)
+        return out
+
+
+def _find_misfits(draws: Sequence[Any], faults: _Faults) -> None:
+    """Add to `faults` the samples that these draws cannot be run on."""
+    for draw in draws:
+        for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
+            for i in np.flatnonzero(misfit.where).tolist():
+                faults[i] = faults[i] or misfit.fault(i)
+
+
+def _later_misfits(outputs: Sequence[_Drawn]) -> s.Bools:
+    """Return which images a step cannot be run on, [N]."""
+    wrong = np.zeros(len(outputs[0].slots), bool)
+    for output in outputs:
+        for draw in output.draws:
+            for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
+                wrong |= misfit.where
+    return wrong
+
+
+def _check(draws: Sequence[Any], i: int) -> None:
+    """Raise BadSampleError if one of these draws cannot be run on sample i."""
+    for draw in draws:
+        for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
+            if (fault := misfit.fault(i)) is not None:
+                raise fault
+
+
+def _regions(outputs: Sequence[_Drawn], headers: Headers) -> s.Ints:
+    """Return y, x, height, width of what all outputs need of the images as stored, [N, 4].
+
+    Images that EXIF data turn, and those of which most is needed, are decoded whole.
+    """
+    whole = np.concatenate([np.zeros_like(headers.sizes), headers.sizes], axis=1)
+    boxes = [output.first.box for output in outputs if output.first is not None]
+    if len(boxes) < len(outputs):
+        return whole
+    begins = np.min([box[:, :2] for box in boxes], axis=0)
+    sides = np.max([box[:, :2] + box[:, 2:] for box in boxes], axis=0) - begins
+    small = (sides.prod(axis=1) <= _WORTH * headers.sizes.prod(axis=1)) & (headers.orientations == 1)
+    regions: s.Ints = np.where(small[:, None], np.concatenate([begins, sides], axis=1), whole)
+    return regions
+
+
+def _room_for(
+    step: ResamplingStep | PointwiseStep, draw: Any, row: int, image: NDArray[Any], out: NDArray[Any] | None
+) -> NDArray[Any]:
+    """Return `out`, or memory for the result of a native step."""
+    if out is not None:
+        return out
+    height, width, channels = image.shape
+    if isinstance(step, ResamplingStep):
+        height, width = draw.window[row, 2:].tolist()
+    elif (table := step.table) is not None:
+        shape = (channels, height, width) if step.after.layout == "nchw" else image.shape
+        return np.empty(shape, table.dtype)
+    return np.empty((height, width, channels), np.uint8)
+
+
+def _warp(
+    image: NDArray[np.uint8], origin: tuple[int, int], i: int, warping: Warping, out: NDArray[Any] | None
+) -> NDArray[np.uint8]:
+    """Run one warp. `image` is the region of the upright image that begins at (top, left) = origin."""
+    (top, left), (y, x, height, width) = origin, warping.box[i].tolist()
+    box = image[y - top : y - top + height, x - left : x - left + width]
+    shape = (int(warping.height[i]), int(warping.width[i]), image.shape[2])
+    result = np.empty(shape, np.uint8) if out is None else out
+    shown = y, x, height, width = tuple(warping.shown[i].tolist())
+    if (height, width) != shape[:2]:
+        result.fill(0)
+    if height and width:  # a crop may show padding alone
+        warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
+    return result
 
 
 class CpuRunners:
@@ -376,14 +354,14 @@ class CpuRunners:
 
     def run(
         self,
-        samples: Sequence[NDArray[np.uint8]],
+        payload: Payload,
         keys: s.Keys,
         slots: Any,
         sizes: NDArray[np.int64] | None = None,
     ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
         with self._runner() as runner:
-            return runner.run(samples, keys, slots, sizes)
+            return runner.run(payload, keys, slots, sizes)
 
     def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
         """See `CpuRunner.run_images`."""
@@ -437,16 +415,6 @@ def header_of(data: NDArray[np.uint8], decoder: s.Decoder, *, orientation: bool 
     )
 
 
-def tagged_header_of(data: NDArray[np.uint8], decoder: s.Decoder, *, tagged: bool) -> tuple[Header, int]:
-    """Return a file's header, and the EXIF orientation that `decode` ignores without saying so; else 1.
-
-    tagged: False if that is not of interest. Raises BadSampleError.
-    """
-    if not tagged or decoder.orientation is not None:
-        return header_of(data, decoder), 1
-    return header_of(data, decoder, orientation=True).untagged()
-
-
 def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:
     """Run an opaque stage on one image. `step.before` and `step.after` say how the images lie in memory.
 
@@ -485,10 +453,3 @@ def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
 def _size(image: NDArray[Any]) -> tuple[s.Ints, s.Ints]:
     """Height and width, each [1], of an image in HWC."""
     return np.array(image.shape[:1]), np.array(image.shape[1:2])
-
-
-def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Mirror an image top-bottom, left-right, or both, into `out`. At least one of the two flips must be set."""
-    vertical, horizontal = flips
-    cv2.flip(image, -1 if vertical and horizontal else 0 if vertical else 1, dst=out)
-    return out

@@ -244,8 +244,7 @@ class CpuDecodePool:
             self._unsent.popleft().pending = pending
 
     def _decode_here(self, part: _Part) -> list[BadSampleError | None]:
-        samples = [part.payload.sample(i) for i in part.rows]
-        part.faults = self._runners.run(samples, part.keys, part.slots)
+        part.faults = self._runners.run(part.payload.take(part.rows), part.keys, part.slots)
         return part.faults
 
     def close(self) -> None:

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner, CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 from gpuflow.sources import Payload, Source
 
-__all__ = ["DecodeRequest", "Outcome", "ReadRequest", "Setup", "decode", "open_runner", "prepare", "work"]
+__all__ = ["DecodeRequest", "Outcome", "ReadRequest", "Setup", "open_runner", "prepare", "work"]
 
 _first_call = threading.Lock()
 """torch's first call in a forked process creates its thread pool again, which fails if two threads do it at once."""
@@ -115,17 +115,6 @@ def _slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count:
     return slots_of(program, memory[:size].view(dtype).reshape(-1, *shape))[start : start + count]
 
 
-def decode(
-    runner: CpuRunner | CpuRunners, payload: Payload, keys: Keys, slots: Any, sizes: NDArray[np.int64] | None = None
-) -> list[BadSampleError | None]:
-    """Decode a payload's samples into their slots, as `CpuRunner.run` does. A sample that was not read is bad."""
-    faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots, sizes)
-    for i, error in enumerate(payload.errors):
-        if error is not None:
-            faults[i] = BadSampleError("read", error)
-    return faults
-
-
 def work(connection: ParentConnection, setup: Setup | str) -> None:
     """Answer requests until the connection is closed: `ReadRequest`, `DecodeRequest`, or None for a check.
 
@@ -164,13 +153,14 @@ def _answer(setup: Setup, runner: CpuRunner, pool: BytePool, request: Any, encod
     count = len(request.keys.positions)
     slots = _slots_in(memory, setup.program, request.start, count, request.batch)
     if isinstance(request, DecodeRequest):
-        parts = zip(request.offsets, request.sizes, strict=True)
-        return runner.run([encoded[offset : offset + size] for offset, size in parts], request.keys, slots)
+        errors = [None] * count
+        payload = Payload(buffer=encoded, offsets=request.offsets, sizes=request.sizes, errors=errors)
+        return runner.run(payload, request.keys, slots)
     assert setup.source is not None
     begun, cpu = time.perf_counter(), time.thread_time()
     payload = setup.source.read(request.indices, pool.acquire)
     read_s = time.perf_counter() - begun
     sizes = np.empty((count, 3), np.int64) if request.wants_sizes else None
-    faults = decode(runner, payload, request.keys, slots, sizes)
+    faults = runner.run(payload, request.keys, slots, sizes)
     pool.release(payload.buffer)
     return Outcome(faults, sum(payload.sizes), read_s, time.thread_time() - cpu, sizes)

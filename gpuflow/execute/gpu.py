@@ -413,7 +413,7 @@ class GpuRunner:
         shape, dtype = slot_of(self._program)
         results = self._device_stream.pinned((len(rows), slot_bytes_of(self._program)), torch.uint8)
         slots = slots_of(self._program, results.numpy().view(dtype).reshape(-1, *shape))
-        samples = [payload.sample(i) for i in rows.tolist()]
+        samples = payload.take(rows.tolist())
         for row, fault in zip(rows.tolist(), self._cpu.run(samples, keys.take(rows), slots), strict=True):
             faults[row] = fault
         return _Finished(rows, results)

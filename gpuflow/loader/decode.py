@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.execute.cpu_workers import decode
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.loader.plan import LoaderPlan
@@ -167,7 +166,7 @@ class ChunkDecoder:
 
     def run_on_cpu(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes = None) -> Faults:
         """Run the program on the payload, into slots, on this thread. Releases the bytes."""
-        faults = decode(self._runners, payload, keys, slots, sizes)
+        faults = self._runners.run(payload, keys, slots, sizes)
         self._reader.release(payload.buffer)
         return faults
 

@@ -40,7 +40,7 @@ from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.admission import Admission, Completion
 from gpuflow.runtime.metrics import Meter, oldest_operation
-from gpuflow.runtime.threads import DaemonPool, QuickSwitching, end_waits_when, torch_threads_lock
+from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lock, use_stop_flag
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import ChunkRunner
@@ -382,7 +382,7 @@ class Feed:
         A team of OpenMP threads for each worker thread would spin next to the others. The first call ties this thread
         to the default, so that the second, which also changes the default, stays in force.
         """
-        end_waits_when(lambda: admission.closed)
+        use_stop_flag(admission.stop)
         torch.get_num_threads()
         torch.set_num_threads(1)
         if self._plan.device_stream is not None:

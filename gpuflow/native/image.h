@@ -1,6 +1,8 @@
-/* What the C files that change pixels share. */
+/* What the C files of this folder that work on pixels share. */
 
-#pragma once
+#ifndef GPUFLOW_IMAGE_H
+#define GPUFLOW_IMAGE_H
+
 #include <stdint.h>
 
 /* An image of 8-bit levels: rows of interleaved channels. pitch: bytes from one row to the next. */
@@ -8,3 +10,15 @@ struct image {
     uint8_t *pixels;
     int64_t height, width, channels, pitch;
 };
+
+/* What functions that may fail return. STOPPED: their caller asked them to stop. */
+enum { DONE, NO_MEMORY, STOPPED };
+
+enum { ROWS_BETWEEN_CHECKS = 64 };
+
+/* Returns whether a caller has asked to stop. Long loops ask once in ROWS_BETWEEN_CHECKS rows. */
+static inline int is_stopped(const int32_t *stop) {
+    return __atomic_load_n(stop, __ATOMIC_RELAXED) != 0;
+}
+
+#endif

@@ -16,6 +16,7 @@ from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Pointwise
+from gpuflow.sources import Payload
 
 __all__ = ["Differences", "Levels", "Scale", "Tally", "differences", "levels_apart"]
 
@@ -101,7 +102,7 @@ class Scale:
         slots = np.empty((2, *slot_shape(program.result)), STORAGE[program.result.dtype])
         if isinstance(program.decoder, Preset):  # all presets give the same result for a plain image
             program = replace(program, decoder=replace(program.decoder, name="torchpipe_cpu"))
-        faults = CpuRunner(program).run(samples, Keys(0, 0, np.arange(2)), slots)
+        faults = CpuRunner(program).run(Payload.of(samples), Keys(0, 0, np.arange(2)), slots)
         for fault in faults:
             if fault is not None:  # by a stage that takes no image of this size or of one level
                 raise GpuflowError(f"parity: a plain image of {side}x{side} pixels cannot be preprocessed: {fault}")

@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from typing import Protocol
 
+from gpuflow.runtime.threads import StopFlag
+
 __all__ = ["Admission", "Completion"]
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
@@ -37,7 +39,9 @@ class Admission:
         self._places: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
         self._spare: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._change = threading.Condition()
-        self._admitted, self._watched, self._closed = 0, False, False
+        self._admitted, self._watched = 0, False
+        self.stop = StopFlag()
+        """Set once this is closed."""
         self._usual_wait = 0.0
         for _ in range(capacity):
             self.release()
@@ -47,12 +51,12 @@ class Admission:
     def acquire(self, number: int) -> bool:
         """Wait until batch `number` is admitted. False once this is closed, as it always is at the end of an epoch."""
         with self._change:
-            while self._admitted <= number and not self._closed:
+            while self._admitted <= number and not self.stop:
                 if self._watched:
                     self._change.wait()
                 else:
                     self._watch()
-        return not self._closed
+        return not self.stop
 
     def _watch(self) -> None:
         """Wait for one more place for all waiting threads. The lock is held before and after, not while waiting.
@@ -63,7 +67,7 @@ class Admission:
         self._change.release()
         try:
             completion, begun = self._places.get(), time.monotonic()
-            while completion is not None and not completion.query() and not self._closed:
+            while completion is not None and not completion.query() and not self.stop:
                 left = self._usual_wait - (time.monotonic() - begun)
                 time.sleep(min(max(left / 2, _SHORTEST_PAUSE), _LONGEST_PAUSE))
             self._usual_wait += (min(time.monotonic() - begun, _LONGEST_WAIT) - self._usual_wait) / _WAITS
@@ -84,9 +88,9 @@ class Admission:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return bool(self.stop)
 
     def close(self) -> None:
         """Refuse all threads that wait now or call `acquire` later."""
-        self._closed = True
+        self.stop.set()
         self.release()

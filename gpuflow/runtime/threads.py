@@ -6,6 +6,7 @@ mount would hang the interpreter.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import sys
@@ -17,30 +18,53 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["DaemonPool", "QuickSwitching", "end_waits_when", "is_ended", "torch_threads_lock", "use_torch_threads"]
+__all__ = [
+    "DaemonPool",
+    "QuickSwitching",
+    "StopFlag",
+    "stop_flag",
+    "torch_threads_lock",
+    "use_stop_flag",
+    "use_torch_threads",
+]
 
 _START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
 _torch_locks: dict[int, threading.Lock] = {}
 """A lock for each process id. A forked child needs a separate one: its copy of the parent's may be locked forever."""
 
-_ended: ContextVar[Callable[[], bool]] = ContextVar("_ended", default=lambda: False)
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def is_ended() -> bool:
-    """Return True once the result of this thread's work is not needed: its pool, or the epoch it works for, was ended.
+class StopFlag:
+    """True once it is set. C code reads it at `address`, an int32_t that is not 0 then."""
 
-    Long waits for something outside of this process ask it, and give up.
+    def __init__(self) -> None:
+        self._value = ctypes.c_int32(0)
+        self.address = ctypes.addressof(self._value)
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def __bool__(self) -> bool:
+        return self._value.value != 0
+
+
+_stop_flag: ContextVar[StopFlag] = ContextVar("_stop_flag", default=StopFlag())  # noqa: B039  # which nothing sets
+
+
+def stop_flag() -> StopFlag:
+    """Return the flag that is set once the result of this thread's work is not needed.
+
+    Its pool, or the epoch that it works for, was ended. Long waits and long calls of C code ask it, and give up.
     """
-    return _ended.get()()
+    return _stop_flag.get()
 
 
-def end_waits_when(ended: Callable[[], bool]) -> None:
-    """Set what `is_ended` returns on this thread."""
-    _ended.set(ended)
+def use_stop_flag(flag: StopFlag) -> None:
+    """Set what `stop_flag` returns on this thread."""
+    _stop_flag.set(flag)
 
 
 class DaemonPool(Executor):
@@ -55,7 +79,7 @@ class DaemonPool(Executor):
     def __init__(self, threads: int, name: str, initializer: Callable[[], None] = lambda: None) -> None:
         self._initializer, self._begun = initializer, queue.SimpleQueue[BaseException | None]()
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._closing = False
+        self._closing = StopFlag()
         self._threads = list[threading.Thread]()
         try:
             for i in range(threads):
@@ -78,7 +102,7 @@ class DaemonPool(Executor):
             raise error
 
     def _serve(self) -> None:
-        end_waits_when(lambda: self._closing)
+        use_stop_flag(self._closing)
         try:
             self._initializer()
         except BaseException as error:
@@ -108,7 +132,7 @@ class DaemonPool(Executor):
 
     def end(self, timeout: float) -> bool:
         """End the threads and cancel calls that have not begun. Returns whether all ended within `timeout` seconds."""
-        self._closing = True
+        self._closing.set()
         self._cancel_if_ended()
         deadline = time.monotonic() + timeout
         for thread in self._threads:

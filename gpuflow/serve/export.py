@@ -44,6 +44,7 @@ from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import ImageSpec, Keys, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.runtime.files import atomic_write, replaced_file
+from gpuflow.sources import Payload
 from gpuflow.sources.choose import images_below, spread
 
 __all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
@@ -304,7 +305,7 @@ def _samples(config: Config, program: Program, data: Path | None, classes: Seque
 def _pixels(program: Program, samples: list[Encoded]) -> tuple[torch.Tensor, list[int]]:
     """The images [N, C, H, W] of the samples that can be decoded, and the indices of these samples."""
     slots = np.zeros((len(samples), *slot_shape(program.result)), STORAGE[program.result.dtype])
-    faults = CpuRunner(program).run(samples, Keys(0, 0, np.arange(len(samples))), slots)
+    faults = CpuRunner(program).run(Payload.of(samples), Keys(0, 0, np.arange(len(samples))), slots)
     good = [i for i, fault in enumerate(faults) if fault is None]
     return as_batch(slots, program.result)[good], good
 

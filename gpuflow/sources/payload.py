@@ -64,17 +64,26 @@ class Payload:
             object.__setattr__(self, name, values)
 
     @classmethod
-    def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate) -> Self:
-        """Copy files that are in memory into a buffer from `allocate`."""
+    def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate | None = None) -> Self:
+        """Copy files that are in memory into a buffer from `allocate`, by default into new memory."""
         sizes = [len(data) for data in files]
         offsets, end = lay_out(sizes)
-        buffer = allocate(end)
+        buffer = np.empty(end, np.uint8) if allocate is None else allocate(end)
         for offset, data in zip(offsets, files, strict=True):
             buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
         return cls(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def take(self, rows: Sequence[int]) -> Payload:
+        """Return some of the samples, in the same buffer."""
+        return Payload(
+            buffer=self.buffer,
+            offsets=[self.offsets[i] for i in rows],
+            sizes=[self.sizes[i] for i in rows],
+            errors=[self.errors[i] for i in rows],
+        )
 
     def sample(self, i: int) -> NDArray[np.uint8]:
         """A view of the bytes of sample i."""

@@ -118,7 +118,7 @@ class CpuPreprocessor:
     def _run(self, payload: Payload, part: slice, slots: NDArray[Any]) -> list[BadSampleError | None]:
         """A part of the files on this thread."""
         use_torch_threads(1)
-        samples = [payload.sample(i) for i in range(part.start, part.stop)]
+        samples = payload.take(range(part.start, part.stop))
         return self._runners.run(samples, _keys(len(samples)), slots[part])
 
     def close(self) -> None:

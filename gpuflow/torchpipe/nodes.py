@@ -27,6 +27,7 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import use_torch_threads
+from gpuflow.sources import Payload
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
 from gpuflow.torchpipe.request_queue import Backlog, Request, RequestQueue, callers, joined
@@ -243,7 +244,7 @@ class PreprocessNode:
             with self._lock:
                 self._begun = time.monotonic()
                 try:
-                    (fault,) = self._runner.run([np.frombuffer(data, np.uint8)], _ONE, slots)
+                    (fault,) = self._runner.run(Payload.of([data]), _ONE, slots)
                 finally:
                     self._begun = math.inf
             return fault if fault is not None else as_batch(slots, self._spec).to(self._device)

@@ -14,6 +14,7 @@ from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.resample import resample
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.sources import Payload
 from gpuflow.stages import (
     Affine,
     CenterCrop,
@@ -29,7 +30,7 @@ from gpuflow.stages import (
     Torchvision,
     WarpAffine,
 )
-from tests.images import as_array, jpeg, photo, png
+from tests.images import jpeg, photo, png
 from tests.running import alone, decoded, images, keys_of, levels_apart, program_of, resized, run
 
 TRAIN = (
@@ -61,7 +62,7 @@ def test_a_runner_gives_the_same_result_every_time_and_on_any_thread(stages: tup
     runner, slots = CpuRunner(program), np.empty((8, 3, 32, 32), np.float32)
     for _ in range(3):
         slots.fill(np.nan)
-        assert runner.run([as_array(data) for data in SAMPLES], keys_of(8), slots) == [None] * 8
+        assert runner.run(Payload.of(SAMPLES), keys_of(8), slots) == [None] * 8
         assert torch.equal(torch.from_numpy(slots), expected)
 
 
@@ -82,7 +83,7 @@ def test_no_samples() -> None:
 def test_slots_hold_the_batch_and_nothing_else_is_written() -> None:
     program = program_of(*VAL)
     memory = np.full((10, *slot_shape(program.result)), 7, np.float32)
-    CpuRunner(program).run([as_array(data) for data in SAMPLES], keys_of(8), memory[1:9])
+    CpuRunner(program).run(Payload.of(SAMPLES), keys_of(8), memory[1:9])
     assert (memory[[0, 9]] == 7).all()
     assert torch.equal(torch.from_numpy(memory[1:9]), images(program, SAMPLES))
 
@@ -94,17 +95,16 @@ def test_results_do_not_share_scratch_memory() -> None:
         runner = CpuRunner(program)
         slots = [np.zeros((1, *slot_shape(program.result)), np.uint8) for _ in SAMPLES]
         for data, slot in zip(SAMPLES, slots, strict=True):
-            runner.run([as_array(data)], keys_of(1), slot)
+            runner.run(Payload.of([data]), keys_of(1), slot)
         assert torch.equal(as_batch(np.concatenate(slots), program.result), images(program, SAMPLES))
 
 
 def test_encoded_bytes_stay_as_they_are() -> None:
-    samples = [as_array(data).copy() for data in SAMPLES]
-    for sample in samples:
-        sample.flags.writeable = False
-    program = program_of(*TRAIN)
-    CpuRunner(program).run(samples, keys_of(8), np.empty((8, 3, 32, 32), np.float32))
-    assert [bytes(sample) for sample in samples] == list(SAMPLES)
+    payload, program = Payload.of(SAMPLES), program_of(*TRAIN)
+    before = payload.buffer.copy()
+    payload.buffer.flags.writeable = False
+    CpuRunner(program).run(payload, keys_of(8), np.empty((8, 3, 32, 32), np.float32))
+    assert np.array_equal(payload.buffer, before)
 
 
 @pytest.mark.parametrize("first", [Perspective(probability=0.0), Affine(), CenterCrop(size=40)], ids=repr)
@@ -244,9 +244,9 @@ def test_what_an_opaque_stage_raises_is_bad_only_where_it_refuses_an_image(
     slots = np.empty((1, *slot_shape(program.result)), np.uint8)
     runner = CpuRunner(program)
     if is_bad:
-        (fault,) = runner.run([as_array(SAMPLES[0])], keys_of(1), slots)
+        (fault,) = runner.run(Payload.of([SAMPLES[0]]), keys_of(1), slots)
         assert fault is not None
         assert (fault.stage, fault.reason) == ("torchvision", f"{error.__name__}: not this one")
         return
     with pytest.raises(error):
-        runner.run([as_array(SAMPLES[0])], keys_of(1), slots)
+        runner.run(Payload.of([SAMPLES[0]]), keys_of(1), slots)

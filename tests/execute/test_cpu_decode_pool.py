@@ -75,8 +75,7 @@ def expected(name: str) -> tuple[list[torch.Tensor], list[str]]:
     program = PROGRAMS[name]
     shape, dtype = slot_of(program)
     memory = np.zeros((len(FILES), *shape), dtype)
-    samples = [np.frombuffer(data, np.uint8) for data in FILES]
-    faults = CpuRunner(program).run(samples, KEYS, slots_of(program, memory))
+    faults = CpuRunner(program).run(Payload.of(FILES), KEYS, slots_of(program, memory))
     return split(slots_of(program, torch.from_numpy(memory))), [str(fault) for fault in faults]
 
 

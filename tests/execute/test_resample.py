@@ -19,8 +19,9 @@ from gpuflow.execute import resample as module
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.resample import resample, resample_part
 from gpuflow.pipeline import stage as s
+from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, RandomCrop, RandomResizedCrop, Resize, Torchvision
-from tests.images import as_array, jpeg, photo, png, png_bytes
+from tests.images import jpeg, photo, png, png_bytes
 from tests.running import keys_of, levels_apart, program_of, run
 
 sides = st.integers(1, 70)
@@ -125,9 +126,9 @@ def test_no_more_than_the_window_of_a_huge_grid_is_in_memory(data: bytes, stages
     runner = CpuRunner(program)
     height, width, channels = program.result.shape
     slots = np.ones((1, height or 0, width or 0, channels), np.uint8)
-    assert runner.run([as_array(png(photo(9, 9)))], keys_of(1), slots) == [None]
+    assert runner.run(Payload.of([png(photo(9, 9))]), keys_of(1), slots) == [None]
     with at_most_more(100):
-        assert runner.run([as_array(data)], keys_of(1), slots) == [None]
+        assert runner.run(Payload.of([data]), keys_of(1), slots) == [None]
     assert (slots == 0).all()
 
 

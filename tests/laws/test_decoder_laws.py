@@ -30,6 +30,7 @@ from gpuflow.execute.cpu import CpuRunners
 from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.pipeline.program import Program
 from gpuflow.runtime.memory import shared
+from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Normalize, RandomResizedCrop, Resize
 from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import chain
@@ -93,7 +94,7 @@ class Threads:
 
     def _one(self, number: int) -> Outcome:
         slots = np.full((1, SIDE, SIDE, 3), GUARD, np.uint8)
-        (fault,) = self._runners.run([as_array(POOL[number])], keys_of(1), slots)
+        (fault,) = self._runners.run(Payload.of([POOL[number]]), keys_of(1), slots)
         self._runners.check()
         return outcome(torch.from_numpy(slots[0]).permute(2, 0, 1), fault)
 

@@ -35,6 +35,7 @@ from gpuflow.execute.mask_maps import mask_maps
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram, slot_of, slots_of
+from gpuflow.sources import Payload
 from gpuflow.stages import STAGES, CenterCrop, Decode
 from tests.images import Pixels, as_array, tiny_jpeg, turned
 from tests.laws.test_stage_laws import EXAMPLES
@@ -304,7 +305,8 @@ def _on_images(program: AnyProgram, batch: Batch) -> Callable[[], str]:
 def _on_jpegs(program: AnyProgram) -> Callable[[], str]:
     samples = [as_array(data) for data in (*JPEGS, *JPEGS)]
     keys = keys_of(len(samples), seed=5)
-    return lambda: _hash_of_run(program, len(samples), lambda runner, slots: runner.run(samples, keys, slots))
+    payload = Payload.of(samples)
+    return lambda: _hash_of_run(program, len(samples), lambda runner, slots: runner.run(payload, keys, slots))
 
 
 def _on_masks(program: Program) -> Callable[[], str]:

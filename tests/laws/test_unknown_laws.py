@@ -14,9 +14,10 @@ from gpuflow.execute.passes import passes_of
 from gpuflow.parity.others import _moved
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, ResamplingStep, fold
+from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Flip, Normalize
 from gpuflow.tools.explain import _step_words
-from tests.images import as_array, jpeg, photo
+from tests.images import jpeg, photo
 from tests.running import keys_of, program_of, run
 
 PHOTO = jpeg(photo(40, 50))
@@ -98,7 +99,7 @@ def in_parity() -> None:
 
 
 def a_step_on_the_cpu() -> None:
-    CpuRunner(program_with_odd_step()).run([as_array(PHOTO)], keys_of(1), np.zeros((1, 3, 8, 8), np.float32))
+    CpuRunner(program_with_odd_step()).run(Payload.of([PHOTO]), keys_of(1), np.zeros((1, 3, 8, 8), np.float32))
 
 
 def a_step_lowered_to_a_gpu() -> None:

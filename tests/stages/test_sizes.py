@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from gpuflow.execute.cpu import CpuRunner
+from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, RandomCrop, Resize
-from tests.images import as_array, photo, png
+from tests.images import photo, png
 from tests.running import RGB, images, keys_of, program_of
 
 
@@ -29,7 +30,7 @@ def test_what_lies_outside_of_an_image_is_black_whatever_its_memory_held() -> No
     data, keys = png(np.maximum(photo(20, 20), 1)), keys_of(100)
     expected = images(program, [data] * 100, keys).permute(0, 2, 3, 1).numpy()
     slots = np.full((100, 20, 20, 3), 255, np.uint8)
-    assert CpuRunner(program).run([as_array(data)] * 100, keys, slots) == [None] * 100
+    assert CpuRunner(program).run(Payload.of([data] * 100), keys, slots) == [None] * 100
     assert np.array_equal(slots, expected)
     rows, columns = (~(expected == 0).all(axis=(axis, 3)) for axis in (2, 1))
     assert {tuple(side) for side in np.stack([rows[:, 0], rows[:, -1], columns[:, 0], columns[:, -1]], 1).tolist()} >= {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
-from gpuflow.runtime.threads import is_ended
+from gpuflow.runtime.threads import stop_flag
 
 __all__ = ["RequestLimit", "WaitEnded"]
 
@@ -75,7 +75,7 @@ class RequestLimit:
 
     def _wait(self, until: float) -> None:
         """Wait until something may have changed, or until a time. The caller holds the lock. Raises WaitEnded."""
-        if self._closed or is_ended():
+        if self._closed or stop_flag():
             raise WaitEnded
         self._free.wait(max(0.0, min(_POLL_SECONDS, until - time.monotonic())))
 

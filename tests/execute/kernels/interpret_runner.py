@@ -319,7 +319,7 @@ def cases(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 copies.append(device_stream.calls["copies"] - copies[0])
                 new = library.given - given
             expected = np.zeros((len(chunk), *slot_shape(program.result)), STORAGE[program.result.dtype])
-            rights = CpuRunner(program).run([chunk.sample(i) for i in range(len(chunk))], keys, expected)
+            rights = CpuRunner(program).run(chunk, keys, expected)
             rights[-1] = BadSampleError("read", "permission denied")
             good = [i for i, fault in enumerate(rights) if fault is None]
             assert torch.equal(slots[good], again[good])
@@ -376,8 +376,8 @@ def views(name: str, last: Entries) -> dict[str, Any]:
 
     shape, dtype = slot_of(program)
     expected = np.zeros((len(contents), *shape), dtype)
-    arrays = [np.frombuffer(data, np.uint8) for data in contents]
-    rights = CpuRunners(program).run(arrays, Keys(3, 1, np.arange(len(contents))), slots_of(program, expected))
+    keys = Keys(3, 1, np.arange(len(contents)))
+    rights = CpuRunners(program).run(Payload.of(contents), keys, slots_of(program, expected))
     right = split(slots_of(program, torch.from_numpy(expected)))
     faults: list[str] = []
 
@@ -433,7 +433,7 @@ def served() -> dict[str, Any]:
     found = [*serving.run(contents), *serving.run(contents[:1])]
     expected = np.zeros((len(contents), *slot_shape(program.result)), STORAGE[program.result.dtype])
     arrays = [np.frombuffer(data, np.uint8) for data in contents]
-    rights = CpuRunner(program).run(arrays, Keys(0, 0, np.zeros(len(contents), np.int64)), expected)
+    rights = CpuRunner(program).run(Payload.of(arrays), Keys(0, 0, np.zeros(len(contents), np.int64)), expected)
     images = [*as_batch(expected, program.result), as_batch(expected, program.result)[0]]
     faults, worst = [], 0.0
     for mine, right, image in zip(found, [*rights, rights[0]], images, strict=True):
@@ -475,9 +475,7 @@ def histories() -> dict[str, Any]:
 
     fresh = {i: run(new(), [i])[0] for i in range(len(pool))}
     expected = np.zeros((len(pool), *slot_shape(program.result)), np.uint8)
-    CpuRunner(program).run(
-        [np.frombuffer(x, np.uint8) for x in pool], Keys(0, 0, np.zeros(len(pool), np.int64)), expected
-    )
+    CpuRunner(program).run(Payload.of(pool), Keys(0, 0, np.zeros(len(pool), np.int64)), expected)
     apart = [
         (fresh[i].int() - as_batch(expected, program.result)[i].int()).abs().max().item() for i in range(len(pool))
     ]
@@ -556,7 +554,7 @@ def refusals() -> dict[str, Any]:
     calls = list(Inverted.calls)
     program, passes = programs(least=60)
     expected = np.zeros((count, *slot_shape(program.result)), STORAGE[program.result.dtype])
-    rights = list(map(str, CpuRunner(program).run([chunk.sample(i) for i in range(count)], keys, expected)))
+    rights = list(map(str, CpuRunner(program).run(chunk, keys, expected)))
     good = [i for i, fault in enumerate(found) if fault == "None"]
     stream: Any = HostStream()
     held = [torch.from_numpy(images.photo(20, 30, seed=i) // (3 if i == 1 else 1)).permute(2, 0, 1) for i in range(3)]

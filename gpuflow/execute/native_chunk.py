@@ -1,0 +1,183 @@
+"""Runs the steps of programs on a chunk of samples by one call of the C library, which does not hold the interpreter.
+
+`lower` turns the steps' draws into records of fixed size; native/chunk.c, whose structures these are, runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import LoaderError
+from gpuflow.native.library import INTEGER, POINTER, function
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.program import PointwiseStep, Resampling, ResamplingStep, Step
+from gpuflow.runtime.threads import stop_flag
+from gpuflow.sources import Payload
+
+__all__ = ["REFUSED", "Inputs", "NativeSteps", "Records", "in_rows", "is_native", "run_chunk"]
+
+_run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
+DONE, NO_MEMORY, STOPPED, REFUSED = range(4)
+"""What becomes of a sample. REFUSED: libjpeg-turbo did not decode it."""
+_RESAMPLE, _OPERATE, _LOOK_UP = range(3)
+"""The kinds of steps."""
+_INTERPOLATIONS = {"nearest": 0, "bilinear": 1, "bicubic": 2}
+_COLORS = {"rgb": 0, "bgr": 1, "gray": 2}
+_HEIGHT, _WIDTH, _COLUMNS = 2, 3, 10
+"""Of `struct input`."""
+_UPRIGHT, _FILL_BYTES = 1, 8
+
+Ints = NDArray[np.int64]
+
+
+def is_native(step: Step) -> bool:
+    """Return True if the C library runs this kind of step."""
+    return isinstance(step, ResamplingStep | PointwiseStep)
+
+
+class Inputs:
+    """The images of N samples, encoded or not. Samples that nothing is set for are left out.
+
+    rows [N, 10]: see `struct input`. statuses [N]: what became of the samples, REFUSED at first. Callers keep the
+    memory of the images.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.rows = np.zeros((count, _COLUMNS), np.int64)
+        self.statuses = np.full(count, REFUSED)
+
+    def set_encoded(
+        self, which: NDArray[np.bool_], payload: Payload, sizes: Ints, orientations: NDArray[Any], regions: Ints
+    ) -> None:
+        """Set JPEGs of a payload.
+
+        Args:
+            which: which of the N samples they are.
+            sizes, orientations: heights and widths as stored, and EXIF orientations to apply: [N, 2], [N].
+            regions: y, x, height, width of what is decoded of the image as stored: [N, 4].
+        """
+        addresses = np.asarray(payload.offsets, np.int64) + payload.buffer.ctypes.data
+        no_channels = np.zeros(len(addresses), np.int64)
+        columns = (addresses, np.asarray(payload.sizes, np.int64), sizes, no_channels, orientations, regions)
+        self.rows[which] = np.column_stack(columns)[which]
+
+    def set_pixels(self, i: int, image: NDArray[np.uint8], origin: tuple[int, int]) -> None:
+        """Set the region of an image that begins at (top, left) = origin: see `in_rows`."""
+        self.rows[i] = (image.ctypes.data, image.strides[0], *image.shape, _UPRIGHT, *origin, *image.shape[:2])
+
+
+def in_rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return an image [H, W, C] as one whose rows are contiguous: itself if they are."""
+    _, width, channels = image.shape
+    are = image.strides[1:] == (channels, 1) and image.strides[0] >= width * channels
+    return image if are else np.ascontiguousarray(image)
+
+
+class NativeSteps:
+    """Native steps, and what they have in common for all chunks."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._tables = [_table_of(step) for step in steps]
+
+    def records(self, draws: Sequence[Any]) -> Records:
+        """Return the steps' records. draws: for each step what its `draw` returned."""
+        records = Records()
+        for step, table, draw in zip(self._steps, self._tables, draws, strict=True):
+            if isinstance(step, ResamplingStep):
+                records.add_resampling(draw)
+            else:
+                records.add_operations(draw)
+            if table is not None:
+                records.add_table(*table)
+        return records
+
+
+def _table_of(step: Step) -> tuple[NDArray[Any], bool] | None:
+    """Return the table of levels of a step that has one, and whether its result has the layout of planes."""
+    if not isinstance(step, PointwiseStep) or (table := step.table) is None:
+        return None
+    return np.ascontiguousarray(table), step.after.layout == "nchw"
+
+
+class Records:
+    """Native steps as records of fixed size: see `struct step`. Keeps the memory that they refer to."""
+
+    def __init__(self) -> None:
+        self._held: list[NDArray[Any]] = []
+        self._rows: list[tuple[int, int, int]] = []
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """The address of the records, and their number."""
+        return self._hold(self._rows, np.int64), len(self._rows)
+
+    def _hold(self, values: Any, dtype: Any) -> int:
+        """Keep values in memory, and return their address."""
+        self._held.append(np.ascontiguousarray(values, dtype))
+        return _address_of(self._held[-1])
+
+    def add_resampling(self, draw: Resampling) -> None:
+        parts = (draw.box, draw.mirrors, draw.grid, draw.shown, draw.window, draw.flips)
+        rows = np.concatenate(parts, axis=1, dtype=np.int64, casting="unsafe")
+        fill = np.zeros(_FILL_BYTES, np.uint8)
+        fill[:3] = np.asarray(draw.fill).astype(np.uint8)
+        numbers = [_INTERPOLATIONS[draw.interpolation], draw.antialias, fill.view(np.int64)[0]]
+        self._rows.append((_RESAMPLE, self._hold(rows, np.int64), self._hold(numbers, np.int64)))
+
+    def add_operations(self, operations: s.Operations) -> None:
+        if not operations.kinds:
+            return
+        codes, factors = self._hold(operations.codes, np.int64), self._hold(operations.factors, np.float64)
+        tables, values = self._hold(operations.tables, np.uint8), self._hold(operations.values, np.float64)
+        fields = [codes, factors, operations.codes.shape[1], tables, values]
+        self._rows.append((_OPERATE, self._hold(fields, np.int64), 0))
+
+    def add_table(self, table: NDArray[Any], planes: bool) -> None:
+        fields = [self._hold(table, table.dtype), table.itemsize, planes]
+        self._rows.append((_LOOK_UP, self._hold(fields, np.int64), 0))
+
+
+def run_chunk(
+    inputs: Inputs,
+    outputs: Sequence[tuple[Records, NDArray[Any]]],
+    color: str,
+    place: Ints,
+    i: int | None = None,
+) -> None:
+    """Make the outputs of the inputs, or of input i alone, and write their statuses.
+
+    Args:
+        outputs: for each the records of its steps, and the slots [N, ...] that receive the results.
+        color: of decoded images.
+        place: [1], receives the number of the sample that is worked on.
+
+    Raises:
+        MemoryError: there is not enough memory for a sample. LoaderError: this thread's `stop_flag` was set.
+    """
+    rows = np.array([(*records.row, *_place_of(slots)) for records, slots in outputs], np.int64)
+    fields = [_address_of(inputs.rows), _address_of(rows), len(outputs), _COLORS[color]]
+    fields += [_address_of(inputs.statuses), _address_of(place), stop_flag().address]
+    chunk = np.array(fields, np.int64)
+    begin, end = (0, len(inputs.rows)) if i is None else (i, i + 1)
+    _run_chunk(_address_of(chunk), begin, end)
+    statuses = inputs.statuses[begin:end]
+    if (statuses == NO_MEMORY).any():
+        number = begin + int(np.argmax(statuses == NO_MEMORY))
+        height, width = inputs.rows[number, _HEIGHT : _WIDTH + 1].tolist()
+        raise MemoryError(f"not enough memory for an image of {width}x{height} pixels")
+    if (statuses == STOPPED).any():
+        raise LoaderError("the epoch was ended")
+
+
+def _address_of(array: NDArray[Any]) -> int:
+    return array.ctypes.data
+
+
+def _place_of(slots: NDArray[Any]) -> tuple[int, int]:
+    """The address of slots [N, ...], and the bytes from one to the next."""
+    return _address_of(slots), slots.strides[0]

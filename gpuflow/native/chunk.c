@@ -1,0 +1,222 @@
+/* Runs the steps of a program on the samples of a chunk, for execute/native_chunk.py: one call without the interpreter
+ * decodes each image, or takes its pixels, and makes each of its outputs in its slot of the batch. */
+
+#include "color.h"
+#include "image.h"
+#include "jpeg.h"
+#include "resample.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* What becomes of a sample, besides the values of image.h: libjpeg-turbo refused it. */
+enum { REFUSED = 3 };
+
+/* The kinds of steps. */
+enum { RESAMPLE, OPERATE, LOOK_UP };
+
+/* EXIF orientations from SWAPPED on swap height and width; these then reverse the order of rows, or of columns. */
+enum { UPRIGHT = 1, SWAPPED = 5 };
+static const int REVERSES_ROWS[9] = {[3] = 1, [4] = 1, [7] = 1, [8] = 1};
+static const int REVERSES_COLUMNS[9] = {[2] = 1, [3] = 1, [6] = 1, [7] = 1};
+
+/* An image of a chunk. data: NULL if there is none; `size` encoded bytes if there are no channels, else pixels, of which
+ * a row has `size` bytes. height, width: as stored. region: y, x, height, width of what is decoded of it. */
+struct input {
+    uint8_t *data;
+    int64_t size, height, width, channels, orientation, region[4];
+};
+
+/* One step of an output. parameters: an array with a row for each sample, or what all samples have in common; see the
+ * kind. settings: what else all samples have in common. */
+struct step {
+    int64_t kind;
+    const void *parameters, *settings;
+};
+
+/* The last step of an output that has one: the levels become the numbers of a table [C, 256]. */
+struct table {
+    const void *numbers;
+    int64_t item_bytes, planes;
+};
+
+/* slots: of the chunk, each of `slot_bytes`. */
+struct output {
+    const struct step *steps;
+    int64_t count;
+    uint8_t *slots;
+    int64_t slot_bytes;
+};
+
+/* color: of decoded images, see jpeg.h. place: receives the number of the sample that is worked on. */
+struct chunk {
+    const struct input *inputs;
+    const struct output *outputs;
+    int64_t output_count, color;
+    int64_t *statuses, *place;
+    const int32_t *stop;
+};
+
+/* Memory for images between steps, which grows. DECODED holds the image that all outputs are made of. */
+enum { DECODED, TURNED, FIRST, SECOND, BUFFERS };
+struct buffers {
+    uint8_t *bytes[BUFFERS];
+    int64_t sizes[BUFFERS];
+};
+
+/* libjpeg-turbo writes aligned rows past the cache, so rows begin a byte after what would be aligned. */
+enum { ALIGNMENT = 64, OFFSET = 1 };
+
+/* Returns an image of this size in a buffer; without pixels if there is no memory. */
+static struct image new_image(struct buffers *buffers, int number, int64_t height, int64_t width, int64_t channels) {
+    struct image image = {NULL, height, width, channels, 0};
+    image.pitch = (width * channels + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    int64_t bytes = height * image.pitch + OFFSET;
+    if (bytes > buffers->sizes[number]) {
+        free(buffers->bytes[number]);
+        buffers->bytes[number] = malloc((size_t)bytes);
+        buffers->sizes[number] = buffers->bytes[number] ? bytes : 0;
+    }
+    if (buffers->bytes[number])
+        image.pixels = buffers->bytes[number] + OFFSET;
+    return image;
+}
+
+static void copy_image(const struct image *from, const struct image *to) {
+    for (int64_t y = 0; y < from->height; y++)
+        memcpy(to->pixels + y * to->pitch, from->pixels + y * from->pitch, (size_t)(from->width * from->channels));
+}
+
+/* Applies an EXIF orientation (JEITA CP-3451, tag 0x0112). */
+static void turn_image(const struct image *from, int64_t orientation, const struct image *to) {
+    for (int64_t y = 0; y < to->height; y++) {
+        for (int64_t x = 0; x < to->width; x++) {
+            int64_t row = REVERSES_ROWS[orientation] ? to->height - 1 - y : y;
+            int64_t column = REVERSES_COLUMNS[orientation] ? to->width - 1 - x : x;
+            const uint8_t *pixel = orientation >= SWAPPED
+                                       ? from->pixels + column * from->pitch + row * from->channels
+                                       : from->pixels + row * from->pitch + column * from->channels;
+            memcpy(to->pixels + y * to->pitch + x * to->channels, pixel, (size_t)from->channels);
+        }
+    }
+}
+
+/* Decodes the region of an input, or takes its pixels. */
+static int load_image(const struct chunk *chunk, const struct input *input, struct buffers *buffers,
+                      struct image *image) {
+    if (input->channels) {
+        *image = (struct image){input->data, input->height, input->width, input->channels, input->size};
+        return DONE;
+    }
+    const int64_t *region = input->region;
+    *image = new_image(buffers, DECODED, region[2], region[3], chunk->color == JPEG_GRAY ? 1 : 3);
+    if (!image->pixels)
+        return NO_MEMORY;
+    switch (decode_jpeg(input->data, input->size, (int)chunk->color, input->height, input->width, region, image->pixels,
+                        image->pitch, chunk->stop)) {
+    case JPEG_DONE:
+        break;
+    case JPEG_NO_MEMORY:
+        return NO_MEMORY;
+    case JPEG_STOPPED:
+        return STOPPED;
+    default:
+        return REFUSED;
+    }
+    if (input->orientation == UPRIGHT)
+        return DONE;
+    const int is_swapped = input->orientation >= SWAPPED;
+    struct image turned = new_image(buffers, TURNED, is_swapped ? image->width : image->height,
+                                    is_swapped ? image->height : image->width, image->channels);
+    if (!turned.pixels)
+        return NO_MEMORY;
+    turn_image(image, input->orientation, &turned);
+    *image = turned;
+    return DONE;
+}
+
+/* Returns the image that a step writes to: the slot if it is the last step. */
+static struct image result_of(const struct output *output, int64_t sample, int is_last, struct buffers *buffers,
+                              int number, int64_t height, int64_t width, int64_t channels) {
+    if (is_last)
+        return (struct image){output->slots + sample * output->slot_bytes, height, width, channels, width * channels};
+    return new_image(buffers, number, height, width, channels);
+}
+
+/* Makes one output of an image that begins at (top, left) of the whole one. is_shared: others read the image, too. */
+static int make_output(const struct chunk *chunk, const struct output *output, int64_t sample, struct image image,
+                       int64_t top, int64_t left, int is_shared, struct buffers *buffers) {
+    int status = DONE, next = FIRST;
+    for (int64_t i = 0; i < output->count && status == DONE; i++) {
+        const struct step *step = &output->steps[i];
+        const int is_last = i + 1 == output->count;
+        switch (step->kind) {
+        case RESAMPLE: {
+            const struct resampling *geometry = (const struct resampling *)step->parameters + sample;
+            const int64_t *box = geometry->box, *window = geometry->window;
+            struct image part = {image.pixels + (box[0] - top) * image.pitch + (box[1] - left) * image.channels, box[2],
+                                 box[3], image.channels, image.pitch};
+            struct image result =
+                result_of(output, sample, is_last, buffers, next, window[2], window[3], image.channels);
+            if (!result.pixels)
+                return NO_MEMORY;
+            status = resample(&part, geometry, step->settings, &result, chunk->stop);
+            image = result;
+            top = left = 0;
+            next = next == FIRST ? SECOND : FIRST;
+            is_shared = 0;
+            break;
+        }
+        case OPERATE:
+            if (is_shared || is_last) { /* it works in place */
+                struct image copy =
+                    result_of(output, sample, is_last, buffers, next, image.height, image.width, image.channels);
+                if (!copy.pixels)
+                    return NO_MEMORY;
+                copy_image(&image, &copy);
+                image = copy;
+                next = next == FIRST ? SECOND : FIRST;
+                is_shared = 0;
+            }
+            run_operations(&image, step->parameters, sample, chunk->stop);
+            status = is_stopped(chunk->stop) ? STOPPED : DONE;
+            break;
+        case LOOK_UP: {
+            const struct table *table = step->parameters;
+            look_up_levels(&image, table->numbers, table->item_bytes, (int)table->planes,
+                           output->slots + sample * output->slot_bytes);
+            break;
+        }
+        }
+    }
+    if (!output->count) {
+        struct image slot = result_of(output, sample, 1, buffers, next, image.height, image.width, image.channels);
+        copy_image(&image, &slot);
+    }
+    return status;
+}
+
+static int run_sample(const struct chunk *chunk, int64_t sample, struct buffers *buffers) {
+    const struct input *input = &chunk->inputs[sample];
+    const int is_region = !input->channels && input->orientation == UPRIGHT;
+    const int64_t top = is_region ? input->region[0] : 0, left = is_region ? input->region[1] : 0;
+    const int is_shared = chunk->output_count > 1 || input->channels;
+    struct image image;
+    int status = load_image(chunk, input, buffers, &image);
+    for (int64_t i = 0; i < chunk->output_count && status == DONE; i++)
+        status = make_output(chunk, &chunk->outputs[i], sample, image, top, left, is_shared, buffers);
+    return status;
+}
+
+/* Runs samples [begin, end) of a chunk. Inputs without data are left out; the statuses of others are written. */
+void gpuflow_run_chunk(const struct chunk *chunk, int64_t begin, int64_t end) {
+    struct buffers buffers = {0};
+    for (int64_t sample = begin; sample < end; sample++) {
+        if (!chunk->inputs[sample].data)
+            continue;
+        *chunk->place = sample;
+        chunk->statuses[sample] = is_stopped(chunk->stop) ? STOPPED : run_sample(chunk, sample, &buffers);
+    }
+    for (int i = 0; i < BUFFERS; i++)
+        free(buffers.bytes[i]);
+}
