@@ -53,6 +53,7 @@ SLOWEST = (
     "tests/tools/test_bench.py",
     "tests/training/test_trainer.py",
     "tests/loader/test_failures.py",
+    "tests/laws/test_native_laws.py",
     "tests/laws/test_stage_laws.py",
     "tests/loader/test_process_ends.py",
     "tests/plots/test_figures.py",
