@@ -49,7 +49,7 @@ SEED, TOTAL = 15, 340
 MODULES = {
     "order": ["gpuflow/loader/sampler.py", "gpuflow/loader/epoch.py", "gpuflow/pipeline/rng.py"],
     "folding": [
-        f"gpuflow/{name}.py" for name in ("pipeline/program", "pipeline/bounds", "execute/cpu", "execute/resample")
+        f"gpuflow/{name}.py" for name in ("pipeline/program", "pipeline/bounds", "execute/cpu", "execute/native_chunk")
     ],
     "stages": ["stages/*.py"],
     "sources": ["gpuflow/sources/*.py", "gpuflow/sources/storage/*.py"],

@@ -19,13 +19,14 @@ from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault, reason_of
 from gpuflow.execute.local import run_filters
-from gpuflow.execute.native_chunk import REFUSED, Inputs, NativeSteps, Records, in_rows, is_native, run_chunk
+from gpuflow.execute.native_chunk import REFUSED, Inputs, NativeSteps, Records, in_rows, run_chunk
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,
+    NativeStep,
     OpaqueStep,
     PointwiseStep,
     Program,
@@ -59,8 +60,9 @@ class _Lowered:
 
     def __init__(self, program: Program) -> None:
         self.steps = program.steps
-        self.each = [NativeSteps([step]) if is_native(step) else None for step in self.steps]
-        self.whole = NativeSteps(self.steps) if None not in self.each else None
+        native = [step for step in self.steps if isinstance(step, NativeStep)]
+        self.each = [NativeSteps([step]) if isinstance(step, NativeStep) else None for step in self.steps]
+        self.whole = NativeSteps(native) if len(native) == len(self.steps) else None
 
 
 class _Drawn:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from gpuflow.errors import LoaderError
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import PointwiseStep, Resampling, ResamplingStep, Step
+from gpuflow.pipeline.program import NativeStep, PointwiseStep, Resampling, ResamplingStep
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
 
-__all__ = ["REFUSED", "Inputs", "NativeSteps", "Records", "in_rows", "is_native", "run_chunk"]
+__all__ = ["REFUSED", "Inputs", "NativeSteps", "Records", "in_rows", "run_chunk"]
 
 _run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
 DONE, NO_MEMORY, STOPPED, REFUSED = range(4)
@@ -32,11 +32,6 @@ _HEIGHT, _WIDTH, _COLUMNS = 2, 3, 10
 _UPRIGHT, _FILL_BYTES = 1, 8
 
 Ints = NDArray[np.int64]
-
-
-def is_native(step: Step) -> bool:
-    """Return True if the C library runs this kind of step."""
-    return isinstance(step, ResamplingStep | PointwiseStep)
 
 
 class Inputs:
@@ -80,7 +75,7 @@ def in_rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
 class NativeSteps:
     """Native steps, and what they have in common for all chunks."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[NativeStep]) -> None:
         self._steps = steps
         self._tables = [_table_of(step) for step in steps]
 
@@ -97,7 +92,7 @@ class NativeSteps:
         return records
 
 
-def _table_of(step: Step) -> tuple[NDArray[Any], bool] | None:
+def _table_of(step: NativeStep) -> tuple[NDArray[Any], bool] | None:
     """Return the table of levels of a step that has one, and whether its result has the layout of planes."""
     if not isinstance(step, PointwiseStep) or (table := step.table) is None:
         return None

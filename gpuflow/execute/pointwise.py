@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.execute.resample import Scratch
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline.pointwise import Operation, Operations
 
@@ -24,10 +23,6 @@ _run_operations = function(
 _look_up_levels = function("gpuflow_look_up_levels", *_IMAGE, POINTER, INTEGER, INTEGER, POINTER)
 
 
-def _new_memory(_: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    return np.empty(shape, np.uint8)
-
-
 def run_pointwise(
     image: NDArray[np.uint8],
     operations: Operations,
@@ -36,7 +31,6 @@ def run_pointwise(
     *,
     planes: bool,
     out: NDArray[Any] | None,
-    scratch: Scratch = _new_memory,
 ) -> NDArray[Any]:
     """Run sample i's operations on its image [H, W, C], then look levels up in a table, if there is one.
 
@@ -49,7 +43,7 @@ def run_pointwise(
     """
     height, width, channels = image.shape
     if (operations.codes[i] != Operation.NONE).any():
-        changed = out if table is None and out is not None else scratch("changed", image.shape)
+        changed = out if table is None and out is not None else np.empty_like(image, order="C")
         np.copyto(changed, image)
         image = changed
         _run_operations(

@@ -35,6 +35,7 @@ __all__ = [
     "LocalStep",
     "Misfit",
     "MixingStep",
+    "NativeStep",
     "OpaqueStep",
     "PointwiseStep",
     "Program",
@@ -283,6 +284,8 @@ class MixingStep:
 
 
 Step = ResamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
+NativeStep = ResamplingStep | PointwiseStep
+"""Steps that C code runs on the CPU, for all images of a chunk by one call."""
 
 
 def _draw_moves(

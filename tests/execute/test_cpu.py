@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.resample import resample
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.sources import Payload
@@ -31,7 +30,7 @@ from gpuflow.stages import (
     WarpAffine,
 )
 from tests.images import jpeg, photo, png
-from tests.running import alone, decoded, images, keys_of, levels_apart, program_of, resized, run
+from tests.running import alone, decoded, images, keys_of, program_of, run
 
 TRAIN = (
     Decode(),
@@ -171,21 +170,6 @@ def test_slots_and_batches(dtype: str, layout: str) -> None:
     slots[1] = 1
     assert (batch[1] != 0).all()
     assert (batch[0] == 0).all()
-
-
-@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_resample_takes_strided_images_and_targets(interpolation: str, channels: int) -> None:
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 256, (60, 80, channels), dtype=np.uint8)[7:40, 11:60]
-    planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).contiguous()
-    for size in ((20, 20), (70, 31), (1, 1), (33, 49), (1, 30), (30, 1)):
-        out = np.full((size[0] + 2, *size[1:], channels), 9, np.uint8)
-        result = resample(image, size, interpolation, True, out[1:-1])
-        assert np.shares_memory(result, out)
-        expected = resized(planes, size, interpolation, True)
-        assert levels_apart(torch.from_numpy(out[1:-1]).permute(2, 0, 1), expected) == 0
-        assert (out[[0, -1]] == 9).all()
 
 
 def test_one_pixel_images_go_through_everything() -> None:

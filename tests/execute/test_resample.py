@@ -1,4 +1,4 @@
-"""resample_part: the same pixels as the whole result, in little memory."""
+"""Resampling takes little memory and time, also for images and results of odd sizes."""
 
 from __future__ import annotations
 
@@ -6,88 +6,17 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import resample as module
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.resample import resample, resample_part
 from gpuflow.pipeline import stage as s
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, RandomCrop, RandomResizedCrop, Resize, Torchvision
 from tests.images import jpeg, photo, png, png_bytes
 from tests.running import keys_of, levels_apart, program_of, run
-
-sides = st.integers(1, 70)
-kinds = st.sampled_from(["nearest", "bilinear", "bicubic"])
-
-
-def scratch(name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    return np.full(shape, 0xA5, np.uint8)
-
-
-@settings(max_examples=400)
-@given(
-    sizes=st.tuples(sides, sides, sides, sides),
-    channels=st.sampled_from([1, 3]),
-    interpolation=kinds,
-    antialias=st.booleans(),
-    small=st.booleans(),
-    data=st.data(),
-)
-def test_a_part_equals_that_part_of_the_whole(
-    sizes: tuple[int, int, int, int],
-    channels: int,
-    interpolation: str,
-    antialias: bool,
-    small: bool,
-    data: st.DataObject,
-) -> None:
-    """small: strips of a few lines, and a first pass in several parts."""
-    height, width, *grid = sizes
-    image = np.random.default_rng(sizes).integers(0, 256, (height, width, channels), dtype=np.uint8)
-    y, x = (data.draw(st.integers(0, side - 1)) for side in grid)
-    rows, columns = (data.draw(st.integers(1, side - start)) for side, start in zip(grid, (y, x), strict=True))
-    expected = resample(image, grid, interpolation, antialias, np.empty((*grid, channels), np.uint8))
-    around = np.full((rows + 2, columns + 2, channels), 7, np.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        if small:
-            patch.setattr(module, "_STRIP_BYTES", 200)
-            patch.setattr(module, "_LONG_STRIP_BYTES", 200)
-            patch.setattr(module, "_COLUMNS_BYTES", 500)
-        out = around[1:-1, 1:-1]
-        resample_part(image, grid, (y, x, rows, columns), interpolation, antialias, out, scratch)
-    assert np.array_equal(out, expected[y : y + rows, x : x + columns])
-    assert (around[[0, -1]] == 7).all() and (around[:, [0, -1]] == 7).all()
-
-
-@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
-@pytest.mark.parametrize("size", [(2700, 1), (1, 2700)])
-def test_long_lines_are_resampled_many_at_a_time(
-    size: tuple[int, int], interpolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch computes the weights of each call anew. One line at a time, a PNG of 90 bytes took a thread 11 s."""
-    calls = list[tuple[int, ...]]()
-
-    def counted(image: NDArray[np.uint8], *others: Any) -> NDArray[np.uint8]:
-        calls.append(image.shape)
-        return resample(image, *others)
-
-    monkeypatch.setattr(module, "resample", counted)
-    image, out = np.ones((*size, 3), np.uint8), np.empty((224, 224, 3), np.uint8)
-    grid = (256 * size[0] // min(size), 256 * size[1] // min(size))
-    resample_part(image, grid, (16, 16, 224, 224), interpolation, interpolation != "nearest", out, scratch)
-    assert (out == 1).all()
-    assert len(calls) <= 2 + 224 / 16
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def line_png(width: int, height: int) -> bytes:

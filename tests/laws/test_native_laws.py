@@ -21,6 +21,7 @@ from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute.cpu import CpuRunner, CpuRunners, header_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram, slot_of, slots_of
+from gpuflow.sources import Payload
 from gpuflow.stages import (
     Affine,
     Autocontrast,
@@ -299,7 +300,10 @@ def test_jpegs_give_the_bits_of_the_whole_image(name: str, color: Any) -> None:
         else:
             expected += reference_of(program, [image], keys[i])
     assert sum(isinstance(one, str) for one in expected) < len(samples) - 5
-    check(outputs_by(program, len(samples), lambda slots: CpuRunner(program).run(samples, keys, slots)), expected)
+    check(
+        outputs_by(program, len(samples), lambda slots: CpuRunner(program).run(Payload.of(samples), keys, slots)),
+        expected,
+    )
 
 
 def _for_color(chain: tuple[s.Stage, ...], color: str) -> tuple[s.Stage, ...]:
