@@ -26,7 +26,6 @@ def decode_on(folder: str, path: str, number: int) -> None:
     """Body of one process: counts the images that it has decoded, until it is killed."""
     from gpuflow.config import read_config
     from gpuflow.execute.cpu import CpuRunner
-    from gpuflow.execute.cpu_workers import decode
     from gpuflow.pipeline.image_spec import STORAGE, slot_shape
     from gpuflow.pipeline.stage import Keys
     from gpuflow.runtime.buffers import BytePool
@@ -42,7 +41,7 @@ def decode_on(folder: str, path: str, number: int) -> None:
     while True:
         indices = rng.integers(len(source), size=CHUNK).tolist()
         payload = source.read(indices, pool.acquire)
-        decode(runner, payload, Keys(0, 0, np.asarray(indices)), slots)
+        runner.run(payload, Keys(0, 0, np.asarray(indices)), slots)
         pool.release(payload.buffer)
         counts[number] += CHUNK
 

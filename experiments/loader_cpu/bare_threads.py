@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, probe
-from gpuflow.execute.resample import resample
 from gpuflow.pipeline.stage import Crop, Keys
 from gpuflow.stages import Normalize, RandomResizedCrop
 from gpuflow.tools.bench import Job
@@ -45,6 +44,7 @@ def run(job: Job) -> Iterator[int]:
 
 def _walk(paths: list[str], counts: list[int], number: int) -> None:
     torch.set_num_threads(1)
+    resample: Any = torch._C._nn._upsample_bilinear2d_aa
     crop, normalize = RandomResizedCrop(size=224), Normalize()
     decoder, table = CpuDecoder("rgb"), normalize.table()
     shape, flipped = np.empty((224, 224, 3), np.uint8), np.empty((224, 224, 3), np.uint8)
@@ -64,7 +64,9 @@ def _walk(paths: list[str], counts: list[int], number: int) -> None:
             y, x, box_height, box_width = boxes[height, width][turn % _DRAWN]
             image, (top, left) = decoder.decode(data, header, (y, x, box_height, box_width))
             part = image[y - top : y - top + box_height, x - left : x - left + box_width]
-            pixels: NDArray[Any] = resample(part, (224, 224), "bilinear", True, shape)
+            source, target = (torch.from_numpy(image).permute(2, 0, 1)[None] for image in (part, shape))
+            resample(source, (224, 224), False, None, None, out=target)
+            pixels: NDArray[Any] = shape
             if turn % 2:
                 pixels = cv2.flip(pixels, 1, dst=flipped)
             for plane, row, target in zip(cv2.split(pixels), table, slots[turn % 64], strict=True):

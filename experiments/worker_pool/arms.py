@@ -39,7 +39,7 @@ from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.rng import Keys
-from gpuflow.sources import Payload, Source, open_source
+from gpuflow.sources import Source, open_source
 
 __all__ = ["ARMS"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from gpuflow.config.models import Config, RunSpec
+from gpuflow.pipeline.program import NativeStep
+from gpuflow.pipeline.views import programs_of
 from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = [
@@ -12,11 +14,13 @@ __all__ = [
     "processes_of",
     "readers_of",
     "refused_processes_of",
+    "runs_in_python",
     "serving_processes_of",
     "share_threads_of",
     "threads_of",
 ]
 
+_PACKAGE = __name__.partition(".")[0]
 _REMOTE_READERS, _GPU_READERS, _MORE_GPU_READERS = 16, 2, 3
 _FEWEST_CORES_FOR_MORE_GPU_READERS = 12
 """With these a third reader lets the cores rewrite progressive files while others are read: 22,700 instead of 18,200
@@ -25,7 +29,7 @@ _FEW_THREADS = 4
 """Up to this many threads, a service starts no processes; more threads wait for the interpreter longer than they work
 (measured in experiments/loader_cpu)."""
 _WORTH_PROCESSES = 10_000
-"""Samples from which on processes are started, which takes seconds."""
+"""Samples from which on processes are started for Python code, which takes seconds."""
 _CORES_FOR_TRAINING = 3
 _FEWEST_CORES_FOR_CHECKS, _CORES_FOR_ONE_CHECK_THREAD = 12, 2
 """A core checks 4,500 photographs of 65 kB a second, and a ResNet-18 on an H100 takes 12,000."""
@@ -38,15 +42,27 @@ def threads_of(run: RunSpec) -> int:
     return available_threads() if run.threads == "auto" else run.threads
 
 
-def processes_of(run: RunSpec, samples: int) -> int:
-    """`run.processes`; where that is auto, none for one thread or few samples, else one for each thread.
+def processes_of(run: RunSpec, samples: int, *, in_python: bool) -> int:
+    """`run.processes`; where that is auto, one for each thread if Python code runs for each of many images, else none.
 
-    Two processes load 1.1 to 1.5 times what two threads do, which wait for the interpreter (docs/benchmarks.md).
+    in_python: see `runs_in_python`. Threads run C code at the same time, but Python code one after the other.
     """
     threads = threads_of(run)
     if run.processes != "auto":
         return min(run.processes, threads)
-    return 0 if threads == 1 or samples < _WORTH_PROCESSES else threads
+    return threads if in_python and threads > 1 and samples >= _WORTH_PROCESSES else 0
+
+
+def runs_in_python(config: Config, name: str) -> bool:
+    """Return True if Python code runs for each image of a pipeline.
+
+    It does for stages without a native form, for decoders that `decode.formats` names, and for sources of other
+    packages.
+    """
+    program = config.any_program(name)
+    native = all(isinstance(step, NativeStep) for one in programs_of(program) for step in one.steps)
+    own = all(type(spec).__module__.startswith(f"{_PACKAGE}.") for spec in config.source.sources)
+    return not native or not own or bool(program.decoder.formats) or program.decoder.library is not None
 
 
 def serving_processes_of(run: RunSpec, images: int) -> int:
@@ -63,8 +79,10 @@ def serving_processes_of(run: RunSpec, images: int) -> int:
     return 0 if processes <= _FEW_THREADS else processes
 
 
-def decode_processes_of(config: Config, samples: int, share_threads: int | None = None, *, remote: bool) -> int:
-    """Worker processes that decode on the CPU for a loader over `samples` samples.
+def decode_processes_of(
+    config: Config, name: str, samples: int, share_threads: int | None = None, *, remote: bool
+) -> int:
+    """Worker processes that decode on the CPU for a loader of a pipeline over `samples` samples.
 
     They read, too, so there are none where the storage is remote: forked processes cannot use its connections.
 
@@ -75,7 +93,9 @@ def decode_processes_of(config: Config, samples: int, share_threads: int | None 
     if remote:
         return 0
     if share_threads is None:
-        return 0 if readers_of(config, gpu=False, remote=remote) else processes_of(config.run, samples)
+        if readers_of(config, gpu=False, remote=remote):
+            return 0
+        return processes_of(config.run, samples, in_python=runs_in_python(config, name))
     if config.run.processes != "auto":
         return min(config.run.processes, share_threads)
     return share_threads if samples >= _WORTH_PROCESSES else 0

@@ -305,15 +305,14 @@ def _regions(outputs: Sequence[_Drawn], headers: Headers) -> s.Ints:
 
     Images that EXIF data turn, and those of which most is needed, are decoded whole.
     """
-    whole = np.concatenate([np.zeros_like(headers.sizes), headers.sizes], axis=1)
+    whole: s.Ints = np.concatenate([np.zeros_like(headers.sizes), headers.sizes], axis=1)
     boxes = [output.first.box for output in outputs if output.first is not None]
     if len(boxes) < len(outputs):
         return whole
     begins = np.min([box[:, :2] for box in boxes], axis=0)
     sides = np.max([box[:, :2] + box[:, 2:] for box in boxes], axis=0) - begins
     small = (sides.prod(axis=1) <= _WORTH * headers.sizes.prod(axis=1)) & (headers.orientations == 1)
-    regions: s.Ints = np.where(small[:, None], np.concatenate([begins, sides], axis=1), whole)
-    return regions
+    return np.asarray(np.where(small[:, None], np.concatenate([begins, sides], axis=1), whole), np.int64)
 
 
 def _room_for(

@@ -128,7 +128,9 @@ def build_loader(
         left_out=left_out,
         labelled=has_labels(source),
         readers=readers,
-        processes=decode_processes_of(config, len(source), share.threads if share else None, remote=remote or read_here)
+        processes=decode_processes_of(
+            config, name, len(source), share.threads if share else None, remote=remote or read_here
+        )
         if placement.gpu is None or share
         else 0,
         share=share,

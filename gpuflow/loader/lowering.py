@@ -67,9 +67,9 @@ class Feed:
         self._plan = plan
         if plan.gpu is not None:
             self._chunk_size = min(_LARGEST_GPU_CHUNK, plan.batch_size)
-        else:  # with processes, threads work on several batches at a time: fewer items for SPDL
-            batches = plan.prefetch + 1 if plan.processes else 1
-            self._chunk_size = min(_LARGEST_CHUNK, plan.batch_size, -(-plan.batch_size * batches // plan.threads))
+        else:  # threads work on several batches at a time: large chunks are few items for SPDL
+            in_flight = plan.batch_size * (plan.prefetch + 1)
+            self._chunk_size = min(_LARGEST_CHUNK, plan.batch_size, -(-in_flight // plan.threads))
         self._reader = ChunkReader(plan)
         self.workers = WorkerDecoder(plan, self._reader.meter)
         self._decoder = ChunkDecoder(plan, self._reader, self.workers)

@@ -154,7 +154,7 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
         yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
     yield Text(f"  order          {_order(config, name)}, seed {config.source.seed}")
     yield Text(f"  bad samples    {' '.join(config.on_error_choice(name))}")
-    processes = decode_processes_of(config, samples, remote=remote)
+    processes = decode_processes_of(config, name, samples, remote=remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
@@ -192,7 +192,7 @@ def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> st
     share = cpu_share_of(config, name)
     if share is None:
         return ""
-    processes = decode_processes_of(config, samples, share.threads, remote=remote)
+    processes = decode_processes_of(config, name, samples, share.threads, remote=remote)
     who = f"{processes} process(es)" if processes else f"{share.threads} thread(s)"
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 

@@ -35,8 +35,10 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             library = ctypes.CDLL(str(copy))
             types = (*IMAGE, POINTER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER)
             patch.setattr(pointwise, "_run_operations", function("gpuflow_run_operations", *types, library=library))
-            types = (*IMAGE, POINTER, INTEGER, INTEGER, POINTER)
-            patch.setattr(pointwise, "_look_up_levels", function("gpuflow_look_up_levels", *types, library=library))
+            types_of_table = (*IMAGE, POINTER, INTEGER, INTEGER, POINTER)
+            patch.setattr(
+                pointwise, "_look_up_levels", function("gpuflow_look_up_levels", *types_of_table, library=library)
+            )
         yield request.param
 
 

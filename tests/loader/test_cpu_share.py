@@ -25,7 +25,6 @@ from gpuflow.config import read_config
 from gpuflow.config.resources import decode_processes_of
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.cpu_workers import decode
 from gpuflow.loader import iterator
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
@@ -105,9 +104,8 @@ class StandIn:
     ) -> list[BadSampleError | None]:
         (payload, keys), (shape, dtype) = chunk, slot_of(self.program)
         made = np.empty((len(payload), self.slot_bytes), np.uint8)
-        faults = decode(
-            CpuRunner(self.program), payload, keys, slots_of(self.program, made.view(dtype).reshape(-1, *shape))
-        )
+        own = slots_of(self.program, made.view(dtype).reshape(-1, *shape))
+        faults = CpuRunner(self.program).run(payload, keys, own)
         for there, here in zip(split(slots), split(slots_of(self.program, torch.from_numpy(made))), strict=True):
             there.copy_(here)
         with self._counting:
@@ -553,7 +551,7 @@ def test_what_the_configuration_asks_for(folder: Path, tmp_path: Path) -> None:
         path = write_config(tmp_path / "x.yaml", folder, train=train, run={"threads": 6})
         config = read_config(str(path), STAGES, list(overrides))
         found = cpu_share_of(config, "train")
-        return found, decode_processes_of(config, 20_000, found.threads if found else None, remote=False)
+        return found, decode_processes_of(config, "train", 20_000, found.threads if found else None, remote=False)
 
     assert chosen(0.0)[0] is None
     share, processes = chosen(0.25)

@@ -367,19 +367,20 @@ print(open(f"/proc/self/task/{os.getpid()}/children").read().split())
 
 
 @pytest.mark.parametrize(
-    ("threads", "processes", "samples", "expected"),
+    ("threads", "processes", "samples", "in_python", "expected"),
     [
-        (1, "auto", 1_000_000, 0),
-        (2, "auto", 1_000_000, 2),
-        (16, "auto", 10_000, 16),
-        (16, "auto", 9_999, 0),
-        (16, 0, 1_000_000, 0),
-        (16, 3, 10, 3),
-        (2, 5, 10, 2),
+        (1, "auto", 1_000_000, True, 0),
+        (2, "auto", 1_000_000, True, 2),
+        (16, "auto", 10_000, True, 16),
+        (16, "auto", 9_999, True, 0),
+        (16, "auto", 1_000_000, False, 0),
+        (16, 0, 1_000_000, True, 0),
+        (16, 3, 10, False, 3),
+        (2, 5, 10, True, 2),
     ],
 )
-def test_how_many_processes(threads: int, processes: Any, samples: int, expected: int) -> None:
-    assert processes_of(RunSpec(threads=threads, processes=processes), samples) == expected
+def test_how_many_processes(threads: int, processes: Any, samples: int, in_python: bool, expected: int) -> None:
+    assert processes_of(RunSpec(threads=threads, processes=processes), samples, in_python=in_python) == expected
 
 
 def test_the_configuration_says_how_many(folder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Keys, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram, as_images, slot_of, slots_of
+from gpuflow.sources import Payload
 from gpuflow.stages import STAGES
 from gpuflow.tools.explain import explain
 from gpuflow.training.trainer import Trainer
@@ -135,7 +136,7 @@ def test_a_view_is_what_its_stages_alone_give_with_the_same_keys(photos: Path, t
                 alone = program_of(block["stages"])
                 for number in range(block.get("count", 1)):
                     slots = np.empty((len(files), *slot_shape(alone.result)), STORAGE[alone.result.dtype])
-                    assert not any(CpuRunner(alone).run(files, keys.of_view(name, number), slots))
+                    assert not any(CpuRunner(alone).run(Payload.of(files), keys.of_view(name, number), slots))
                     assert torch.equal(batch.views[name][number], as_batch(slots, alone.result))
 
 
