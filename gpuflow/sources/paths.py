@@ -25,17 +25,17 @@ class Paths(Sequence[bytes]):
         text: the entries, each followed by a NUL.
     """
 
-    __slots__ = ("_entries", "_prefix", "_text")
+    __slots__ = ("_entries", "prefix", "text")
 
     def __init__(self, prefix: bytes, text: bytes) -> None:
-        self._prefix, self._text = prefix, text
+        self.prefix, self.text = prefix, text
         self._entries: list[bytes] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Paths, (self._prefix, self._text)
+        return Paths, (self.prefix, self.text)
 
     def __len__(self) -> int:
-        return len(self._split())
+        return self.text.count(b"\0")
 
     @overload
     def __getitem__(self, place: int) -> bytes: ...
@@ -49,7 +49,7 @@ class Paths(Sequence[bytes]):
 
     def _split(self) -> list[bytes]:
         if self._entries is None:
-            self._entries = [self._prefix + entry for entry in self._text.split(b"\0")[:-1]]
+            self._entries = [self.prefix + entry for entry in self.text.split(b"\0")[:-1]]
         return self._entries
 
 

@@ -17,7 +17,7 @@ Allocate = Callable[[int], NDArray[np.uint8]]
 payload."""
 
 SPARE_BYTES = 16
-"""Unused bytes after each sample, so that a decoder that reads a little ahead reads zeros, not another sample."""
+"""Unused bytes after each sample, for a decoder that reads a little ahead. Where they must be zeros, it clears them."""
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -25,7 +25,7 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
     A size below 0, of damaged data, has no bytes. Such a sample lies in no other one's place, and `Payload` refuses it.
     """
-    *offsets, end = accumulate((max(size, 0) + SPARE_BYTES for size in sizes), initial=0)
+    *offsets, end = accumulate([size + SPARE_BYTES if size > 0 else SPARE_BYTES for size in sizes], initial=0)
     return offsets, end
 
 

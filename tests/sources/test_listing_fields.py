@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from gpuflow.sources import (
     without_records,
 )
 from gpuflow.sources.storage import LocalStorage
+from tests.datasets import no_more_files
 from tests.sources.conftest import FileServer, ReadAll
 
 
@@ -286,15 +286,9 @@ def test_a_mask_that_cannot_be_read_is_a_bad_record() -> None:
     assert values(records, "mask") == [MaskFile(b""), MaskFile(b"b.png")]
 
 
-def test_no_descriptors_left_is_no_fault_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptors_left_is_no_fault_of_a_mask() -> None:
     source = lines(row(mask="a.png"), fields={"mask": {}})
-
-    def refuse(*arguments: Any, **keys: Any) -> int:
-        raise OSError(24, os.strerror(24))
-
-    monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(SystemFault):
+    with no_more_files(), pytest.raises(SystemFault):
         records_of(source, [0])
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import pickle
 import resource
 import tarfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,43 +133,52 @@ def test_without_file_descriptors_reading_raises(source: Source, read_all: ReadA
     assert all(isinstance(data, bytes) for data in read_all(source)), "and goes on once there are some again"
 
 
+def refusing(call: Callable[..., int], faults: Callable[[], dict[int, int]]) -> Callable[..., int]:
+    """A function of read.c, after which the system seems to have refused these files, by number, with these errors."""
+
+    def refuse(base: bytes, prefix: bytes, entries: bytes, address: int, count: int, last: int) -> int:
+        failed, refused = call(base, prefix, entries, address, count, last), faults()
+        block: Any = (ctypes.c_char * (count * local._PIECE.itemsize)).from_address(address)
+        files = np.frombuffer(block, local._PIECE)
+        for i, number in refused.items():
+            if files["descriptor"][i] >= 0:
+                os.close(files["descriptor"][i])
+            files["fault"][i], files["descriptor"][i] = number, -1
+        return failed + len(refused)
+
+    return refuse
+
+
 def test_every_other_error_stays_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, real = folder_of(tmp_path), os.open
-    failing: dict[bytes, int] = {}
-
-    def fail(path: Any, *arguments: Any, **options: Any) -> int:
-        if path in failing:
-            raise OSError(failing[path], os.strerror(failing[path]), path)
-        return real(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "open", fail)
+    """Also those of a file that is opened only when it is read."""
+    source = folder_of(tmp_path)
     monkeypatch.setattr(local, "_OPENED_IN_ADVANCE", 2)
     monkeypatch.setattr(local, "LOCAL_DELAYS", (0.0, 0.001, 0.001, 0.001))
-    for place in (0, 5):
+    for place, name in ((0, "_open_files"), (5, "_read_files")):
         for number in (*RAISED, *OF_THE_FILE):
-            failing = {os.fsencode(source.path(place)): number}
-            if number in RAISED:
-                with pytest.raises(SystemFault) as caught:
-                    source.read(range(8), new_array)
-                assert (caught.value.errno, caught.value.filename) == (number, source.path(place))
-            else:
-                errors = source.read(range(8), new_array).errors
-                assert [i for i, error in enumerate(errors) if error is not None] == [place]
+            with monkeypatch.context() as patch:
+                patch.setattr(local, name, refusing(getattr(local, name), partial(dict, {place: number})))
+                if number in RAISED:
+                    with pytest.raises(SystemFault) as caught:
+                        source.read(range(8), new_array)
+                    assert (caught.value.errno, caught.value.filename) == (number, source.path(place))
+                else:
+                    errors = source.read(range(8), new_array).errors
+                    assert [i for i, error in enumerate(errors) if error is not None] == [place]
 
 
 def test_a_shortage_that_ends_in_time_is_no_error(
     tmp_path: Path, read_all: ReadAll, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, real, left = folder_of(tmp_path), os.open, [3]
+    source, left = folder_of(tmp_path), [3]
 
-    def fail(path: Any, *arguments: Any, **options: Any) -> int:
-        if isinstance(path, bytes) and left[0]:
-            left[0] -= 1
-            raise OSError(errno.ENFILE, "Too many open files in system", path)
-        return real(path, *arguments, **options)
+    def faults() -> dict[int, int]:
+        left[0] -= 1
+        return {1: errno.ENFILE} if left[0] >= 0 else {}
 
-    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(local, "_open_files", refusing(local._open_files, faults))
     assert all(isinstance(data, bytes) for data in read_all(source))
+    assert left[0] < 0
 
 
 def test_a_file_system_that_has_no_memory_raises(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:

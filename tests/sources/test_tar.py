@@ -18,6 +18,7 @@ from gpuflow.errors import SourceError
 from gpuflow.loader.sampler import ShardedOrder
 from gpuflow.sources import Source, open_source, source_spec
 from gpuflow.sources.shard_cache import load_arrays, save_arrays
+from gpuflow.sources.storage import local
 from gpuflow.sources.tar import expand_braces
 from tests.sources.conftest import FileServer, ReadAll, tar_bytes
 
@@ -384,13 +385,13 @@ def test_a_shard_that_is_written_to_while_a_range_of_it_is_read(
 ) -> None:
     write_shards(make_tar, count=1)
     source = open_source(source_spec(tar="00.tar"))
-    size, preadv = os.path.getsize("00.tar"), os.preadv
+    size, read = os.path.getsize("00.tar"), local._read_ranges
 
     def write_then_read(*arguments: Any) -> int:
         rewrite("00.tar", b"other" * (size // 5))
-        return preadv(*arguments)
+        return int(read(*arguments))
 
-    monkeypatch.setattr(os, "preadv", write_then_read)
+    monkeypatch.setattr(local, "_read_ranges", write_then_read)
     assert refuses_to_read(source, [0]) == changed("00.tar", size, size)
 
 

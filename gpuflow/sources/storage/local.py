@@ -1,6 +1,7 @@
 """Reads files of this machine's file systems, with as few system calls as possible.
 
-This is the loader's hot path. A file costs open, fstat, preadv straight into the caller's buffer, and close.
+This is the loader's hot path. A file costs open, fstat, pread straight into the caller's buffer, and close. C code does
+that for all files of a call, without Python's interpreter.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from stat import S_IFDIR, S_IFMT, S_IFREG
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, is_system_fault, system_fault
+from gpuflow.native.library import INTEGER, POINTER, function
+from gpuflow.sources.paths import Paths
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.retry import LOCAL_DELAYS, after_retries, retry, retry_each
@@ -24,9 +31,21 @@ __all__ = ["PERMANENT", "LocalStorage"]
 T = TypeVar("T")
 
 _OPENED_IN_ADVANCE = 32
-"""Number of files that one call opens in advance; a larger chunk opens each further file when it reads it."""
+"""Number of files that one call has open at most; a larger chunk opens each further file when it reads it."""
 
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_PIECE = np.dtype([(name, np.int64) for name in ("fault", "descriptor", "start", "size", "offset", "done", "file")])
+"""A whole file, or a range of an open one, as `struct piece` in read.c says."""
+
+_PENDING, _DIRECTORY, _IRREGULAR, _EMPTY, _, _CHANGED = range(-1, -7, -1)
+"""What is wrong with a piece, as in read.c."""
+
+_NEW = np.array((_PENDING, -1, 0, 0, 0, 0, 0), _PIECE)
+
+_TEXTS = {_DIRECTORY: "is a directory", _IRREGULAR: "not a regular file", _EMPTY: "empty file"}
+
+_open_files = function("gpuflow_open_files", *[POINTER] * 4, INTEGER, INTEGER, result=INTEGER)
+_read_files = function("gpuflow_read_files", *[POINTER] * 4, INTEGER, POINTER, result=INTEGER)
+_read_ranges = function("gpuflow_read_ranges", POINTER, INTEGER, POINTER, result=INTEGER)
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe must not wait for its writer
 
@@ -71,91 +90,59 @@ class LocalStorage:
         return os.path.join(os.fsdecode(self._base), path)
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        base = self._base
-        places = [path if path[:1] == b"/" else base + path for path in paths]
-        count = len(paths)
-        descriptors = [-1] * count
-        sizes = [0] * count
-        errors: list[str | None] = [None] * count
-
-        def close(i: int) -> None:
-            if descriptors[i] >= 0:
-                os.close(descriptors[i])
-                descriptors[i] = -1
-
-        def measure(i: int) -> None:
-            if i < _OPENED_IN_ADVANCE:
-                try:
-                    descriptors[i] = os.open(places[i], _READ_ONLY)
-                    status = os.fstat(descriptors[i])
-                except OSError as fault:
-                    if fault.errno not in _OUT_OF_DESCRIPTORS:
-                        raise
-                    status = os.stat(places[i])
-            else:
-                status = os.stat(places[i])
-            if S_IFMT(status.st_mode) != S_IFREG:
-                errors[i] = "is a directory" if S_IFMT(status.st_mode) == S_IFDIR else "not a regular file"
-            elif not status.st_size:
-                errors[i] = "empty file"
-            else:
-                sizes[i] = status.st_size
-
-        def fetch(i: int) -> None:
-            if descriptors[i] < 0:
-                descriptors[i] = os.open(places[i], _READ_ONLY)
-            start, size = offsets[i], sizes[i]
-            got = os.preadv(descriptors[i], [view[start : start + size]], 0)
-            if got < size:
-                got += _read_rest(descriptors[i], view[start + got : start + size], got)
-                if got < size:
-                    errors[i] = f"ends after {got} of {size} bytes"
-            close(i)
-
+        names = paths if isinstance(paths, Paths) else Paths(b"", b"\0".join([*paths, b""]))
+        pieces = _NEW.repeat(len(names))
+        files = self._base, names.prefix, names.text, pieces.ctypes.data, len(pieces)
         try:
-            _each(measure, close, errors, range(count), paths)
-            offsets, end = lay_out(sizes)
-            buffer = allocate(end)
-            view = buffer.data
-            _each(fetch, close, errors, [i for i in range(count) if sizes[i]], paths)
+            _run_step(lambda: _open_files(*files, _OPENED_IN_ADVANCE), pieces)
+            buffer = _placed(pieces, allocate)
+            _run_step(lambda: _read_files(*files, buffer.ctypes.data), pieces)
         finally:
-            for i in range(count):
-                close(i)
-        return Payload(buffer=buffer, offsets=offsets, sizes=_readable(sizes, errors), errors=errors)
+            for descriptor in pieces["descriptor"].tolist():
+                if descriptor >= 0:
+                    os.close(descriptor)
+        return _payload(buffer, pieces, lambda i: os.fsdecode(paths[i]), "ends")
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
     ) -> Payload:
-        errors: list[str | None] = [None if size else "empty file" for size in sizes]
-        offsets, end = lay_out(sizes)
-        buffer = allocate(end)
-        view = buffer.data
+        pieces = _NEW.repeat(len(sizes))
+        pieces["start"], pieces["size"] = starts, sizes
+        pieces["fault"][pieces["size"] == 0] = _EMPTY
+        buffer = _placed(pieces, allocate)
 
-        def fetch(i: int) -> None:
-            file = self._pool.acquire(shards[i])
-            start, size = offsets[i], sizes[i]
-            try:
-                got = _read_rest(file.descriptor, view[start : start + size], starts[i])
-                _check_unchanged(shards[i], file.descriptor)  # after the read: what was read before a change is right
-            except (OSError, SourceError):
-                file.broken = True
-                raise
-            finally:
+        def attempt() -> int:
+            pending = np.flatnonzero(pieces["fault"] == _PENDING).tolist()
+            places = range(0, len(pending), _OPENED_IN_ADVANCE)
+            return sum([self._read_some(shards, pending[i : i + _OPENED_IN_ADVANCE], pieces, buffer) for i in places])
+
+        _run_step(attempt, pieces)
+        return _payload(buffer, pieces, lambda i: shards[i].path, "its shard ends")
+
+    def _read_some(
+        self, shards: Sequence[Shard], items: Sequence[int], pieces: NDArray[Any], buffer: NDArray[np.uint8]
+    ) -> int:
+        """Read these ranges; return how many failed. Raises SourceError if a shard has changed."""
+        files: dict[int, _OpenFile] = {}  # by the identity of the shard: to hash its value would take longer
+        try:
+            for i in items:
+                if id(shards[i]) not in files:
+                    files[id(shards[i])] = self._pool.acquire(shards[i])
+            pieces["file"][items] = [files[id(shards[i])].address for i in items]
+            failed: int = _read_ranges(pieces.ctypes.data, len(pieces), buffer.ctypes.data)
+            for i in items if failed else ():
+                if fault := pieces["fault"][i]:
+                    files[id(shards[i])].broken = True
+                if fault == _CHANGED:
+                    raise shards[i].changed(int(pieces["done"][i]))
+        finally:
+            for file in files.values():
                 self._pool.release(file)
-            if got < size:
-                errors[i] = f"its shard ends after {got} of {size} bytes"
-
-        paths = [os.fsencode(shard.path) for shard in shards]
-        _each(fetch, lambda i: None, errors, [i for i, size in enumerate(sizes) if size], paths)
-        return Payload(buffer=buffer, offsets=offsets, sizes=_readable(sizes, errors), errors=errors)
+        return failed
 
     def load(self, path: str) -> bytes:
-        def action() -> bytes:
-            with open(path, "rb", buffering=0) as file:
-                return file.read()
-
         try:
-            return retry(action, _is_permanent, LOCAL_DELAYS)
+            return retry(Path(path).read_bytes, _is_permanent, LOCAL_DELAYS)
         except OSError as fault:
             raise SourceError(f"{path}: {_reason(fault)}; check that it can be read") from fault
 
@@ -177,9 +164,11 @@ class LocalStorage:
             descriptor = os.open(shard.path, _READ_ONLY)
             try:
                 try:
-                    return scanner(shard, _reader(descriptor))
-                finally:
-                    _check_unchanged(shard, descriptor)  # which explains what else may be wrong with it
+                    return scanner(shard, lambda offset, size: os.pread(descriptor, size, offset))
+                finally:  # which explains what else may be wrong with it
+                    status = os.fstat(descriptor)
+                    if (status.st_size, str(status.st_mtime_ns)) != (shard.size, shard.stamp):
+                        raise shard.changed(status.st_size)
             finally:
                 os.close(descriptor)
 
@@ -195,12 +184,17 @@ class LocalStorage:
 
 
 class _OpenFile:
-    """A file descriptor, the number of calls that are reading from it, and whether a read from it failed."""
+    """A file descriptor, the number of calls that are reading from it, and whether a read from it failed.
 
-    __slots__ = ("broken", "descriptor", "key", "users")
+    address: of `struct open_file` in read.c.
+    """
+
+    __slots__ = ("_state", "address", "broken", "descriptor", "key", "users")
 
     def __init__(self, key: Shard, descriptor: int) -> None:
         self.key, self.descriptor, self.users, self.broken = key, descriptor, 0, False
+        self._state = np.array([descriptor, key.size, int(key.stamp)], np.int64)
+        self.address = self._state.ctypes.data
 
 
 @final
@@ -222,7 +216,10 @@ class _FilePool:
                 file.users += 1
                 self._files.move_to_end(shard)
                 return file
-        opened = _OpenFile(shard, os.open(os.path.join(self._base, os.fsencode(shard.path)), _READ_ONLY))
+        try:
+            opened = _OpenFile(shard, os.open(os.path.join(self._base, os.fsencode(shard.path)), _READ_ONLY))
+        except OSError as fault:
+            return _OpenFile(shard, -(fault.errno or errno.EIO))  # not kept: it has no user
         with self._lock:
             file = self._files.setdefault(shard, opened)
             file.users += 1
@@ -255,36 +252,6 @@ class _FilePool:
             self._files.clear()
 
 
-def _check_unchanged(shard: Shard, descriptor: int) -> None:
-    """Raise SourceError if an open shard was written to, in place, since it was indexed, or is another file."""
-    status = os.fstat(descriptor)
-    if (status.st_size, str(status.st_mtime_ns)) != (shard.size, shard.stamp):
-        raise shard.changed(status.st_size)
-
-
-def _readable(sizes: Sequence[int], errors: Sequence[str | None]) -> list[int]:
-    """The sizes, with 0 for files that have an error."""
-    return [size if error is None else 0 for size, error in zip(sizes, errors, strict=True)]
-
-
-def _reader(descriptor: int) -> ReadAt:
-    def read_at(offset: int, size: int) -> bytes:
-        return os.pread(descriptor, size, offset)
-
-    return read_at
-
-
-def _read_rest(descriptor: int, target: memoryview, start: int) -> int:
-    """Fill `target` from offset `start` of the file; return the number of bytes read."""
-    got = 0
-    while got < len(target):
-        more = os.preadv(descriptor, [target[got:]], start + got)
-        if not more:
-            break
-        got += more
-    return got
-
-
 def _is_permanent(fault: Exception) -> bool:
     """Whether another attempt would fail, too: the file is not there or must not be read, or no read has failed."""
     return not isinstance(fault, OSError) or fault.errno in PERMANENT
@@ -296,35 +263,44 @@ def _reason(fault: OSError) -> str:
     return (fault.strerror or str(fault)).lower() + after_retries(LOCAL_DELAYS)
 
 
-def _each(
-    step: Callable[[int], None],
-    undo: Callable[[int], None],
-    errors: list[str | None],
-    items: Sequence[int],
-    paths: Sequence[bytes],
-) -> None:
-    """Run `step` for each item. Failures become texts in `errors`; temporary ones are retried, all together.
+def _placed(pieces: NDArray[Any], allocate: Allocate) -> NDArray[np.uint8]:
+    """Lay out the pieces; return a buffer for them."""
+    offsets, end = lay_out(pieces["size"].tolist())
+    buffer = allocate(end)
+    assert len(buffer) >= end and buffer.flags.c_contiguous, "C code writes there"
+    pieces["offset"] = offsets
+    return buffer
 
-    A fault of the environment that lasts is raised: it is none of the item's.
+
+def _run_step(step: Callable[[], int], pieces: NDArray[Any]) -> None:
+    """Run `step` on the pieces that are pending, and again on those that fail temporarily, all together.
+
+    step: returns how many failed.
     """
-    refused: dict[int, OSError] = {}
+    faults = pieces["fault"]
 
     def attempt(items: Sequence[int]) -> Sequence[int]:
-        again = []
-        refused.clear()
-        for i in items:
-            errors[i] = None
-            try:
-                step(i)
-            except OSError as fault:
-                undo(i)
-                errors[i] = _reason(fault)
-                if not _is_permanent(fault):
-                    again.append(i)
-                if is_system_fault(fault):
-                    refused[i] = fault
-        return again
+        faults[items] = _PENDING
+        return [i for i in items if faults[i] > 0 and faults[i] not in PERMANENT] if step() else []
 
-    retry_each(items, attempt, LOCAL_DELAYS)
-    for i, fault in refused.items():
-        raise system_fault(fault, os.fsdecode(paths[i]))
+    retry_each(np.flatnonzero(faults == _PENDING).tolist(), attempt, LOCAL_DELAYS)
+
+
+def _payload(buffer: NDArray[np.uint8], pieces: NDArray[Any], path: Callable[[int], str], ends: str) -> Payload:
+    """Return what was read. Raises a fault of the environment that lasts: it is none of the sample's.
+
+    path: returns that of a piece. ends: begins the error of a piece that is shorter than it should be.
+    """
+    sizes = pieces["size"].tolist()
+    errors: list[str | None] = [None] * len(sizes)
+    for i, fault in enumerate(pieces["fault"].tolist()):
+        if fault > 0:
+            error = OSError(fault, os.strerror(fault))
+            if is_system_fault(error):
+                raise system_fault(error, path(i))
+            errors[i] = _reason(error)
+        elif fault:
+            errors[i] = _TEXTS.get(fault, f"{ends} after {pieces['done'][i]} of {sizes[i]} bytes")
+        if fault:
+            sizes[i] = 0
+    return Payload(buffer=buffer, offsets=pieces["offset"].tolist(), sizes=sizes, errors=errors)
