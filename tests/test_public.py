@@ -125,6 +125,23 @@ assert not heavy, heavy
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_batch_on_the_cpu_imports_no_large_packages_but_torch(tmp_path: Path) -> None:
+    """torchvision alone takes longer to import than everything else of a cold start."""
+    make_photos(tmp_path / "photos", classes=2, each=4)
+    config = write_config(tmp_path / "photos.yaml", tmp_path / "photos")
+    code = """
+import sys
+import gpuflow
+for pipeline in ("train", "val"):
+    with gpuflow.load(sys.argv[1], pipeline) as loader:
+        next(iter(loader))
+heavy = {"torchvision", "torch._dynamo", "sympy", "triton", "matplotlib", "fsspec", "pyarrow"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python(code, str(config), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_exception_tree_is_the_one_that_is_drawn() -> None:
     from gpuflow import errors
 
