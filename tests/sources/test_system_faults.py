@@ -133,6 +133,18 @@ def test_without_file_descriptors_reading_raises(source: Source, read_all: ReadA
     assert all(isinstance(data, bytes) for data in read_all(source)), "and goes on once there are some again"
 
 
+def test_with_few_file_descriptors_files_are_opened_one_at_a_time(tmp_path: Path, read_all: ReadAll) -> None:
+    source, before = folder_of(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    expected, lowest = read_all(source), os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 5, before[1]))
+    try:
+        found = read_all(source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found == expected and all(isinstance(data, bytes) for data in found)
+
+
 def refusing(call: Callable[..., int], faults: Callable[[], dict[int, int]]) -> Callable[..., int]:
     """A function of read.c, after which the system seems to have refused these files, by number, with these errors."""
 
