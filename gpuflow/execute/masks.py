@@ -12,30 +12,24 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import format_of
 from gpuflow.decode.header import SWAPPED, stored
 from gpuflow.errors import is_system_fault
-from gpuflow.execute.jit import loops_of
+from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
 if TYPE_CHECKING:
     from PIL import ImageFile
 
-__all__ = ["Instance", "compile_loops", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
+__all__ = ["Instance", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
 
 Instance = Polygons | Rle | NDArray[np.uint8]
 """The mask of one instance; pixels are 0 and 1."""
-_SCALE = 5
-"""pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
 _FARTHEST = 2**20
 """The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
 _PILLOW = {"png": "PNG", "bmp": "BMP", "gif": "GIF", "jpeg": "JPEG", "pnm": "PPM", "tiff": "TIFF"}
 """Pillow's names of the formats that a mask may have."""
 _BITS_TAG, _ORIENTATION_TAG = 0x0102, 0x0112
+_draw_outline = function("gpuflow_draw_outline", POINTER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, result=INTEGER)
 _FULL, _TOP_LEVELS = 255, {2: 3, 4: 15}
 """The highest level of 8 bits, and of fewer bits."""
-
-
-def compile_loops() -> None:
-    """Compile the loop that draws outlines, if numba is installed."""
-    instance_mask(Polygons((np.array([[1.0, 1.0], [3.0, 1.0], [2.0, 3.0]]),)), (4, 4))
 
 
 def decode_mask(
@@ -156,7 +150,7 @@ def instance_mask(mask: Instance, size: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def draw_instance(mask: Instance, bit: int, down: NDArray[np.uint8]) -> None:
-    """Set a bit of the pixels of one instance. down [width, height]: its pixels column by column."""
+    """Set a bit of the pixels of one instance. down [width, height]: its pixels column by column, without gaps."""
     if isinstance(mask, np.ndarray):
         down |= mask.T << bit
         return
@@ -166,56 +160,6 @@ def draw_instance(mask: Instance, bit: int, down: NDArray[np.uint8]) -> None:
         down |= np.repeat(levels, mask.counts).reshape(width, height)
         return
     for outline in mask.outlines:
-        points = (_SCALE * outline + 0.5).astype(np.int64)
-        if (loops := loops_of("mask_loops")) is not None:
-            loops.draw_outline(points, _SCALE, np.uint8(1 << bit), down)
-        else:
-            first, inside = _filled(_turns(points, height, width), height, width)
-            down[first : first + len(inside)] |= inside << bit
-
-
-def _filled(turns: NDArray[np.int64], height: int, width: int) -> tuple[int, NDArray[np.uint8]]:
-    """The pixels between each two turns, or between the last one and the image's end: 0 or 1, [columns, height].
-
-    Returns the first of these columns, too; all others are outside.
-    """
-    turns = turns[turns < height * width]
-    if not len(turns):
-        return 0, np.zeros((0, height), np.uint8)
-    first, last = int(turns.min()) // height, int(turns.max()) // height
-    stop = width if len(turns) % 2 else last + 1
-    inside = np.zeros((stop - first) * height, np.uint8)
-    np.bitwise_xor.at(inside, turns - first * height, 1)
-    np.bitwise_xor.accumulate(inside, out=inside)
-    return first, inside.reshape(-1, height)
-
-
-def _turns(points: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
-    """Where, counting pixels column by column, the inside of a closed outline begins or ends.
-
-    points [n, 2]: x and y of its corners, on the finer grid.
-    """
-    x, y = points[:, 0], points[:, 1]
-    x_end, y_end = np.roll(x, -1), np.roll(y, -1)
-    dx, dy = np.abs(x - x_end), np.abs(y - y_end)
-    flat = dx >= dy
-    backwards = np.where(flat, x > x_end, y > y_end)
-    x_start, x_end = np.where(backwards, x_end, x), np.where(backwards, x, x_end)
-    y_start, y_end = np.where(backwards, y_end, y), np.where(backwards, y, y_end)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slope = np.where(flat, (y_end - y_start) / dx, (x_end - x_start) / dy)
-    slope = np.nan_to_num(slope)
-    length = np.maximum(dx, dy)
-    edge = np.repeat(np.arange(len(length)), length + 1)
-    step = np.arange(len(edge)) - np.repeat(np.cumsum(length + 1) - (length + 1), length + 1)
-    step = np.where(backwards[edge], length[edge] - step, step)
-    across = np.where(flat, x_start, y_start)[edge] + step
-    other = (np.where(flat, y_start, x_start)[edge] + slope[edge] * step + 0.5).astype(np.int64)
-    u, v = np.where(flat[edge], across, other), np.where(flat[edge], other, across)
-    crossing = u[1:] != u[:-1]
-    column = (np.where(u[1:] < u[:-1], u[1:], u[1:] - 1)[crossing] + 0.5) / _SCALE - 0.5
-    row = (np.minimum(v[1:], v[:-1])[crossing] + 0.5) / _SCALE - 0.5
-    inside = (np.floor(column) == column) & (column >= 0) & (column <= width - 1)
-    row = np.ceil(np.clip(row, 0, height))
-    turns: NDArray[np.int64] = (column * height + row)[inside].astype(np.int64)
-    return turns
+        points = np.ascontiguousarray(outline)
+        if _draw_outline(points.ctypes.data, len(points), width, height, 1 << bit, down.ctypes.data):
+            raise MemoryError(f"no memory to draw an outline of {len(points)} points")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.mask_maps import MaskMap, mask_maps
-from gpuflow.execute.masks import Instance, compile_loops, decode_mask, draw_instance, mask_fault
+from gpuflow.execute.masks import Instance, decode_mask, draw_instance, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Ragged, Records, taken
@@ -75,15 +75,6 @@ class TargetMapper:
     def leaves_orientation_open(self) -> bool:
         """Return whether fields have coordinates or masks, and `decode` does not say what EXIF orientations mean."""
         return self.program.decoder.orientation is None and any(field.type in GEOMETRIC for field in self.fields)
-
-    def compile_loops(self) -> None:
-        """Compile the loops that draw masks, on this thread.
-
-        Else each thread that draws masks does so at its first one, for seconds. If the process ends meanwhile, by a
-        Ctrl-C for example, it is aborted: Python ends its threads within the compiler's C++ code.
-        """
-        if any(field.type == "mask" for field in self.fields):
-            compile_loops()
 
     def map(self, records: Records, keys: s.Keys, sizes: s.Ints) -> Targets:
         """The targets of N samples. sizes [N, 2]: height and width of their upright images."""

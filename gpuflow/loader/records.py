@@ -54,7 +54,6 @@ class RecordMapper:
 
     def __init__(self, source: Source, mapper: TargetMapper, turned: TurnedImages | None = None) -> None:
         self._source, self._mapper, self._turned = source, mapper, turned
-        mapper.compile_loops()
 
     def add(
         self,

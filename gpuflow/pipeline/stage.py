@@ -216,7 +216,7 @@ class Lookup(NamedTuple):
     """How a warp looks pixels up; see `Warp`. Two warps in a row with equal lookups can be one.
 
     as_torchvision: whether nearest pixels are those that torchvision takes, which rounds places to float32; see
-        `gpuflow.execute.warp.points_as_torchvision`. Only of affine maps to results of the image's size.
+        `find_as_torchvision` in native/warp.c. Only of affine maps to results of the image's size.
     """
 
     interpolation: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import struct
-import threading
 import zlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,8 +19,6 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from gpuflow.execute import mask_maps as mask_maps_module
-from gpuflow.execute import masks as masks_module
-from gpuflow.execute.jit import loops_of
 from gpuflow.execute.mask_maps import mask_maps
 from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
 from gpuflow.execute.targets import TargetMapper
@@ -41,9 +38,9 @@ from gpuflow.stages import (
     Rotate,
     WarpAffine,
 )
-from tests.datasets import loader_of
+from tests.execute.outline_reference import filled
 from tests.images import encode, png
-from tests.records import MemoryRecords, rle
+from tests.records import rle
 from tests.running import images, keys_of, program_of
 from tests.stages.policies import Fixed
 
@@ -64,26 +61,14 @@ PARAMETERS = {
 """What pycocotools 2.0.11 gives for these outlines, in a mask of 6 rows and 8 columns."""
 
 
-@pytest.fixture(autouse=True, params=["loops of numba", "numpy"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "numpy":
-        monkeypatch.setattr(masks_module, "loops_of", lambda _: None)
-        monkeypatch.setattr(mask_maps_module, "loops_of", lambda _: None)
-    elif loops_of("mask_loops") is None:
-        pytest.skip("numba is not installed")
-
-
-def test_any_outline_is_filled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_outline_is_filled_as_by_the_reference() -> None:
     rng = np.random.default_rng(0)
     for number in range(400):
         height, width = rng.integers(1, 90, 2).tolist()
         outline = rng.uniform(-20, 110, (rng.integers(1, 9), 2))
         outline = np.round(2 * outline) / 2 if number % 3 == 0 else outline
-        filled = []
-        for way in (loops_of, lambda _: None):
-            monkeypatch.setattr(masks_module, "loops_of", way)
-            filled.append(instance_mask(Polygons((outline,)), (height, width)))
-        assert np.array_equal(filled[0], filled[1]), (height, width, outline)
+        ours = instance_mask(Polygons((outline,)), (height, width))
+        assert np.array_equal(ours, filled(outline, height, width)), (height, width, outline)
 
 
 @pytest.mark.parametrize(("outline", "rows"), PARAMETERS.values(), ids=PARAMETERS)
@@ -305,7 +290,7 @@ PROGRAMS: dict[str, tuple[s.Stage, ...]] = {
         CenterCrop(size=(80, 90)),
         Resize(height=20, width=20, interpolation="nearest"),
     ),
-    "a turn, then wider than OpenCV takes": (
+    "a turn, then wider than 15 bits count": (
         Turn(angle=33),
         Resize(height=3, width=40_000, interpolation="nearest"),
     ),
@@ -328,6 +313,16 @@ def test_a_mask_is_sampled_where_its_image_is(stages: tuple[s.Stage, ...]) -> No
     wanted = images(program, [bytes(cv2.imencode(".png", mask)[1]) for mask in masks], keys)
     for mask, map, image in zip(masks, mask_maps(program, keys, sizes), wanted, strict=True):
         np.testing.assert_array_equal(map.apply(mask), image[0].numpy())
+
+
+def test_masks_of_more_pixels_than_32_bits_count_are_mapped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = np.random.default_rng(0).integers(0, 256, (50, 63)).astype(np.uint8)
+    for name in ("turns", "turns of two borders"):
+        program, results = program_of(Decode(color="gray"), *PROGRAMS[name]), []
+        for most in (2**31, 0):
+            monkeypatch.setattr(mask_maps_module, "_MOST_IN_INT32", most)
+            results += [one.apply(mask, 9) for one in mask_maps(program, keys_of(1), np.array([mask.shape]))]
+        np.testing.assert_array_equal(results[0], results[1])
 
 
 NEAREST: Any = {"interpolation": "nearest", "fill": 200}
@@ -364,26 +359,9 @@ def test_a_mask_has_its_fill_where_its_image_has(stages: tuple[s.Stage, ...]) ->
     np.testing.assert_array_equal(black, np.where(filled == 200, 0, filled))
 
 
-def test_a_loader_compiles_the_loop_of_outlines_before_its_threads_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends while a thread of its compiles is aborted."""
-    drawing, draw = list[threading.Thread](), masks_module.draw_instance
-
-    def noting(*arguments: Any) -> None:
-        drawing.append(threading.current_thread())
-        draw(*arguments)
-
-    monkeypatch.setattr(masks_module, "draw_instance", noting)
-    loader_of(MemoryRecords.of(4), [{"decode": {"color": "rgb"}}, {"resize": {"height": 8, "width": 8}}]).close()
-    assert drawing == [threading.main_thread()]
-
-
-@pytest.mark.parametrize("loops", [loops_of, lambda _: None], ids=["numba", "numpy"])
 @pytest.mark.parametrize(("name", "magnitude"), [("ShearX", 0.2), ("ShearY", -0.28), ("Rotate", 45.0)])
-def test_a_mask_is_sampled_where_a_policy_samples_its_image(
-    name: str, magnitude: float, loops: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_is_sampled_where_a_policy_samples_its_image(name: str, magnitude: float) -> None:
     """Also where points lie exactly between two pixels."""
-    monkeypatch.setattr(mask_maps_module, "loops_of", loops)
     mask = np.random.default_rng(0).integers(0, 256, (50, 63)).astype(np.uint8)
     program = program_of(Decode(), Fixed(name=name, magnitude=magnitude), CenterCrop(size=mask.shape))
     (image,) = images(program, [png(np.repeat(mask[..., None], 3, axis=2))])

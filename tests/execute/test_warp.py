@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpuflow.execute import warp as warp_module
-from gpuflow.execute.jit import loops_of
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline.stage import Lookup
 from gpuflow.pipeline.warp_parameters import Border
@@ -119,89 +117,12 @@ def test_gray_images() -> None:
     assert np.abs(found - exact(image, MAPS["turned"], (33, 44), BILINEAR)).max() <= 0.7
 
 
-@pytest.mark.parametrize("as_torchvision", [False, True], ids=["exact", "as torchvision"])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_nearest_pixels_are_the_same_with_and_without_opencv(
-    channels: int, as_torchvision: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Images whose places do not fit OpenCV's int16 take another way, and so do all without numba."""
-    rng = np.random.default_rng(channels)
-    fill = tuple(rng.integers(0, 256, channels).tolist())
-    for _ in range(50):
-        image = rng.integers(0, 256, (*rng.integers(1, 60, 2), channels), np.uint8)
-        matrix = np.eye(3) + rng.normal(0, 0.4, (3, 3)) * [[1, 1, 20], [1, 1, 20], [0.003, 0.003, 0]]
-        if as_torchvision:  # affine maps, often by magnitudes that put points between two pixels
-            matrix[2] = 0, 0, 1
-            matrix[:2, :2] = np.round(5 * matrix[:2, :2]) / 5
-            matrix[:2, 2] = np.round(2 * matrix[:2, 2]) / 2
-        found = []
-        for side, loops in ((warp_module.REMAPPED, loops_of), (warp_module.REMAPPED, lambda _: None), (0, loops_of)):
-            monkeypatch.setattr(warp_module, "REMAPPED", side)
-            monkeypatch.setattr(warp_module, "loops_of", loops)
-            found.append(np.empty((33, 41, channels), np.uint8))
-            lookup = Lookup("nearest", "constant", fill, as_torchvision)
-            warp_module.warp(image, matrix, (3, -2, 33, 41), lookup, found[-1])
-            monkeypatch.undo()
-        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-
-
-def test_a_result_may_have_more_rows_than_opencv_takes() -> None:
+def test_a_result_may_have_more_rows_than_15_bits_count() -> None:
     """Nearest pixels of a long panorama that is turned, or enlarged."""
     image, rows = np.random.default_rng(0).integers(0, 256, (20, 20, 3), np.uint8), 40_000
     lookup = Lookup("nearest", "constant", (0.0,) * 3)
     matrix = np.array([[1, 0.0001, 0], [0, 20 / rows, 0], [0, 0, 1]])
     out, middle = np.empty((rows, 20, 3), np.uint8), np.empty((200, 20, 3), np.uint8)
-    warp_module.warp(image, matrix, (0, 0, rows, 20), lookup, out)
-    warp_module.warp(image, matrix, (20_000, 0, 200, 20), lookup, middle)
+    warp(image, matrix, (0, 0, rows, 20), lookup, out)
+    warp(image, matrix, (20_000, 0, 200, 20), lookup, middle)
     assert np.array_equal(out[20_000:20_200], middle) and len(np.unique(out)) > 100
-
-
-def test_pixels_on_the_edge_of_the_image_are_found_row_by_row() -> None:
-    """All that are blended with the border, few others, and none twice."""
-    rng = np.random.default_rng(0)
-    for number in range(200):
-        size, result = (tuple(rng.integers(1, 60, 2).tolist()) for _ in range(2))
-        matrix = np.eye(3)
-        matrix[:2] = rng.normal(0, 1, (2, 3)) * [1, 1, 30]
-        matrix[2, :2] = rng.uniform(-3e-3, 3e-3, 2) * (number % 3 == 0)
-        if not warp_module._is_near(matrix, (0, 0, *result)):
-            continue
-        rows, columns = (np.arange(side, dtype=np.float64) for side in result)
-        x, y = warp_module.image_points(matrix, columns[None], rows[:, None])
-        inside = np.minimum(np.minimum(x + 1, size[1] - x), np.minimum(y + 1, size[0] - y))
-        found = [*zip(*(axis.tolist() for axis in warp_module._band(matrix, size, result)), strict=True)]
-        blended, near = (
-            {*map(tuple, np.argwhere((inside > low) & (inside < 1 - low)).tolist())} for low in (0.0, -0.02)
-        )
-        assert len(set(found)) == len(found)
-        assert blended <= set(found) <= near
-
-
-class Rounded:
-    """warpAffine as of OpenCV 4, which knows 32 places in a pixel."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, image: Any, matrix: Any, size: Any, **options: Any) -> Any:
-        self.calls += 1
-        x, y = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
-        places = np.einsum("ij,jhw->ihw", matrix, np.stack([x, y, np.ones_like(x)]))
-        rounded = (np.rint(places * 32) / 32).astype(np.float32)
-        return cv2.remap(image, rounded[0], rounded[1], cv2.INTER_LINEAR)
-
-
-def test_an_opencv_that_rounds_places_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert warp_module._opencv_is_exact()
-    exact_result = run(photo(50, 61), MAPS["turned"], (48, 57), BILINEAR)
-    rounded = Rounded()
-    monkeypatch.setattr(cv2, "warpAffine", rounded)
-    warp_module._opencv_is_exact.cache_clear()
-    try:
-        assert not warp_module._opencv_is_exact()
-        rounded.calls = 0
-        assert np.abs(run(photo(50, 61), MAPS["turned"], (48, 57), BILINEAR).astype(int) - exact_result).max() <= 1
-        assert rounded.calls == 0
-    finally:
-        monkeypatch.undo()
-        warp_module._opencv_is_exact.cache_clear()

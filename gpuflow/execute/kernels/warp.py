@@ -16,7 +16,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from gpuflow.execute.tables import table_of
-from gpuflow.execute.warp import PLACES, TIE, TINY, float32_map
+from gpuflow.execute.warp import BORDERS, PLACES, TIE, TINY, float32_map
 from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
 
@@ -34,7 +34,6 @@ from there to the next row's and the next column's, the fields of `pipeline.prog
 bits of float64 numbers, row by row, or of its `float32_map` where pixels are to be torchvision's, and how many elements
 after the first one of `out` the result begins."""
 ROWS, COLUMNS, WARPS = 4, 32, 4
-_BORDERS = {"constant": 0, "edge": 1, "reflect": 2, "symmetric": 3}
 _TIE, _TINY, _PLACES = tl.constexpr(TIE), tl.constexpr(TINY), tl.constexpr(PLACES)
 
 
@@ -71,7 +70,7 @@ def _place(at, length, NEAREST: tl.constexpr, BORDER: tl.constexpr):
 
 @triton.jit
 def _pixel_as_torchvision(x, y, across, down, shift, side):
-    """See `points_as_torchvision` in execute/warp.py: the nearest pixel along one axis, whose side is `side`; -1 or
+    """See `find_as_torchvision` in native/warp.c: the nearest pixel along one axis, whose side is `side`; -1 or
     `side` outside. x, y: from the center, float32. across, down, shift: of a `float32_map`, in float64."""
     place = tl.fma(y, down.to(tl.float32), x * across.to(tl.float32)) + shift.to(tl.float32) + 1.0
     place = tl.fma(place, side.to(tl.float32), -1.0) * 0.5
@@ -166,7 +165,7 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
     _warp[grid](
         plan, table, out, *out.stride()[1:], *fill,
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
-        NEAREST=lookup.interpolation == "nearest", BORDER=_BORDERS[lookup.border],
+        NEAREST=lookup.interpolation == "nearest", BORDER=BORDERS[lookup.border],
         AS_TORCHVISION=lookup.as_torchvision,
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip
