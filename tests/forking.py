@@ -24,7 +24,7 @@ __all__ = ["Forked", "Interpreter"]
 
 ROOT = Path(__file__).parents[1]
 _LOADING = """
-import gpuflow.execute.mask_loops, gpuflow.loader.epoch, gpuflow.loader.lowering, numba, spdl.pipeline
+import gpuflow.loader.epoch, gpuflow.loader.lowering, spdl.pipeline
 from tests.datasets import *
 """
 _SERVER = """

@@ -20,7 +20,6 @@ from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault, reason_of
 from gpuflow.execute.local import run_filters
 from gpuflow.execute.native_chunk import REFUSED, Inputs, NativeSteps, Records, in_rows, run_chunk
-from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
 from gpuflow.pipeline.program import (
@@ -245,12 +244,10 @@ class CpuRunner:
                 draw, row = step.draw(output.keys[i], *_size(image)), 0
             _check([draw], row)
             match step:
-                case ResamplingStep() | PointwiseStep():
+                case ResamplingStep() | WarpStep() | PointwiseStep():
                     native, out = output.lowered.each[n], _room_for(step, draw, row, image, out)
                     assert native is not None
                     image = self._run_native(image, origin, row, native.records([draw]), out)
-                case WarpStep():
-                    image = _warp(image, origin, row, draw, out)
                 case LocalStep():
                     image = run_filters(image, draw, row)
                 case ApplyStep(stage):
@@ -315,35 +312,17 @@ def _regions(outputs: Sequence[_Drawn], headers: Headers) -> s.Ints:
     return np.asarray(np.where(small[:, None], np.concatenate([begins, sides], axis=1), whole), np.int64)
 
 
-def _room_for(
-    step: ResamplingStep | PointwiseStep, draw: Any, row: int, image: NDArray[Any], out: NDArray[Any] | None
-) -> NDArray[Any]:
+def _room_for(step: NativeStep, draw: Any, row: int, image: NDArray[Any], out: NDArray[Any] | None) -> NDArray[Any]:
     """Return `out`, or memory for the result of a native step."""
     if out is not None:
         return out
     height, width, channels = image.shape
-    if isinstance(step, ResamplingStep):
-        height, width = draw.window[row, 2:].tolist()
+    if isinstance(step, ResamplingStep | WarpStep):
+        height, width = (int(side[row]) for side in draw.size)
     elif (table := step.table) is not None:
         shape = (channels, height, width) if step.after.layout == "nchw" else image.shape
         return np.empty(shape, table.dtype)
     return np.empty((height, width, channels), np.uint8)
-
-
-def _warp(
-    image: NDArray[np.uint8], origin: tuple[int, int], i: int, warping: Warping, out: NDArray[Any] | None
-) -> NDArray[np.uint8]:
-    """Run one warp. `image` is the region of the upright image that begins at (top, left) = origin."""
-    (top, left), (y, x, height, width) = origin, warping.box[i].tolist()
-    box = image[y - top : y - top + height, x - left : x - left + width]
-    shape = (int(warping.height[i]), int(warping.width[i]), image.shape[2])
-    result = np.empty(shape, np.uint8) if out is None else out
-    shown = y, x, height, width = tuple(warping.shown[i].tolist())
-    if (height, width) != shape[:2]:
-        result.fill(0)
-    if height and width:  # a crop may show padding alone
-        warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
-    return result
 
 
 class CpuRunners:

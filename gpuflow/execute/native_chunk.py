@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderError
+from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import NativeStep, PointwiseStep, Resampling, ResamplingStep
+from gpuflow.pipeline.program import NativeStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
 
@@ -23,13 +24,15 @@ __all__ = ["REFUSED", "Inputs", "NativeSteps", "Records", "in_rows", "run_chunk"
 _run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
 DONE, NO_MEMORY, STOPPED, REFUSED = range(4)
 """What becomes of a sample. REFUSED: libjpeg-turbo did not decode it."""
-_RESAMPLE, _OPERATE, _LOOK_UP = range(3)
+_RESAMPLE, _OPERATE, _LOOK_UP, _WARP = range(4)
 """The kinds of steps."""
 _INTERPOLATIONS = {"nearest": 0, "bilinear": 1, "bicubic": 2}
 _COLORS = {"rgb": 0, "bgr": 1, "gray": 2}
 _HEIGHT, _WIDTH, _COLUMNS = 2, 3, 10
 """Of `struct input`."""
-_UPRIGHT, _FILL_BYTES = 1, 8
+_UPRIGHT = 1
+_WARPING = 19
+"""Numbers of `struct warping`."""
 
 Ints = NDArray[np.int64]
 
@@ -83,10 +86,15 @@ class NativeSteps:
         """Return the steps' records. draws: for each step what its `draw` returned."""
         records = Records()
         for step, table, draw in zip(self._steps, self._tables, draws, strict=True):
-            if isinstance(step, ResamplingStep):
-                records.add_resampling(draw)
-            else:
-                records.add_operations(draw)
+            match step:
+                case ResamplingStep():
+                    records.add_resampling(draw)
+                case WarpStep():
+                    records.add_warping(draw)
+                case PointwiseStep():
+                    records.add_operations(draw)
+                case _:
+                    assert_never(step)
             if table is not None:
                 records.add_table(*table)
         return records
@@ -119,10 +127,16 @@ class Records:
     def add_resampling(self, draw: Resampling) -> None:
         parts = (draw.box, draw.mirrors, draw.grid, draw.shown, draw.window, draw.flips)
         rows = np.concatenate(parts, axis=1, dtype=np.int64, casting="unsafe")
-        fill = np.zeros(_FILL_BYTES, np.uint8)
-        fill[:3] = np.asarray(draw.fill).astype(np.uint8)
-        numbers = [_INTERPOLATIONS[draw.interpolation], draw.antialias, fill.view(np.int64)[0]]
+        numbers = [_INTERPOLATIONS[draw.interpolation], draw.antialias, _levels(draw.fill)]
         self._rows.append((_RESAMPLE, self._hold(rows, np.int64), self._hold(numbers, np.int64)))
+
+    def add_warping(self, draw: Warping) -> None:
+        rows = np.empty((len(draw.box), _WARPING), np.int64)
+        rows[:, :9] = np.ascontiguousarray(draw.matrix, np.float64).reshape(-1, 9).view(np.int64)
+        rows[:, 9:] = np.column_stack([draw.box, *draw.size, draw.shown])
+        lookup = draw.lookup
+        numbers = [lookup.interpolation == "bilinear", BORDERS[lookup.border], lookup.as_torchvision]
+        self._rows.append((_WARP, self._hold(rows, np.int64), self._hold([*numbers, _levels(lookup.fill)], np.int64)))
 
     def add_operations(self, operations: s.Operations) -> None:
         if not operations.kinds:
@@ -135,6 +149,13 @@ class Records:
     def add_table(self, table: NDArray[Any], planes: bool) -> None:
         fields = [self._hold(table, table.dtype), table.itemsize, planes]
         self._rows.append((_LOOK_UP, self._hold(fields, np.int64), 0))
+
+
+def _levels(fill: Sequence[float]) -> int:
+    """Return levels, one for each channel or one for all, as the bytes of a number."""
+    levels = np.zeros(8, np.uint8)
+    levels[:3] = np.asarray(fill).astype(np.uint8)
+    return int(levels.view(np.int64)[0])
 
 
 def run_chunk(

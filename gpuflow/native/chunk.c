@@ -5,6 +5,7 @@
 #include "image.h"
 #include "jpeg.h"
 #include "resample.h"
+#include "warp.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -13,15 +14,15 @@
 enum { REFUSED = 3 };
 
 /* The kinds of steps. */
-enum { RESAMPLE, OPERATE, LOOK_UP };
+enum { RESAMPLE, OPERATE, LOOK_UP, WARP };
 
 /* EXIF orientations from SWAPPED on swap height and width; these then reverse the order of rows, or of columns. */
 enum { UPRIGHT = 1, SWAPPED = 5 };
 static const int REVERSES_ROWS[9] = {[3] = 1, [4] = 1, [7] = 1, [8] = 1};
 static const int REVERSES_COLUMNS[9] = {[2] = 1, [3] = 1, [6] = 1, [7] = 1};
 
-/* An image of a chunk. data: NULL if there is none; `size` encoded bytes if there are no channels, else pixels, of which
- * a row has `size` bytes. height, width: as stored. region: y, x, height, width of what is decoded of it. */
+/* An image of a chunk. data: NULL if there is none; `size` encoded bytes if there are no channels, else the pixels of
+ * `region`, of which a row has `size` bytes. height, width: as stored. region: y, x, height, width of what is decoded. */
 struct input {
     uint8_t *data;
     int64_t size, height, width, channels, orientation, region[4];
@@ -38,6 +39,18 @@ struct step {
 struct table {
     const void *numbers;
     int64_t item_bytes, planes;
+};
+
+/* One sample's row of the arrays of `Warping` in pipeline/program.py. Boxes are y, x, height, width. */
+struct warping {
+    double matrix[9];
+    int64_t box[4], size[2], shown[4];
+};
+
+/* How all samples of a step are warped: see warp_image. */
+struct view {
+    int64_t interpolation, border, as_torchvision;
+    uint8_t fill[8];
 };
 
 /* slots: of the chunk, each of `slot_bytes`. */
@@ -105,7 +118,7 @@ static void turn_image(const struct image *from, int64_t orientation, const stru
 static int load_image(const struct chunk *chunk, const struct input *input, struct buffers *buffers,
                       struct image *image) {
     if (input->channels) {
-        *image = (struct image){input->data, input->height, input->width, input->channels, input->size};
+        *image = (struct image){input->data, input->region[2], input->region[3], input->channels, input->size};
         return DONE;
     }
     const int64_t *region = input->region;
@@ -143,6 +156,25 @@ static struct image result_of(const struct output *output, int64_t sample, int i
     return new_image(buffers, number, height, width, channels);
 }
 
+/* The region of an image that begins at (top, left) of the whole one. box: y, x, height, width in the whole one. */
+static struct image part_of(const struct image *image, const int64_t *box, int64_t top, int64_t left) {
+    uint8_t *pixels = image->pixels + (box[0] - top) * image->pitch + (box[1] - left) * image->channels;
+    return (struct image){pixels, box[2], box[3], image->channels, image->pitch};
+}
+
+/* Warps a box into the part of the result that is shown; the rest of it is black. */
+static int warp_box(const struct image *box, const struct warping *geometry, const struct view *view,
+                    const struct image *result, const int32_t *stop) {
+    const int64_t *shown = geometry->shown;
+    if (shown[2] != result->height || shown[3] != result->width)
+        for (int64_t y = 0; y < result->height; y++)
+            memset(result->pixels + y * result->pitch, 0, (size_t)(result->width * result->channels));
+    if (!shown[2] || !shown[3]) /* a crop may show padding alone */
+        return DONE;
+    return warp_image(box, geometry->matrix, shown, (int)view->interpolation, (int)view->border, view->fill,
+                      (int)view->as_torchvision, part_of(result, shown, 0, 0).pixels, result->pitch, stop);
+}
+
 /* Makes one output of an image that begins at (top, left) of the whole one. is_shared: others read the image, too. */
 static int make_output(const struct chunk *chunk, const struct output *output, int64_t sample, struct image image,
                        int64_t top, int64_t left, int is_shared, struct buffers *buffers) {
@@ -153,14 +185,27 @@ static int make_output(const struct chunk *chunk, const struct output *output, i
         switch (step->kind) {
         case RESAMPLE: {
             const struct resampling *geometry = (const struct resampling *)step->parameters + sample;
-            const int64_t *box = geometry->box, *window = geometry->window;
-            struct image part = {image.pixels + (box[0] - top) * image.pitch + (box[1] - left) * image.channels, box[2],
-                                 box[3], image.channels, image.pitch};
+            const int64_t *window = geometry->window;
+            struct image part = part_of(&image, geometry->box, top, left);
             struct image result =
                 result_of(output, sample, is_last, buffers, next, window[2], window[3], image.channels);
             if (!result.pixels)
                 return NO_MEMORY;
             status = resample(&part, geometry, step->settings, &result, chunk->stop);
+            image = result;
+            top = left = 0;
+            next = next == FIRST ? SECOND : FIRST;
+            is_shared = 0;
+            break;
+        }
+        case WARP: {
+            const struct warping *geometry = (const struct warping *)step->parameters + sample;
+            const int64_t *size = geometry->size;
+            struct image part = part_of(&image, geometry->box, top, left);
+            struct image result = result_of(output, sample, is_last, buffers, next, size[0], size[1], image.channels);
+            if (!result.pixels)
+                return NO_MEMORY;
+            status = warp_box(&part, geometry, step->settings, &result, chunk->stop);
             image = result;
             top = left = 0;
             next = next == FIRST ? SECOND : FIRST;
@@ -198,8 +243,7 @@ static int make_output(const struct chunk *chunk, const struct output *output, i
 
 static int run_sample(const struct chunk *chunk, int64_t sample, struct buffers *buffers) {
     const struct input *input = &chunk->inputs[sample];
-    const int is_region = !input->channels && input->orientation == UPRIGHT;
-    const int64_t top = is_region ? input->region[0] : 0, left = is_region ? input->region[1] : 0;
+    const int64_t top = input->region[0], left = input->region[1]; /* zeros for an image that is turned */
     const int is_shared = chunk->output_count > 1 || input->channels;
     struct image image;
     int status = load_image(chunk, input, buffers, &image);

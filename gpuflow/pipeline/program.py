@@ -284,7 +284,7 @@ class MixingStep:
 
 
 Step = ResamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
-NativeStep = ResamplingStep | PointwiseStep
+NativeStep = ResamplingStep | WarpStep | PointwiseStep
 """Steps that C code runs on the CPU, for all images of a chunk by one call."""
 
 

@@ -4,7 +4,7 @@ A case is a pipeline and a set of images; its hash covers the results of all ima
 images are made by integer arithmetic, and the JPEGs are written by hand, so no encoder takes part.
 
 The hashes hold for the versions of requirements.txt on x86-64 processors with AVX2 and FMA, AVX-512 or not, with any
-number of torch's threads, with and without numba. On older processors torch and OpenCV round some levels otherwise, and
+number of torch's threads. On older processors torch and OpenCV round some levels otherwise, and
 other versions of these libraries may do so: then the test is skipped.
 
 A case that differs is a changed pixel, which users' models see. If that is wanted, record all cases anew:
