@@ -45,7 +45,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
         )
         counts = sorted({count for series in panels.values() for points in series.values() for count in points})
         for axes, (workload, series) in zip(axes_column, panels.items(), strict=True):
-            _panel(axes, {name: arm for name, arm in arms.items() if name in series}, series, counts)
+            _panel(axes, {name: arm for name, arm in arms.items() if name in series}, series, counts, panel_height)
             if len(panels) > 1:
                 axes.set_title(workload, loc="left", fontsize=12, color=style.GRAY, pad=6)
         axes_column[-1].set_xlabel("workers (threads or processes)")
@@ -70,8 +70,13 @@ def _panels(path: Path, results: list[style.Result]) -> dict[str, dict[str, Seri
     return panels
 
 
-def _panel(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], counts: list[int]) -> None:
-    """Draw one workload: each arm's medians with their spread, the ideal line, a label at each line's end."""
+def _panel(
+    axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], counts: list[int], panel_height: float
+) -> None:
+    """Draw one workload: its arms' medians with their spread, the ideal line, a label at each line's end.
+
+    panel_height: of the axes, in inches.
+    """
     for name, arm in arms.items():
         points = [series[name][count] for count in sorted(series[name])]
         spread = [[point.value - point.low for point in points], [point.high - point.value for point in points]]
@@ -92,7 +97,7 @@ def _panel(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], co
     axes.set_ylim(0, 1.12 * max(point.high for points in series.values() for point in points.values()))
     style.count_axis(axes, "y")
     _ideal(axes, series)
-    _end_labels(axes, arms, series)
+    _end_labels(axes, arms, series, panel_height)
 
 
 def _ideal(axes: Axes, series: dict[str, Series]) -> None:
@@ -124,9 +129,8 @@ def _labels(arms: dict[str, style.Arm], series: dict[str, Series]) -> list[str]:
     ]
 
 
-def _end_labels(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series]) -> None:
+def _end_labels(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], panel_height: float) -> None:
     """Draw each arm's label in its colour, to the right of its line's end."""
-    panel_height = axes.get_position().height * axes.get_figure().get_figheight()
     gap = _LABEL / panel_height * axes.get_ylim()[1]
     most = max(max(points) for points in series.values())
     ends = [max(series[name]) for name in arms]

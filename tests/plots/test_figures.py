@@ -109,7 +109,7 @@ def test_lines_are_labelled_with_their_last_value(tmp_path: Path) -> None:
 
 def test_each_workload_has_a_panel_with_its_arms(tmp_path: Path) -> None:
     path = results(tmp_path / "results.csv", "same; workers=1", "web; batch=2; workers=1", arms=("gpuflow", "spdl"))
-    path.write_text("".join(line for line in path.open() if not line.startswith("spdl,web")))
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("spdl,web")))
     svg, _ = worker_scaling.draw(path, tmp_path / "figure")
     found = texts(svg)
     assert {"same", "web; batch=2", "gpuflow  1,500", "gpuflow  3,000", "SPDL  10"} <= found
