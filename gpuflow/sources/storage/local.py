@@ -94,9 +94,9 @@ class LocalStorage:
         pieces = _NEW.repeat(len(names))
         files = self._base, names.prefix, names.text, pieces.ctypes.data, len(pieces)
         try:
-            _run_step(lambda: _open_files(*files, _OPENED_IN_ADVANCE), pieces)
+            _run_step(lambda _: _open_files(*files, _OPENED_IN_ADVANCE), pieces)
             buffer = _placed(pieces, allocate)
-            _run_step(lambda: _read_files(*files, buffer.ctypes.data), pieces)
+            _run_step(lambda _: _read_files(*files, buffer.ctypes.data), pieces)
         finally:
             for descriptor in pieces["descriptor"].tolist():
                 if descriptor >= 0:
@@ -111,34 +111,29 @@ class LocalStorage:
         pieces["fault"][pieces["size"] == 0] = _EMPTY
         buffer = _placed(pieces, allocate)
 
-        def attempt() -> int:
-            pending = np.flatnonzero(pieces["fault"] == _PENDING).tolist()
-            places = range(0, len(pending), _OPENED_IN_ADVANCE)
-            return sum([self._read_some(shards, pending[i : i + _OPENED_IN_ADVANCE], pieces, buffer) for i in places])
+        def read_some(items: Sequence[int]) -> int:
+            files: dict[int, _OpenFile] = {}  # by the identity of the shard: to hash its value would take longer
+            try:
+                for i in items:
+                    if id(shards[i]) not in files:
+                        files[id(shards[i])] = self._pool.acquire(shards[i])
+                pieces["file"][items] = [files[id(shards[i])].address for i in items]
+                failed: int = _read_ranges(pieces.ctypes.data, len(pieces), buffer.ctypes.data)
+                for i in items if failed else ():
+                    files[id(shards[i])].broken |= bool(fault := pieces["fault"][i])
+                    if fault == _CHANGED:
+                        raise shards[i].changed(int(pieces["done"][i]))
+            finally:
+                for file in files.values():
+                    self._pool.release(file)
+            return failed
 
-        _run_step(attempt, pieces)
+        def read_all(items: Sequence[int]) -> int:
+            parts = range(0, len(items), _OPENED_IN_ADVANCE)
+            return sum([read_some(items[first : first + _OPENED_IN_ADVANCE]) for first in parts])
+
+        _run_step(read_all, pieces)
         return _payload(buffer, pieces, lambda i: shards[i].path, "its shard ends")
-
-    def _read_some(
-        self, shards: Sequence[Shard], items: Sequence[int], pieces: NDArray[Any], buffer: NDArray[np.uint8]
-    ) -> int:
-        """Read these ranges; return how many failed. Raises SourceError if a shard has changed."""
-        files: dict[int, _OpenFile] = {}  # by the identity of the shard: to hash its value would take longer
-        try:
-            for i in items:
-                if id(shards[i]) not in files:
-                    files[id(shards[i])] = self._pool.acquire(shards[i])
-            pieces["file"][items] = [files[id(shards[i])].address for i in items]
-            failed: int = _read_ranges(pieces.ctypes.data, len(pieces), buffer.ctypes.data)
-            for i in items if failed else ():
-                if fault := pieces["fault"][i]:
-                    files[id(shards[i])].broken = True
-                if fault == _CHANGED:
-                    raise shards[i].changed(int(pieces["done"][i]))
-        finally:
-            for file in files.values():
-                self._pool.release(file)
-        return failed
 
     def load(self, path: str) -> bytes:
         try:
@@ -267,21 +262,21 @@ def _placed(pieces: NDArray[Any], allocate: Allocate) -> NDArray[np.uint8]:
     """Lay out the pieces; return a buffer for them."""
     offsets, end = lay_out(pieces["size"].tolist())
     buffer = allocate(end)
-    assert len(buffer) >= end and buffer.flags.c_contiguous, "C code writes there"
+    assert len(buffer) >= end and buffer.flags.c_contiguous  # C code writes there
     pieces["offset"] = offsets
     return buffer
 
 
-def _run_step(step: Callable[[], int], pieces: NDArray[Any]) -> None:
+def _run_step(step: Callable[[Sequence[int]], int], pieces: NDArray[Any]) -> None:
     """Run `step` on the pieces that are pending, and again on those that fail temporarily, all together.
 
-    step: returns how many failed.
+    step: gets their numbers, and returns how many failed.
     """
     faults = pieces["fault"]
 
     def attempt(items: Sequence[int]) -> Sequence[int]:
         faults[items] = _PENDING
-        return [i for i in items if faults[i] > 0 and faults[i] not in PERMANENT] if step() else []
+        return [i for i in items if faults[i] > 0 and faults[i] not in PERMANENT] if step(items) else []
 
     retry_each(np.flatnonzero(faults == _PENDING).tolist(), attempt, LOCAL_DELAYS)
 
