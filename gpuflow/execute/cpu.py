@@ -306,8 +306,10 @@ def _regions(outputs: Sequence[_Drawn], headers: Headers) -> s.Ints:
     boxes = [output.first.box for output in outputs if output.first is not None]
     if len(boxes) < len(outputs):
         return whole
-    begins = np.min([box[:, :2] for box in boxes], axis=0)
-    sides = np.max([box[:, :2] + box[:, 2:] for box in boxes], axis=0) - begins
+    begins, sides = boxes[0][:, :2], boxes[0][:, 2:]
+    if len(boxes) > 1:
+        begins = np.min([box[:, :2] for box in boxes], axis=0)
+        sides = np.max([box[:, :2] + box[:, 2:] for box in boxes], axis=0) - begins
     small = (sides.prod(axis=1) <= _WORTH * headers.sizes.prod(axis=1)) & (headers.orientations == 1)
     return np.asarray(np.where(small[:, None], np.concatenate([begins, sides], axis=1), whole), np.int64)
 

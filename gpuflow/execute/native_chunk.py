@@ -58,14 +58,14 @@ class Inputs:
             sizes, orientations: heights and widths as stored, and EXIF orientations to apply: [N, 2], [N].
             regions: y, x, height, width of what is decoded of the image as stored: [N, 4].
         """
-        addresses = np.asarray(payload.offsets, np.int64) + payload.buffer.ctypes.data
+        addresses = np.asarray(payload.offsets, np.int64) + _address_of(payload.buffer)
         no_channels = np.zeros(len(addresses), np.int64)
         columns = (addresses, np.asarray(payload.sizes, np.int64), sizes, no_channels, orientations, regions)
         self.rows[which] = np.column_stack(columns)[which]
 
     def set_pixels(self, i: int, image: NDArray[np.uint8], origin: tuple[int, int]) -> None:
         """Set the region of an image that begins at (top, left) = origin: see `in_rows`."""
-        self.rows[i] = (image.ctypes.data, image.strides[0], *image.shape, _UPRIGHT, *origin, *image.shape[:2])
+        self.rows[i] = (_address_of(image), image.strides[0], *image.shape, _UPRIGHT, *origin, *image.shape[:2])
 
 
 def in_rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -191,7 +191,9 @@ def run_chunk(
 
 
 def _address_of(array: NDArray[Any]) -> int:
-    return array.ctypes.data
+    """Return the address of an array's memory, in a quarter of the time that `ctypes.data` takes."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _place_of(slots: NDArray[Any]) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class ChunkDecoder:
         else:
             make = memory.pinned if on_gpu else memory.heap
         shape, dtype = slot_of(plan.program)
-        self._slots = SlotPool((0, *shape), dtype, keep=plan.prefetch + 2, make=make)
+        self._slots = SlotPool((0, *shape), dtype, keep=plan.batches_in_flight, make=make)
 
     def allocate(self, batch: Assembly) -> None:
         """Give a batch its slots. Raises MemoryError if there is not enough memory for them."""

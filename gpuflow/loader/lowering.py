@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Feed"]
 
-_LARGEST_CHUNK, _LARGEST_GPU_CHUNK, _LARGEST_OFFLOADED_CHUNK = 32, 256, 16
+_LARGEST_OFFLOADED_CHUNK = 16
 _OFFLOADED_AHEAD = 8
 """The number of batches whose offloaded parts may be begun before their turn: a core needs five times as long for a
 chunk as the engines for a batch."""
@@ -65,11 +65,6 @@ class Feed:
 
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
-        if plan.gpu is not None:
-            self._chunk_size = min(_LARGEST_GPU_CHUNK, plan.batch_size)
-        else:  # threads work on several batches at a time: large chunks are few items for SPDL
-            in_flight = plan.batch_size * (plan.prefetch + 1)
-            self._chunk_size = min(_LARGEST_CHUNK, plan.batch_size, -(-in_flight // plan.threads))
         self._reader = ChunkReader(plan)
         self.workers = WorkerDecoder(plan, self._reader.meter)
         self._decoder = ChunkDecoder(plan, self._reader, self.workers)
@@ -172,7 +167,7 @@ class Feed:
     def _begin(self, epoch: int, steps: EpochSteps, in_flight: Sequence[Completion | None]) -> RunningPipeline:
         plan, offload = self._plan, self._offload
         builder: Any = PipelineBuilder()
-        begun, capacity = threading.Event(), plan.prefetch + 2
+        begun, capacity = threading.Event(), plan.batches_in_flight
         fewest = capacity if plan.gpu is None else min(capacity, _FEWEST_IN_FLIGHT)
         in_flight = in_flight[-fewest:]  # there may be more, if the GPU waited for batches
         admission, ahead = Admission(fewest - len(in_flight), spare=capacity - fewest), Admission(_OFFLOADED_AHEAD)
@@ -276,8 +271,8 @@ class Feed:
                 for start in range(batch.first_offloaded, count, _LARGEST_OFFLOADED_CHUNK):
                     chunk = Chunk(batch, start, min(start + _LARGEST_OFFLOADED_CHUNK, count), last=False)
                     offload_threads.submit(decode_offloaded, chunk)
-            for start in range(0, max(batch.first_offloaded, 1), self._chunk_size):
-                stop = min(start + self._chunk_size, batch.first_offloaded)
+            for start in range(0, max(batch.first_offloaded, 1), self._plan.chunk_size):
+                stop = min(start + self._plan.chunk_size, batch.first_offloaded)
                 yield Chunk(batch, start, stop, last=stop == batch.first_offloaded)
 
     def _assembly(self, epoch: int, step: int, steps: EpochSteps) -> Assembly:
@@ -290,7 +285,7 @@ class Feed:
             return Assembly(step, none, none, none.astype(bool), none.astype(bool), 1, error=error)
         count = len(positions)
         offloaded = self._offload.rows(count) if self._offload is not None else 0
-        chunks = -(-(count - offloaded) // self._chunk_size) - (-offloaded // _LARGEST_OFFLOADED_CHUNK)
+        chunks = -(-(count - offloaded) // self._plan.chunk_size) - (-offloaded // _LARGEST_OFFLOADED_CHUNK)
         return Assembly(step, positions, indices, valid, np.ones(count, bool), chunks, offloaded=offloaded)
 
     # --- operations on a chunk ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from gpuflow.execute.targets import TargetMapper
 
 __all__ = ["LoaderPlan"]
+
+_LARGEST_CHUNK, _LARGEST_GPU_CHUNK = 32, 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +106,25 @@ class LoaderPlan:
             world_size=self.world_size,
             drop_last=self.drop_last,
         )
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples of a chunk. Threads work on several batches at a time: large chunks are few items for SPDL."""
+        if self.gpu is not None:
+            return min(_LARGEST_GPU_CHUNK, self.batch_size)
+        in_flight = self.batch_size * (self.prefetch + 1)
+        return min(_LARGEST_CHUNK, self.batch_size, -(-in_flight // self.threads))
+
+    @property
+    def batches_in_flight(self) -> int:
+        """The most batches that take memory at a time, the consumer's included.
+
+        On the CPU there are 1.5 chunks for each thread, so that none waits for the last chunk of a batch.
+        """
+        waiting = self.prefetch + 2
+        if self.gpu is not None:
+            return waiting
+        return max(waiting, 2 + math.ceil(1.5 * self.threads * self.chunk_size / self.batch_size))
 
     @property
     def decode_threads(self) -> int:

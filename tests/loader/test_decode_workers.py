@@ -398,7 +398,7 @@ def test_slots_in_the_middle_of_a_batch(source: Source, monkeypatch: pytest.Monk
     with loader_of(source, **options) as loader:
         expected = epoch_rows(loader)
     with loader_of(source, threads=7, processes=1, prefetch=1, **options) as loader:
-        assert loader._feed._chunk_size == 3
+        assert loader._feed._plan.chunk_size == 3
         made_elsewhere(loader, monkeypatch)
         assert epoch_rows(loader) == expected
 
