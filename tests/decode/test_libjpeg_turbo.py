@@ -328,10 +328,10 @@ def test_without_a_library_the_description_says_why_and_what_to_do(monkeypatch: 
     try:
         assert find_libjpeg_turbo() is None
         assert decoder_description() == (
-            f"OpenCV {cv2.__version__} (whole images: crops of JPEGs take 1.3 times as long, of large photographs 5 "
-            "times; no libjpeg-turbo: this package of Pillow has no libjpeg; libno-such.so.62: cannot open shared "
-            "object file: No such file or directory; pip install --force-reinstall 'pillow>=10.4', whose wheel has "
-            "libjpeg-turbo, and preload no other libjpeg)"
+            f"OpenCV {cv2.__version__} (whole images: crops of JPEGs take 1.3 times as long, small ones of large "
+            "photographs 4 times; no libjpeg-turbo: this package of Pillow has no libjpeg; libno-such.so.62: "
+            "cannot open shared object file: No such file or directory; pip install --force-reinstall "
+            "'pillow>=10.4', whose wheel has libjpeg-turbo, and preload no other libjpeg)"
         )
     finally:
         for cache in caches:
