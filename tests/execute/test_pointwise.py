@@ -33,12 +33,11 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             copy = tmp_path_factory.mktemp("library") / "library.so"
             shutil.copy(next(Path(pointwise.__file__).parents[1].glob("native/_library*.so")), copy)
             library = ctypes.CDLL(str(copy))
-            types = (*IMAGE, POINTER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER)
-            patch.setattr(pointwise, "_run_operations", function("gpuflow_run_operations", *types, library=library))
-            types_of_table = (*IMAGE, POINTER, INTEGER, INTEGER, POINTER)
-            patch.setattr(
-                pointwise, "_look_up_levels", function("gpuflow_look_up_levels", *types_of_table, library=library)
-            )
+            for name, types in (
+                ("run_operations", (*IMAGE, POINTER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER)),
+                ("look_up_levels", (*IMAGE, POINTER, INTEGER, INTEGER, POINTER)),
+            ):
+                patch.setattr(pointwise, f"_{name}", function(f"gpuflow_{name}", *types, library=library))
         yield request.param
 
 
