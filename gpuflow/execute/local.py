@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import cv2
+import ctypes
+
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline.local import Filters
 
 __all__ = ["run_filters"]
 
-_BORDERS = {"reflect": cv2.BORDER_REFLECT_101, "keep": cv2.BORDER_REPLICATE}
+_filter = function("gpuflow_filter", POINTER, POINTER, POINTER, INTEGER, result=INTEGER)
+
+
+class _LocalFilter(ctypes.Structure):
+    """See native/local.h."""
+
+    _fields_ = (
+        ("rows", POINTER), ("columns", POINTER), ("high", INTEGER), ("wide", INTEGER),
+        ("centre", ctypes.c_double), ("factor", ctypes.c_double), ("keep", INTEGER),
+    )  # fmt: skip
 
 
 def run_filters(image: NDArray[np.uint8], filters: Filters, i: int) -> NDArray[np.uint8]:
-    """Sample i's result for its image [H, W, C], which is not changed."""
+    """Return sample i's result for its image [H, W, C], which is not changed."""
     if not filters.active[i]:
         return image
-    rows, columns = filters.rows[i].astype(np.float32), filters.columns[i].astype(np.float32)
-    summed = cv2.sepFilter2D(image, cv2.CV_32F, columns, rows, borderType=_BORDERS[filters.border])
-    smoothed: NDArray[np.float32] = np.rint(summed.reshape(image.shape) + image * np.float32(filters.centre[i]))
-    if filters.factor[i] != 0:
-        levels = image.astype(np.float32)
-        share = np.float32(1.0 - filters.factor[i])
-        exact = (smoothed - levels).astype(np.float64) * share + levels  # rounded once, as a fused multiply-add is
-        smoothed = np.asarray(exact, np.float32)
-    result = np.clip(smoothed, 0, 255, out=smoothed).astype(np.uint8)
-    if filters.border == "keep":
-        high, wide = len(rows) // 2, len(columns) // 2
-        inside = slice(high, max(image.shape[0] - high, high)), slice(wide, max(image.shape[1] - wide, wide))
-        kept = image.copy()
-        kept[inside] = result[inside]
-        return kept
+    image, result = np.ascontiguousarray(image), np.empty(image.shape, np.uint8)
+    rows, columns = (np.ascontiguousarray(weights[i], np.float64) for weights in (filters.rows, filters.columns))
+    described = np.array([image.ctypes.data, *image.shape, image.strides[0]], np.int64)
+    numbers = len(rows), len(columns), filters.centre[i], filters.factor[i], filters.border == "keep"
+    one = _LocalFilter(rows.ctypes.data, columns.ctypes.data, *numbers)
+    if _filter(described.ctypes.data, ctypes.addressof(one), result.ctypes.data, result.strides[0]):
+        raise MemoryError(f"no memory to filter an image of {image.shape[0]}x{image.shape[1]} pixels")
     return result

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "rounding.h"
 #include "warp.h"
 
 #ifndef VARIANT
@@ -27,26 +28,6 @@ struct job {
     uint8_t *out;
     int64_t out_pitch, height, width; /* of the result */
 };
-
-/* Returns x * y + z, rounded once. */
-static inline float multiply_add(float x, float y, float z) {
-#if defined(FUSED) || defined(__FMA__) || defined(__FP_FAST_FMAF)
-    return __builtin_fmaf(x, y, z);
-#else
-    double product = (double)x * (double)y, sum = product + (double)z;
-    double added = sum - product, error = (product - (sum - added)) + ((double)z - added);
-    int64_t bits; /* an inexact sum becomes the odd one of its neighbours, so that rounding it again is exact */
-    memcpy(&bits, &sum, sizeof bits);
-    if (error != 0 && !(bits & 1))
-        bits += (error > 0) == (sum > 0) ? 1 : -1;
-    memcpy(&sum, &bits, sizeof sum);
-    return (float)sum;
-#endif
-}
-
-/* Rounds to the nearest whole number, a half to the even one. |x| must be below 2^51, or 2^22 for floats. */
-static inline double round_even(double x) { return (x + 0x1.8p52) - 0x1.8p52; }
-static inline float round_even_float(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
 /* Returns x, or the nearer of two limits; the lower one for NaN. */
 static inline double limit(double x, double low, double high) {
