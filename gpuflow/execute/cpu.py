@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault, reason_of
-from gpuflow.execute.local import run_filters
 from gpuflow.execute.native_chunk import REFUSED, Inputs, NativeSteps, Records, in_rows, run_chunk
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
@@ -244,12 +243,10 @@ class CpuRunner:
                 draw, row = step.draw(output.keys[i], *_size(image)), 0
             _check([draw], row)
             match step:
-                case ResamplingStep() | WarpStep() | PointwiseStep():
+                case ResamplingStep() | WarpStep() | PointwiseStep() | LocalStep():
                     native, out = output.lowered.each[n], _room_for(step, draw, row, image, out)
                     assert native is not None
                     image = self._run_native(image, origin, row, native.records([draw]), out)
-                case LocalStep():
-                    image = run_filters(image, draw, row)
                 case ApplyStep(stage):
                     image = stage.apply(image, draw[row], out)
                 case OpaqueStep():
@@ -321,7 +318,7 @@ def _room_for(step: NativeStep, draw: Any, row: int, image: NDArray[Any], out: N
     height, width, channels = image.shape
     if isinstance(step, ResamplingStep | WarpStep):
         height, width = (int(side[row]) for side in draw.size)
-    elif (table := step.table) is not None:
+    elif isinstance(step, PointwiseStep) and (table := step.table) is not None:
         shape = (channels, height, width) if step.after.layout == "nchw" else image.shape
         return np.empty(shape, table.dtype)
     return np.empty((height, width, channels), np.uint8)

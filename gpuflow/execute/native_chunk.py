@@ -15,7 +15,7 @@ from gpuflow.errors import LoaderError
 from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import NativeStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep
+from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
 
@@ -24,15 +24,15 @@ __all__ = ["REFUSED", "Inputs", "NativeSteps", "Records", "in_rows", "run_chunk"
 _run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
 DONE, NO_MEMORY, STOPPED, REFUSED = range(4)
 """What becomes of a sample. REFUSED: libjpeg-turbo did not decode it."""
-_RESAMPLE, _OPERATE, _LOOK_UP, _WARP = range(4)
+_RESAMPLE, _OPERATE, _LOOK_UP, _WARP, _FILTER = range(5)
 """The kinds of steps."""
 _INTERPOLATIONS = {"nearest": 0, "bilinear": 1, "bicubic": 2}
 _COLORS = {"rgb": 0, "bgr": 1, "gray": 2}
 _HEIGHT, _WIDTH, _COLUMNS = 2, 3, 10
 """Of `struct input`."""
 _UPRIGHT = 1
-_WARPING = 19
-"""Numbers of `struct warping`."""
+_WARPING, _FILTER_NUMBERS = 19, 7
+"""Numbers of `struct warping` and `struct local_filter`."""
 
 Ints = NDArray[np.int64]
 
@@ -91,6 +91,8 @@ class NativeSteps:
                     records.add_resampling(draw)
                 case WarpStep():
                     records.add_warping(draw)
+                case LocalStep():
+                    records.add_filters(draw)
                 case PointwiseStep():
                     records.add_operations(draw)
                 case _:
@@ -137,6 +139,18 @@ class Records:
         lookup = draw.lookup
         numbers = [lookup.interpolation == "bilinear", BORDERS[lookup.border], lookup.as_torchvision]
         self._rows.append((_WARP, self._hold(rows, np.int64), self._hold([*numbers, _levels(lookup.fill)], np.int64)))
+
+    def add_filters(self, draw: s.Filters) -> None:
+        rows = np.empty((len(draw.active), _FILTER_NUMBERS), np.int64)
+        for column, weights in enumerate((draw.rows, draw.columns)):
+            taps = weights.shape[1]
+            first = self._hold(weights, np.float64)
+            rows[:, column] = first + np.arange(len(rows)) * (8 * taps)
+            rows[:, column + 2] = taps
+        rows[~draw.active, 0] = 0
+        rows[:, 4], rows[:, 5] = (numbers.astype(np.float64).view(np.int64) for numbers in (draw.centre, draw.factor))
+        rows[:, 6] = draw.border == "keep"
+        self._rows.append((_FILTER, self._hold(rows, np.int64), 0))
 
     def add_operations(self, operations: s.Operations) -> None:
         if not operations.kinds:

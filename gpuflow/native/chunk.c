@@ -4,6 +4,7 @@
 #include "color.h"
 #include "image.h"
 #include "jpeg.h"
+#include "local.h"
 #include "resample.h"
 #include "warp.h"
 
@@ -14,7 +15,7 @@
 enum { REFUSED = 3 };
 
 /* The kinds of steps. */
-enum { RESAMPLE, OPERATE, LOOK_UP, WARP };
+enum { RESAMPLE, OPERATE, LOOK_UP, WARP, FILTER };
 
 /* EXIF orientations from SWAPPED on swap height and width; these then reverse the order of rows, or of columns. */
 enum { UPRIGHT = 1, SWAPPED = 5 };
@@ -208,6 +209,24 @@ static int make_output(const struct chunk *chunk, const struct output *output, i
             status = warp_box(&part, geometry, step->settings, &result, chunk->stop);
             image = result;
             top = left = 0;
+            next = next == FIRST ? SECOND : FIRST;
+            is_shared = 0;
+            break;
+        }
+        case FILTER: {
+            const struct local_filter *filter = (const struct local_filter *)step->parameters + sample;
+            const int is_active = filter->rows != NULL;
+            if (!is_active && !is_last)
+                break;
+            struct image result =
+                result_of(output, sample, is_last, buffers, next, image.height, image.width, image.channels);
+            if (!result.pixels)
+                return NO_MEMORY;
+            if (is_active)
+                status = filter_image(&image, filter, result.pixels, result.pitch, chunk->stop);
+            else
+                copy_image(&image, &result);
+            image = result;
             next = next == FIRST ? SECOND : FIRST;
             is_shared = 0;
             break;

@@ -284,7 +284,7 @@ class MixingStep:
 
 
 Step = ResamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
-NativeStep = ResamplingStep | WarpStep | PointwiseStep
+NativeStep = ResamplingStep | WarpStep | PointwiseStep | LocalStep
 """Steps that C code runs on the CPU, for all images of a chunk by one call."""
 
 
