@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import numpy as np
@@ -17,8 +18,19 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
-from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault, reason_of
-from gpuflow.execute.native_chunk import REFUSED, Inputs, NativeSteps, Records, in_rows, run_chunk
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
+from gpuflow.errors import BadSampleError, GpuflowError, LoaderError, is_system_fault, reason_of
+from gpuflow.execute.native_chunk import (
+    DONE,
+    REFUSED,
+    RUNNING,
+    Inputs,
+    NativePool,
+    NativeSteps,
+    Records,
+    in_rows,
+    run_chunk,
+)
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
 from gpuflow.pipeline.program import (
@@ -35,11 +47,11 @@ from gpuflow.pipeline.program import (
     too_large,
 )
 from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of, split
+from gpuflow.runtime.threads import DaemonPool, stop_flag, use_stop_flag, use_torch_threads
 from gpuflow.sources import Payload
 
 __all__ = [
     "CpuRunner",
-    "CpuRunners",
     "bad_by_stage",
     "call_opaque",
     "header_of",
@@ -49,6 +61,8 @@ _WORTH = 0.9
 """Only a region of a JPEG is decoded if its area is at most this fraction of the image."""
 _NO_MEMORY = "can't allocate memory"
 """In the text of torch's RuntimeError for a CPU without memory."""
+_END_SECONDS, _LONGEST_SECONDS = 3.0, 3600.0
+"""How long threads may take to end, and at most to run the images of a chunk."""
 
 _Faults = list[BadSampleError | None]
 
@@ -97,26 +111,67 @@ class _Drawn:
         return first if isinstance(first, Resampling | Warping) else None
 
 
-class CpuRunner:
-    """Decodes each image once and makes all outputs of a program from it. Each thread needs its own runner."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """N images that become outputs.
 
-    def __init__(self, program: AnyProgram) -> None:
+    decode: returns the pixels of image i that hold its region, and where they begin. shared: the pixels are read by
+    several outputs, or belong to the caller, so no stage may write to them.
+    """
+
+    decode: Callable[[CpuDecoder, int], tuple[NDArray[np.uint8], tuple[int, int]]]
+    outputs: Sequence[_Drawn]
+    inputs: Inputs
+    faults: _Faults
+    shared: bool
+
+
+class CpuRunner:
+    """Decodes each image once and makes all outputs of a program from it. Any thread may call any method.
+
+    Args:
+        threads: that share the images of each call; with 0 the calling thread does all.
+        count_cpu: is called with the processor seconds of these threads.
+    """
+
+    def __init__(
+        self, program: AnyProgram, threads: int = 0, count_cpu: Callable[[float], None] = lambda seconds: None
+    ) -> None:
         self._stage, self._outputs = program.decoder, outputs_of(program)
-        self._decoder = CpuDecoder(self._stage.color, background=self._stage.background)
         self._lowered = list(map(_Lowered, programs_of(program)))
         self._spec = programs_of(program)[0].specs[1]
         self._is_native = all(lowered.whole is not None for lowered in self._lowered)
-        self._place = np.zeros(1, np.int64)
+        self._threads, self._count_cpu = threads, count_cpu
+        self._lock = threading.Lock()
+        self._decoders = list[CpuDecoder]()
+        self._native_pool: NativePool | None = None
+        self._python_pool: DaemonPool | None = None
+        self._running: dict[int, Inputs] = {}
 
-    @property
-    def place(self) -> int:
-        """The number of the sample that is worked on."""
-        return int(self._place[0])
+    def place(self, thread: int) -> int | None:
+        """Return the number of a sample that a call on a thread works on; None if there is none."""
+        inputs = self._running.get(thread)
+        numbers = [] if inputs is None else np.flatnonzero(inputs.statuses == RUNNING).tolist()
+        return numbers[0] if numbers else None
 
     def check(self) -> None:
-        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
-        if self._stage.library is None:
-            self._decoder.check()
+        """Decode gpuflow's own test image with each idle decoder, or a new one. Raises DecoderError if one fails."""
+        if self._stage.library is not None:
+            return
+        for decoder in [self._acquire_decoder() for _ in range(max(1, len(self._decoders)))]:
+            decoder.check()
+            self._decoders.append(decoder)
+
+    def clear(self) -> None:
+        """End the threads and free the memory. Only while no call runs; a later call starts threads again."""
+        with self._lock:
+            pools, self._native_pool, self._python_pool = (self._native_pool, self._python_pool), None, None
+            self._decoders.clear()
+        native, python = pools
+        if native is not None:
+            native.close()
+        if python is not None:
+            python.end(_END_SECONDS)
 
     def run(self, payload: Payload, keys: s.Keys, slots: Any, sizes: NDArray[np.int64] | None = None) -> _Faults:
         """Decode N samples and run all steps on them.
@@ -147,17 +202,15 @@ class CpuRunner:
         outputs, faults = self._draw(keys, upright, slots), headers.faults
         _find_misfits([output.first for output in outputs], faults)
         regions, inputs = _regions(outputs, headers), Inputs(len(payload))
-        if self._is_native and self._decoder.library is not None:
+        if self._is_native and find_libjpeg_turbo() is not None:
             valid = headers.jpegs & [fault is None for fault in faults] & ~_later_misfits(outputs)
             inputs.set_encoded(valid, payload, headers.sizes, headers.orientations, regions)
-            self._run_chunk(inputs, outputs)
 
-        def decode(i: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
-            header = header_of(payload.sample(i), stage)
-            return self._decoder.decode(payload.sample(i), header, tuple(regions[i].tolist()))
+        def decode(decoder: CpuDecoder, i: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+            data = payload.sample(i)
+            return decoder.decode(data, header_of(data, stage), tuple(regions[i].tolist()))
 
-        self._run_each(decode, outputs, inputs, faults, shared=len(outputs) > 1)
-        return faults
+        return self._run(_Chunk(decode=decode, outputs=outputs, inputs=inputs, faults=faults, shared=len(outputs) > 1))
 
     def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> _Faults:
         """Run all steps on N decoded images, uint8 [H_i, W_i, C], which stay as they are. The rest is as in `run`."""
@@ -170,68 +223,115 @@ class CpuRunner:
             for i in np.flatnonzero(~_later_misfits(outputs)).tolist():
                 if faults[i] is None:
                     inputs.set_pixels(i, images[i], (0, 0))
-            self._run_chunk(inputs, outputs)
-        self._run_each(lambda i: (images[i], (0, 0)), outputs, inputs, faults, shared=True)
-        return faults
+        return self._run(
+            _Chunk(
+                decode=lambda decoder, i: (images[i], (0, 0)),
+                outputs=outputs,
+                inputs=inputs,
+                faults=faults,
+                shared=True,
+            )
+        )
 
     def _run_by_stage(self, payload: Payload, keys: s.Keys, slots: Any) -> _Faults:
         """Decode by the stage's own library, which gives images of one size."""
         outputs = self._draw(keys, np.tile(np.array(self._spec.shape[:2]), (len(payload), 1)), slots)
-        faults: _Faults = [None if error is None else BadSampleError("read", error) for error in payload.errors]
-
-        def decode(i: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
-            return self._stage.decode(payload.sample(i)), (0, 0)
-
-        self._run_each(decode, outputs, Inputs(len(payload)), faults, shared=len(outputs) > 1)
-        return faults
+        return self._run(
+            _Chunk(
+                decode=lambda decoder, i: (self._stage.decode(payload.sample(i)), (0, 0)),
+                outputs=outputs,
+                inputs=Inputs(len(payload)),
+                faults=[None if error is None else BadSampleError("read", error) for error in payload.errors],
+                shared=len(outputs) > 1,
+            )
+        )
 
     def _draw(self, keys: s.Keys, sizes: NDArray[np.int64], slots: Any) -> list[_Drawn]:
         """Draw the parameters of each output for N images of these upright sizes."""
         pairs = zip(self._outputs, split(slots), strict=True)
         return [_Drawn(self._lowered[output.program], output.keys_of(keys), sizes, own) for output, own in pairs]
 
-    def _run_chunk(self, inputs: Inputs, outputs: Sequence[_Drawn], i: int | None = None) -> None:
-        """Make all outputs of the inputs, or of input i alone. All steps must be native."""
+    def _run(self, chunk: _Chunk) -> _Faults:
+        """Make all outputs: first by one call of C code, then of the images that this leaves, and find their faults."""
+        thread = threading.get_ident()
+        self._running[thread] = chunk.inputs
+        try:
+            if self._is_native and chunk.inputs.rows.any():
+                self._count_cpu(self._run_chunk(chunk, pool=self._native_threads()))
+            left = [i for i in np.flatnonzero(chunk.inputs.statuses == REFUSED).tolist() if chunk.faults[i] is None]
+            if self._threads < 2 or len(left) < 2:
+                self._run_each(chunk, left)
+            else:
+                self._share(chunk, left)
+        finally:
+            del self._running[thread]
+        return chunk.faults
+
+    def _share(self, chunk: _Chunk, numbers: Sequence[int]) -> None:
+        """Run `_run_each` on several threads. Raises the first error of them."""
+        stop, pool = stop_flag(), self._python_threads()
+
+        def run(part: Sequence[int]) -> None:
+            use_stop_flag(stop)
+            begun = time.thread_time()
+            self._run_each(chunk, part)
+            self._count_cpu(time.thread_time() - begun)
+
+        futures = [pool.submit(run, numbers[first :: self._threads]) for first in range(self._threads)]
+        errors = [error for future in futures if (error := future.exception(_LONGEST_SECONDS)) is not None]
+        if errors:
+            raise errors[0]
+
+    def _native_threads(self) -> NativePool | None:
+        if not self._threads:
+            return None
+        with self._lock:
+            self._native_pool = self._native_pool or NativePool(self._threads)
+            return self._native_pool
+
+    def _python_threads(self) -> DaemonPool:
+        with self._lock:
+            if self._python_pool is None:
+                self._python_pool = DaemonPool(self._threads, "python", lambda: use_torch_threads(1))
+            return self._python_pool
+
+    def _acquire_decoder(self) -> CpuDecoder:
+        try:
+            return self._decoders.pop()
+        except IndexError:
+            return CpuDecoder(self._stage.color, background=self._stage.background)
+
+    def _run_chunk(self, chunk: _Chunk, *, only: int | None = None, pool: NativePool | None = None) -> float:
+        """Make all outputs of the inputs, or of one input alone. All steps must be native. See `run_chunk`."""
         made = []
-        for output in outputs:
+        for output in chunk.outputs:
             assert output.lowered.whole is not None
             made.append((output.lowered.whole.records(output.draws), output.slots))
-        run_chunk(inputs, made, self._stage.color, self._place, i)
+        return run_chunk(chunk.inputs, made, self._stage.color, only=only, pool=pool)
 
-    def _run_each(
-        self,
-        decode: Callable[[int], tuple[NDArray[np.uint8], tuple[int, int]]],
-        outputs: Sequence[_Drawn],
-        inputs: Inputs,
-        faults: _Faults,
-        *,
-        shared: bool,
-    ) -> None:
-        """Make the outputs of images that are neither done nor bad, one after the other, and add faults.
-
-        decode: returns the pixels of image i that hold its region, and where they begin. shared: the pixels are read by
-        several outputs, or belong to the caller, so no stage may write to them.
-        """
-        for i in np.flatnonzero(inputs.statuses == REFUSED).tolist():
-            if faults[i] is not None:
-                continue
-            self._place[0] = i
+    def _run_each(self, chunk: _Chunk, numbers: Sequence[int]) -> None:
+        """Make the outputs of these images one after the other, and add their faults. A decoder that raises is lost."""
+        decoder, inputs = self._acquire_decoder(), chunk.inputs
+        for i in numbers:
+            if stop_flag():
+                raise LoaderError("the epoch was ended")
+            inputs.statuses[i] = RUNNING
             try:
-                image, origin = decode(i)
+                image, origin = chunk.decode(decoder, i)
                 if self._is_native:
-                    for output in outputs:
+                    for output in chunk.outputs:
                         _check(output.draws, i)
                     image = in_rows(image)
                     inputs.set_pixels(i, image, origin)
-                    self._run_chunk(inputs, outputs, i)
-                    continue
-                for output in outputs:
-                    own = image
-                    if shared and output.first is None:  # a stage may write to what it gets
-                        own = np.array(image, order="C")
-                    self._run_steps(own, origin, i, output)
+                    self._run_chunk(chunk, only=i)
+                else:
+                    for output in chunk.outputs:
+                        is_copied = chunk.shared and output.first is None  # a stage may write to what it gets
+                        self._run_steps(np.array(image, order="C") if is_copied else image, origin, i, output)
             except BadSampleError as fault:
-                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
+                chunk.faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
+            inputs.statuses[i] = DONE
+        self._decoders.append(decoder)
 
     def _run_steps(self, image: NDArray[Any], origin: tuple[int, int], i: int, output: _Drawn) -> None:
         """Run all steps on the region of upright image i that begins at (top, left) = origin. Raises BadSampleError."""
@@ -263,8 +363,7 @@ class CpuRunner:
         """Run one step's records on an image, whose draws are in this row, and return `out` with the result."""
         inputs, image = Inputs(row + 1), in_rows(image)
         inputs.set_pixels(row, image, origin)
-        place = np.zeros(1, np.int64)
-        run_chunk(inputs, [(records, np.broadcast_to(out, (row + 1, *out.shape)))], self._stage.color, place, row)
+        run_chunk(inputs, [(records, np.broadcast_to(out, (row + 1, *out.shape)))], self._stage.color, only=row)
         return out
 
 
@@ -322,62 +421,6 @@ def _room_for(step: NativeStep, draw: Any, row: int, image: NDArray[Any], out: N
         shape = (channels, height, width) if step.after.layout == "nchw" else image.shape
         return np.empty(shape, table.dtype)
     return np.empty((height, width, channels), np.uint8)
-
-
-class CpuRunners:
-    """A pool of runners: any thread may call its methods, and each call uses a runner that no other call uses."""
-
-    def __init__(self, program: AnyProgram) -> None:
-        self._program, self._idle = program, list[CpuRunner]()
-        self._busy: dict[int, CpuRunner] = {}
-
-    def run(
-        self,
-        payload: Payload,
-        keys: s.Keys,
-        slots: Any,
-        sizes: NDArray[np.int64] | None = None,
-    ) -> list[BadSampleError | None]:
-        """See `CpuRunner.run`."""
-        with self._runner() as runner:
-            return runner.run(payload, keys, slots, sizes)
-
-    def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
-        """See `CpuRunner.run_images`."""
-        with self._runner() as runner:
-            return runner.run_images(images, keys, slots)
-
-    @contextmanager
-    def _runner(self) -> Iterator[CpuRunner]:
-        """Lend a runner to this thread. A runner that raises is not used again."""
-        runner, thread = self._acquire(), threading.get_ident()
-        self._busy[thread] = runner
-        try:
-            yield runner
-        finally:
-            del self._busy[thread]
-        self._idle.append(runner)
-
-    def place(self, thread: int) -> int | None:
-        """The number of the sample that a thread in `run` works on; None if it is not in `run`."""
-        runner = self._busy.get(thread)
-        return None if runner is None else runner.place
-
-    def check(self) -> None:
-        """Decode gpuflow's own test image with each idle runner, or a new one. Raises DecoderError if one fails."""
-        for runner in [self._acquire() for _ in range(max(1, len(self._idle)))]:
-            runner.check()
-            self._idle.append(runner)
-
-    def _acquire(self) -> CpuRunner:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return CpuRunner(self._program)
-
-    def clear(self) -> None:
-        """Free the memory of idle runners."""
-        self._idle.clear()
 
 
 def header_of(data: NDArray[np.uint8], decoder: s.Decoder, *, orientation: bool = False) -> Header:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import cpu_workers
-from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_workers import DecodeRequest, Setup
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
@@ -122,7 +122,7 @@ class CpuDecodePool:
         make: Callable[[int], NDArray[np.uint8]] = shared_and_pinned,
     ) -> None:
         self._program, self._most, self._cores = program, processes, cores
-        self._runners = CpuRunners(program)
+        self._runners = CpuRunner(program)
         self._results = BytePool(keep=_KEPT_BYTES, make=make)
         self._lock = threading.Lock()
         self._workers: list[WorkerPool] = []

@@ -36,7 +36,7 @@ from gpuflow.execute import packing
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
 from gpuflow.execute.chunk_tables import ChunkTables
-from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
 from gpuflow.execute.decode_calls import AHEAD, DecodeCall, Undecoded, plan_calls
@@ -249,7 +249,7 @@ class GpuRunner:
         outputs = outputs_of(program)
         each_passes = tuple(tuple(passes[x.program]) for x in outputs)
         self._decode_bytes, self._rewrite_threads = decode_bytes, rewrite_threads
-        self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
+        self._cpu, self._cpu_pool = CpuRunner(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
         self._checks = FileChecks(device_stream, check_threads)

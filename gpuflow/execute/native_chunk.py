@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, assert_never
 
@@ -19,11 +20,13 @@ from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resam
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
 
-__all__ = ["REFUSED", "Inputs", "NativeSteps", "Records", "in_rows", "run_chunk"]
+__all__ = ["DONE", "REFUSED", "RUNNING", "Inputs", "NativePool", "NativeSteps", "Records", "in_rows", "run_chunk"]
 
 _run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
-DONE, NO_MEMORY, STOPPED, REFUSED = range(4)
-"""What becomes of a sample. REFUSED: libjpeg-turbo did not decode it."""
+_new_pool = function("gpuflow_new_pool", INTEGER, result=POINTER)
+_free_pool = function("gpuflow_free_pool", POINTER)
+DONE, NO_MEMORY, STOPPED, REFUSED, RUNNING = range(5)
+"""What becomes of a sample. REFUSED: libjpeg-turbo did not decode it, or C code was not asked to."""
 _RESAMPLE, _OPERATE, _LOOK_UP, _WARP, _FILTER = range(5)
 """The kinds of steps."""
 _INTERPOLATIONS = {"nearest": 0, "bilinear": 1, "bicubic": 2}
@@ -172,36 +175,59 @@ def _levels(fill: Sequence[float]) -> int:
     return int(levels.view(np.int64)[0])
 
 
+class NativePool:
+    """Threads of C code that share the images of chunks. A forked child does not have them, and must not use this.
+
+    Raises LoaderError if no thread can be started.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.address: int | None = _new_pool(threads)
+        if not self.address:
+            raise LoaderError("no thread can be started; lower run.threads, or raise this process's limit (ulimit -u)")
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """End the threads. No call may use them."""
+        address, self.address = self.address, None
+        if address and self._pid == os.getpid():
+            _free_pool(address)
+
+
 def run_chunk(
     inputs: Inputs,
     outputs: Sequence[tuple[Records, NDArray[Any]]],
     color: str,
-    place: Ints,
-    i: int | None = None,
-) -> None:
-    """Make the outputs of the inputs, or of input i alone, and write their statuses.
+    *,
+    only: int | None = None,
+    pool: NativePool | None = None,
+) -> float:
+    """Make the outputs of the inputs, or of one input alone, and write their statuses.
 
     Args:
         outputs: for each the records of its steps, and the slots [N, ...] that receive the results.
         color: of decoded images.
-        place: [1], receives the number of the sample that is worked on.
+        pool: whose threads do that; by default the calling thread does.
+
+    Returns:
+        The processor seconds of the pool's threads.
 
     Raises:
         MemoryError: there is not enough memory for a sample. LoaderError: this thread's `stop_flag` was set.
     """
     rows = np.array([(*records.row, *_place_of(slots)) for records, slots in outputs], np.int64)
     fields = [_address_of(inputs.rows), _address_of(rows), len(outputs), _COLORS[color]]
-    fields += [_address_of(inputs.statuses), _address_of(place), stop_flag().address]
+    fields += [_address_of(inputs.statuses), stop_flag().address, (pool and pool.address) or 0, 0]
     chunk = np.array(fields, np.int64)
-    begin, end = (0, len(inputs.rows)) if i is None else (i, i + 1)
-    _run_chunk(_address_of(chunk), begin, end)
-    statuses = inputs.statuses[begin:end]
+    _run_chunk(_address_of(chunk), len(inputs.rows), -1 if only is None else only)
+    statuses = inputs.statuses if only is None else inputs.statuses[only : only + 1]
     if (statuses == NO_MEMORY).any():
-        number = begin + int(np.argmax(statuses == NO_MEMORY))
+        number = int(np.argmax(inputs.statuses == NO_MEMORY))
         height, width = inputs.rows[number, _HEIGHT : _WIDTH + 1].tolist()
         raise MemoryError(f"not enough memory for an image of {width}x{height} pixels")
     if (statuses == STOPPED).any():
         raise LoaderError("the epoch was ended")
+    return float(chunk[-1]) * 1e-9
 
 
 def _address_of(array: NDArray[Any]) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
-from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.loader.plan import LoaderPlan
@@ -95,15 +95,25 @@ class ChunkDecoder:
 
     def __init__(self, plan: LoaderPlan, reader: ChunkReader, workers: WorkerDecoder) -> None:
         self._plan, self._reader, self._workers = plan, reader, workers
-        self.meter = Meter("decode", plan.threads, before=reader.meter.after, ranges=nvtx(plan.nvtx))
-        self._runners = CpuRunners(plan.program)
+        self.meter = Meter(
+            "decode",
+            plan.threads,
+            before=reader.meter.after,
+            ranges=nvtx(plan.nvtx),
+            by_processor=plan.shares_chunks,
+        )
+        self._runner = CpuRunner(plan.program, plan.threads if plan.shares_chunks else 0, self._count)
         on_gpu = plan.device_stream is not None
         if plan.processes:
             make = memory.shared_and_pinned if on_gpu else memory.shared
         else:
             make = memory.pinned if on_gpu else memory.heap
         shape, dtype = slot_of(plan.program)
-        self._slots = SlotPool((0, *shape), dtype, keep=plan.batches_in_flight, make=make)
+        self._slots = SlotPool((0, *shape), dtype, keep=plan.prefetch + 2, make=make)
+
+    def _count(self, seconds: float) -> None:
+        """Count processor time of threads that share chunks."""
+        self.meter.add(busy_s=seconds, cpu_s=seconds)
 
     def allocate(self, batch: Assembly) -> None:
         """Give a batch its slots. Raises MemoryError if there is not enough memory for them."""
@@ -166,15 +176,15 @@ class ChunkDecoder:
 
     def run_on_cpu(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes = None) -> Faults:
         """Run the program on the payload, into slots, on this thread. Releases the bytes."""
-        faults = self._runners.run(payload, keys, slots, sizes)
+        faults = self._runner.run(payload, keys, slots, sizes)
         self._reader.release(payload.buffer)
         return faults
 
     def place(self, thread: int) -> int | None:
         """Which sample of its chunk this thread decodes on the CPU; None if that is not known."""
-        return self._runners.place(thread) if self._plan.gpu is None else None
+        return self._runner.place(thread) if self._plan.gpu is None else None
 
     def close(self) -> None:
         """Free the slots that no batch holds, and the decoders' memory."""
         self._slots.clear()
-        self._runners.clear()
+        self._runner.clear()

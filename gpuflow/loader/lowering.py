@@ -53,6 +53,8 @@ _OFFLOADED_AHEAD = 8
 chunk as the engines for a batch."""
 _FEWEST_IN_FLIGHT = 3
 """Batches in flight on a GPU that does not wait for data: with the consumer, ready, and in the making."""
+_GPU_SWITCH_SECONDS, _CPU_SWITCH_SECONDS = 0.00002, 0.0001
+"""Python's switch intervals while an epoch runs."""
 _FIRST_BATCHES = 64
 """How many batches may be late because a loader, or a worker process, has just started. They do not count as waits."""
 
@@ -167,7 +169,7 @@ class Feed:
     def _begin(self, epoch: int, steps: EpochSteps, in_flight: Sequence[Completion | None]) -> RunningPipeline:
         plan, offload = self._plan, self._offload
         builder: Any = PipelineBuilder()
-        begun, capacity = threading.Event(), plan.batches_in_flight
+        begun, capacity = threading.Event(), plan.prefetch + 2
         fewest = capacity if plan.gpu is None else min(capacity, _FEWEST_IN_FLIGHT)
         in_flight = in_flight[-fewest:]  # there may be more, if the GPU waited for batches
         admission, ahead = Admission(fewest - len(in_flight), spare=capacity - fewest), Admission(_OFFLOADED_AHEAD)
@@ -203,14 +205,15 @@ class Feed:
             decode = _never_raise(self._decoder.meter, functools.partial(self._decode, epoch, admission, prepared))
             if plan.readers == 0:
                 both = decode if self.workers.started else lambda chunk: decode(read(chunk))
-                stages = [(self._decoder.meter, self._admitted(admission, both))]
+                stages = [(self._decoder.meter, plan.callers, self._admitted(admission, both))]
             else:
-                stages = [(self._reader.meter, read), (self._decoder.meter, self._admitted(admission, decode))]
-            for meter, operation in stages:
-                threads = start_pool(meter.threads, meter.name)
-                builder.pipe(
-                    operation, executor=threads, concurrency=meter.threads, output_order="input", name=meter.name
-                )
+                stages = [
+                    (self._reader.meter, plan.readers, read),
+                    (self._decoder.meter, plan.callers, self._admitted(admission, decode)),
+                ]
+            for meter, count, operation in stages:
+                threads = start_pool(count, meter.name)
+                builder.pipe(operation, executor=threads, concurrency=count, output_order="input", name=meter.name)
             _try_what_spdl_needs()
             builder.pipe(emit).add_sink(1)
             # The meters count what SPDL's own statistics would, which double its time an item.
@@ -221,7 +224,10 @@ class Feed:
             undo.pop_all()
         set_gpu_wait, switching = None, None
         if plan.gpu is not None:
-            set_gpu_wait, switching = functools.partial(self._set_gpu_wait, plan.gpu, admission), QuickSwitching()
+            set_gpu_wait = functools.partial(self._set_gpu_wait, plan.gpu, admission)
+            switching = QuickSwitching(_GPU_SWITCH_SECONDS)
+        elif plan.shares_chunks:
+            switching = QuickSwitching(_CPU_SWITCH_SECONDS)
         return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching)
 
     async def _wait_for_offloaded(self, batch: Assembly, offload: CpuOffload) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LoaderPlan"]
 
-_LARGEST_CHUNK, _LARGEST_GPU_CHUNK = 32, 256
+_CALLERS = 3
+"""While one reads and draws, and another ends its chunk, the third keeps all threads at work."""
+_LARGEST_CHUNK, _LARGEST_SHARED_CHUNK = 32, 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,23 +109,22 @@ class LoaderPlan:
         )
 
     @property
-    def chunk_size(self) -> int:
-        """Samples of a chunk. Threads work on several batches at a time: large chunks are few items for SPDL."""
-        if self.gpu is not None:
-            return min(_LARGEST_GPU_CHUNK, self.batch_size)
-        in_flight = self.batch_size * (self.prefetch + 1)
-        return min(_LARGEST_CHUNK, self.batch_size, -(-in_flight // self.threads))
+    def shares_chunks(self) -> bool:
+        """Whether the threads share the images of each chunk: on the CPU, if no worker processes decode."""
+        return self.gpu is None and not self.processes
 
     @property
-    def batches_in_flight(self) -> int:
-        """The most batches that take memory at a time, the consumer's included.
+    def callers(self) -> int:
+        """Threads of Python that work on chunks at a time: a few if others share the images of these."""
+        return min(self.threads, _CALLERS) if self.shares_chunks else self.threads
 
-        On the CPU there are 1.5 chunks for each thread, so that none waits for the last chunk of a batch.
-        """
-        waiting = self.prefetch + 2
-        if self.gpu is not None:
-            return waiting
-        return max(waiting, 2 + math.ceil(1.5 * self.threads * self.chunk_size / self.batch_size))
+    @property
+    def chunk_size(self) -> int:
+        """Samples of a chunk. Large chunks are few items for SPDL, and for the interpreter."""
+        if self.gpu is not None or (self.shares_chunks and not self.readers):
+            return min(_LARGEST_SHARED_CHUNK, self.batch_size)
+        in_flight = self.batch_size * (self.prefetch + 1)
+        return min(_LARGEST_CHUNK, self.batch_size, -(-in_flight // self.threads))
 
     @property
     def decode_threads(self) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
-from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.passes import Pass, passes_of
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields, without_tensors
@@ -269,7 +269,7 @@ class _CpuRunner:
         self._begin()
 
     def _begin(self) -> None:
-        self._runners = CpuRunners(self._program)
+        self._runners = CpuRunner(self._program)
         shape, dtype = slot_of(self._program)
         self._results, self._largest = SlotPool((0, *shape), dtype, _KEPT_BATCHES), 0
         self._pool: DaemonPool | None = None
@@ -331,7 +331,7 @@ class _CpuRunner:
             for future in futures:
                 future.cancel()
 
-    def _workers(self, pieces: int) -> tuple[CpuRunners, DaemonPool | None]:
+    def _workers(self, pieces: int) -> tuple[CpuRunner, DaemonPool | None]:
         """Runners, and threads if there are several pieces."""
         with self._lock:
             if pieces > 1 and self._pool is None:

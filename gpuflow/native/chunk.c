@@ -5,14 +5,16 @@
 #include "image.h"
 #include "jpeg.h"
 #include "local.h"
+#include "pool.h"
 #include "resample.h"
 #include "warp.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-/* What becomes of a sample, besides the values of image.h: libjpeg-turbo refused it. */
-enum { REFUSED = 3 };
+/* What becomes of a sample, besides the values of image.h: libjpeg-turbo refused it, or it is being worked on. */
+enum { REFUSED = 3, RUNNING };
 
 /* The kinds of steps. */
 enum { RESAMPLE, OPERATE, LOOK_UP, WARP, FILTER };
@@ -62,17 +64,21 @@ struct output {
     int64_t slot_bytes;
 };
 
-/* color: of decoded images, see jpeg.h. place: receives the number of the sample that is worked on. */
+/* color: of decoded images, see jpeg.h. pool: whose threads run the samples; NULL for the calling thread. nanoseconds: of
+ * processor time of the pool's threads is added to it. */
 struct chunk {
     const struct input *inputs;
     const struct output *outputs;
     int64_t output_count, color;
-    int64_t *statuses, *place;
+    int64_t *statuses;
     const int32_t *stop;
+    struct pool *pool;
+    int64_t nanoseconds;
 };
 
 /* Memory for images between steps, which grows. DECODED holds the image that all outputs are made of. */
 enum { DECODED, TURNED, FIRST, SECOND, BUFFERS };
+enum { MOST_KEPT_BYTES = 1 << 24 };
 struct buffers {
     uint8_t *bytes[BUFFERS];
     int64_t sizes[BUFFERS];
@@ -271,15 +277,69 @@ static int run_sample(const struct chunk *chunk, int64_t sample, struct buffers 
     return status;
 }
 
-/* Runs samples [begin, end) of a chunk. Inputs without data are left out; the statuses of others are written. */
-void gpuflow_run_chunk(const struct chunk *chunk, int64_t begin, int64_t end) {
-    struct buffers buffers = {0};
-    for (int64_t sample = begin; sample < end; sample++) {
-        if (!chunk->inputs[sample].data)
+/* Frees buffers that are larger than `most` bytes. */
+static void shrink_buffers(struct buffers *buffers, int64_t most) {
+    for (int i = 0; i < BUFFERS; i++) {
+        if (buffers->sizes[i] <= most)
             continue;
-        *chunk->place = sample;
-        chunk->statuses[sample] = is_stopped(chunk->stop) ? STOPPED : run_sample(chunk, sample, &buffers);
+        free(buffers->bytes[i]);
+        buffers->bytes[i] = NULL;
+        buffers->sizes[i] = 0;
     }
-    for (int i = 0; i < BUFFERS; i++)
-        free(buffers.bytes[i]);
+}
+
+static void free_buffers(void *memory) {
+    if (memory)
+        shrink_buffers(memory, 0);
+    free(memory);
+}
+
+static void run_input(struct chunk *chunk, int64_t sample, struct buffers *buffers) {
+    int64_t *status = &chunk->statuses[sample];
+    if (!chunk->inputs[sample].data)
+        return;
+    __atomic_store_n(status, RUNNING, __ATOMIC_RELAXED);
+    int64_t result = is_stopped(chunk->stop) ? STOPPED : run_sample(chunk, sample, buffers);
+    __atomic_store_n(status, result, __ATOMIC_RELAXED);
+    shrink_buffers(buffers, MOST_KEPT_BYTES);
+}
+
+static int64_t processor_time(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void run_item(void *context, int64_t item, void **memory) {
+    struct chunk *chunk = context;
+    int64_t begin = processor_time();
+    if (!*memory)
+        *memory = calloc(1, sizeof(struct buffers));
+    if (*memory)
+        run_input(chunk, item, *memory);
+    else
+        chunk->statuses[item] = NO_MEMORY;
+    __atomic_fetch_add(&chunk->nanoseconds, processor_time() - begin, __ATOMIC_RELAXED);
+}
+
+/* Runs all samples of a chunk, or sample `only` if that is not below 0. Inputs without data are left out; the statuses of
+ * others are written. */
+void gpuflow_run_chunk(struct chunk *chunk, int64_t count, int64_t only) {
+    if (chunk->pool && only < 0) {
+        run_on_pool(chunk->pool, run_item, chunk, count);
+        return;
+    }
+    struct buffers buffers = {0};
+    for (int64_t sample = only < 0 ? 0 : only; sample < (only < 0 ? count : only + 1); sample++)
+        run_input(chunk, sample, &buffers);
+    shrink_buffers(&buffers, 0);
+}
+
+/* NULL if no thread can be started. */
+struct pool *gpuflow_new_pool(int64_t threads) {
+    return new_pool(threads, free_buffers);
+}
+
+void gpuflow_free_pool(struct pool *pool) {
+    free_pool(pool);
 }

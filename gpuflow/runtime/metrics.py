@@ -109,6 +109,7 @@ class Meter:
     after: the samples that wait after the stage; two stages that feed the same one share it.
     before: those that wait before it, if another stage produces them.
     ranges: marks each operation for a profiler.
+    by_processor: an operation's threads are as busy as they take processor time, because others do its work.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class Meter:
         before: WaitingSamples | None = None,
         after: WaitingSamples | None = None,
         ranges: Ranges = nullcontext,
+        by_processor: bool = False,
     ) -> None:
-        self.name, self.threads, self._ranges = name, threads, ranges
+        self.name, self.threads, self._ranges, self._by_processor = name, threads, ranges, by_processor
         self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
@@ -153,9 +155,10 @@ class Meter:
             operation.end()
             _on_this_thread.operation = outer
             self.after.change(samples)
+            cpu = time.thread_time() - cpu
             with self._lock:
-                self._busy += operation.seconds
-                self._cpu += time.thread_time() - cpu
+                self._busy += cpu if self._by_processor else operation.seconds
+                self._cpu += cpu
                 self._samples += samples
 
     def add(self, *, samples: int = 0, read_bytes: int = 0, busy_s: float = 0.0, cpu_s: float = 0.0) -> None:

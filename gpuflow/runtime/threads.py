@@ -190,32 +190,32 @@ def use_torch_threads(count: int) -> None:
 
 
 class QuickSwitching:
-    """Sets Python's switch interval to 0.02 ms until `end` was called on every object of this class.
+    """Sets Python's switch interval to `seconds`, or keeps it if it is shorter, until `end` is called.
 
-    A thread that returns from the GPU waits for the interpreter while another one computes, up to the switch interval,
-    and the GPU waits with it (measured in experiments/gpu_path/NOTES.md and experiments/real_data/NOTES.md).
+    A thread that returns from the GPU or from C code waits for the interpreter while another one computes, up to the
+    switch interval, and what it should start waits with it (measured in experiments/gpu_path/NOTES.md,
+    experiments/real_data/NOTES.md and experiments/worker_scaling/README.md). Of several objects the shortest counts.
     """
 
-    _SECONDS = 0.00002
     _lock = threading.Lock()
-    _count, _before = 0, 0.0
+    _held: list[float] = []  # noqa: RUF012  # of all objects
+    _before = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         cls = QuickSwitching
+        self._seconds: float | None = seconds
         with cls._lock:
-            if cls._count == 0:
+            if not cls._held:
                 cls._before = sys.getswitchinterval()
-                if cls._before > cls._SECONDS:
-                    sys.setswitchinterval(cls._SECONDS)
-            cls._count += 1
-        self._on = True
+            cls._held.append(seconds)
+            sys.setswitchinterval(min(cls._before, *cls._held))
 
     def end(self) -> None:
         """Restore the switch interval if this is the last one. Later calls do nothing."""
         cls = QuickSwitching
         with cls._lock:
-            if self._on:
-                self._on = False
-                cls._count -= 1
-                if cls._count == 0 and cls._before > cls._SECONDS:
-                    sys.setswitchinterval(cls._before)
+            if self._seconds is None:
+                return
+            cls._held.remove(self._seconds)
+            self._seconds = None
+            sys.setswitchinterval(min([cls._before, *cls._held]))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import cpu_workers
-from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_workers import DecodeRequest, Setup
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
@@ -48,7 +48,7 @@ class CpuPreprocessor:
 
     def __init__(self, program: Program, *, batch: int, processes: int) -> None:
         self._program = program
-        self._runners = CpuRunners(program)
+        self._runners = CpuRunner(program)
         self._bytes = BytePool(make=shared)
         dtype = np.dtype(STORAGE[program.result.dtype])
         self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=shared)

@@ -26,7 +26,7 @@ from gpuflow.decode.codecs import CpuDecoder, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.pipeline.program import Program
 from gpuflow.runtime.memory import shared
@@ -87,7 +87,7 @@ class Threads:
 
     def __init__(self, program: str, threads: int) -> None:
         self.program, self._threads = program, ThreadPoolExecutor(threads)
-        self._runners = CpuRunners(WHOLE if program == "whole" else REGION)
+        self._runners = CpuRunner(WHOLE if program == "whole" else REGION)
 
     def run(self, numbers: Sequence[int]) -> list[Outcome]:
         return list(self._threads.map(self._one, numbers))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import BadSampleError, ConfigError
-from gpuflow.execute.cpu import CpuRunner, CpuRunners, header_of
+from gpuflow.execute.cpu import CpuRunner, header_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram, slot_of, slots_of
 from gpuflow.sources import Payload
@@ -222,7 +222,7 @@ every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=list(P
 @every_program
 def test_chunks_of_any_size_and_threads_give_the_same_bits(program: AnyProgram) -> None:
     images = [*IMAGES, *IMAGES, SMALL, *IMAGES[1:]]
-    keys, runners = keys_of(len(images), seed=3), CpuRunners(program)
+    keys, runners = keys_of(len(images), seed=3), CpuRunner(program)
     expected = reference_of(program, images, keys)
     for chunk in (1, 2, 7, len(images)):
         check(of_images(program, images, keys, chunk), expected)

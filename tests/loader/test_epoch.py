@@ -41,7 +41,7 @@ class Parts:
         self.pool, self.begun = DaemonPool(1, "test_epoch"), threading.Event()
         self.admission, self.ahead = Admission(1), Admission(1)
         self.waits: list[float] = []
-        self.switching = QuickSwitching()
+        self.switching = QuickSwitching(0.00002)
         if begun:
             self.begun.set()
 

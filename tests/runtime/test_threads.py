@@ -166,7 +166,7 @@ def test_a_stuck_thread_does_not_keep_the_process() -> None:
 
 def test_quick_switching_ends_with_the_last_that_wants_it() -> None:
     before = sys.getswitchinterval()
-    first, second = QuickSwitching(), QuickSwitching()
+    first, second = QuickSwitching(0.00002), QuickSwitching(0.00002)
     assert sys.getswitchinterval() == pytest.approx(0.00002)
     first.end()
     first.end()
@@ -180,7 +180,7 @@ def test_quick_switching_slows_nothing_that_is_quicker_already() -> None:
     try:
         sys.setswitchinterval(0.00001)
         quick = sys.getswitchinterval()
-        switching = QuickSwitching()
+        switching = QuickSwitching(0.00002)
         assert sys.getswitchinterval() == quick
         switching.end()
         assert sys.getswitchinterval() == quick

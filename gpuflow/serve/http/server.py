@@ -83,7 +83,7 @@ def run(
     check_origins(cors)
     listener, say = _listen(host, port), _written_or_left_out(report)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    QuickSwitching()  # until the process ends
+    QuickSwitching(0.00002)  # until the process ends
     loading = DaemonPool(1, "load").submit(load)
     app = create_app(loading, limits, cors=cors)
     service: Service = app.state.service

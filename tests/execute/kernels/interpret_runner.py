@@ -32,7 +32,7 @@ from PIL import Image
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import canvas, file_checks, gpu_passes, later_results
-from gpuflow.execute.cpu import CpuRunner, CpuRunners
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.gpu import GpuRunner, Prepared
 from gpuflow.execute.gpu_passes import DevicePasses, interleaved
@@ -377,7 +377,7 @@ def views(name: str, last: Entries) -> dict[str, Any]:
     shape, dtype = slot_of(program)
     expected = np.zeros((len(contents), *shape), dtype)
     keys = Keys(3, 1, np.arange(len(contents)))
-    rights = CpuRunners(program).run(Payload.of(contents), keys, slots_of(program, expected))
+    rights = CpuRunner(program).run(Payload.of(contents), keys, slots_of(program, expected))
     right = split(slots_of(program, torch.from_numpy(expected)))
     faults: list[str] = []
 
