@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, assert_never
 
 import numpy as np
@@ -182,15 +184,38 @@ class NativePool:
     """
 
     def __init__(self, threads: int) -> None:
-        self.address: int | None = _new_pool(threads)
-        if not self.address:
+        self._address = _new_pool(threads)
+        if not self._address:
             raise LoaderError("no thread can be started; lower run.threads, or raise this process's limit (ulimit -u)")
-        self._pid = os.getpid()
+        self._lock, self._calls, self._closed, self._pid = threading.Lock(), 0, False, os.getpid()
+
+    @contextmanager
+    def in_use(self) -> Iterator[int]:
+        """Give the pool's address to a call. The threads end after the calls that use them."""
+        with self._lock:
+            if self._closed:
+                raise LoaderError("the epoch was ended")
+            self._calls += 1
+        try:
+            yield self._address
+        finally:
+            with self._lock:
+                self._calls -= 1
+            self._free_if_unused()
 
     def close(self) -> None:
-        """End the threads. No call may use them."""
-        address, self.address = self.address, None
-        if address and self._pid == os.getpid():
+        """End the threads, at once or after the last call that uses them."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._closed = True
+            self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        with self._lock:
+            if not self._closed or self._calls:
+                return
+            address, self._address = self._address, None
+        if address:
             _free_pool(address)
 
 
@@ -217,9 +242,9 @@ def run_chunk(
     """
     rows = np.array([(*records.row, *_place_of(slots)) for records, slots in outputs], np.int64)
     fields = [_address_of(inputs.rows), _address_of(rows), len(outputs), _COLORS[color]]
-    fields += [_address_of(inputs.statuses), stop_flag().address, (pool and pool.address) or 0, 0]
-    chunk = np.array(fields, np.int64)
-    _run_chunk(_address_of(chunk), len(inputs.rows), -1 if only is None else only)
+    with nullcontext(0) if pool is None else pool.in_use() as threads:
+        chunk = np.array([*fields, _address_of(inputs.statuses), stop_flag().address, threads, 0], np.int64)
+        _run_chunk(_address_of(chunk), len(inputs.rows), -1 if only is None else only)
     statuses = inputs.statuses if only is None else inputs.statuses[only : only + 1]
     if (statuses == NO_MEMORY).any():
         number = int(np.argmax(inputs.statuses == NO_MEMORY))
