@@ -11,15 +11,15 @@ static inline float multiply_add(float x, float y, float z) {
 #if defined(FUSED) || defined(__FMA__) || defined(__FP_FAST_FMAF)
     return __builtin_fmaf(x, y, z);
 #else
-    double product = (double)x * (double)y, sum = product + (double)z;
+    double product = (double)x * (double)y, sum = product + (double)z, nearer;
     int64_t bits;
     memcpy(&bits, &sum, sizeof bits);
     if ((bits & 0x1fffffff) == 0x10000000) { /* halfway between two floats: what the sum has lost decides */
         double added = sum - product, lost = (product - (sum - added)) + ((double)z - added);
         bits += lost == 0 ? 0 : (lost > 0) == (sum > 0) ? 1 : -1;
-        memcpy(&sum, &bits, sizeof sum);
     }
-    return (float)sum;
+    memcpy(&nearer, &bits, sizeof nearer);
+    return (float)nearer;
 #endif
 }
 
