@@ -13,9 +13,11 @@ unexport PYTHONDONTWRITEBYTECODE
 define install
 	$(1)/bin/python -m pip install --quiet --no-compile --constraint requirements.txt uv
 	$(call uv_or_pip,$(1),$(2))
-	$(call uv_or_pip,$(1),-e . --no-deps --no-build-isolation)
+	$(call install_gpuflow,$(1))
 endef
 uv_or_pip = $(1)/bin/uv pip install --python $(1)/bin/python $(2) || $(1)/bin/python -m pip install --no-compile $(2)
+# A warning of the C compiler is an error here alone: a newer compiler's is not to break an installation by pip.
+install_gpuflow = export CFLAGS="$$CFLAGS -Werror"; $(call uv_or_pip,$(1),-e . --no-deps --no-build-isolation)
 # The C library, which is built again when its source changes.
 NATIVE := gpuflow/native/_library.abi3.so
 # One more than there are cores: some tests wait for processes. torch's threads are not to spin for work meanwhile, which
@@ -80,7 +82,7 @@ $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pypro
 	@touch $@
 
 $(NATIVE): .venv/.installed $(wildcard gpuflow/native/*.[ch])
-	$(call uv_or_pip,.venv,-e . --no-deps --no-build-isolation)
+	$(call install_gpuflow,.venv)
 	@touch $@
 
 .venv/.installed: requirements.txt pyproject.toml
