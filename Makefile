@@ -4,7 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 LATEST := .venv-latest
 INTEGRATIONS := .venv-integrations
-MINUTES ?= 60
+chaos: MINUTES ?= 60
+fuzz: MINUTES ?= 10
+INSTRUMENTED := build/libjpeg-turbo/libjpeg.so.62
 # Hundreds of processes of the tests import the same modules: Python is to keep what it compiled, also where a container
 # says otherwise. So pip need not compile what nothing imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +29,7 @@ pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(W
 PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check collect docs bench chaos mutants test-latest test-integrations
+.PHONY: help demo test test-slow check collect docs bench chaos mutants fuzz test-latest test-integrations
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -63,6 +65,11 @@ chaos: $(NATIVE)  ## disturb loaders, trainings and a service for MINUTES=60: ex
 
 mutants: $(NATIVE)  ## run the tests against faults made on purpose: experiments/mutants/results.csv
 	$(BIN)/python experiments/mutants/run.py
+
+fuzz: $(NATIVE)  ## run C code on random programs and damaged JPEGs under sanitizers for MINUTES=10
+	@mkdir -p build; test -e "$(INSTRUMENTED)" || tests/native/libjpeg_turbo.sh $(dir $(INSTRUMENTED)) \
+		> build/libjpeg-turbo.log 2>&1 || tail -n 1 build/libjpeg-turbo.log
+	$(BIN)/python -m tests.native.fuzz --minutes $(MINUTES) --library "$(INSTRUMENTED)"
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(call install,$(LATEST),--upgrade torch torchvision -r $<)
