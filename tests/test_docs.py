@@ -395,14 +395,6 @@ def test_measured_table_of_ordinary_photographs_is_that_of_web_csv() -> None:
             assert ratio == f"{rates[arm, workload] / rates['dataloader', workload]:.2f}"
 
 
-def test_measured_figures_of_many_cores_are_those_of_results_csv() -> None:
-    with (ROOT / "experiments/many_cores/results.csv").open(newline="") as file:
-        rates = {(row["arm"], row["workload"].rpartition("; ")[2]): float(row["value"]) for row in csv.DictReader(file)}
-    ours, theirs = rates["gpuflow", "run.processes=16"], rates["dataloader", "workers=16"]
-    expected = f"gpuflow loads {ours:,.0f} images/s and DataLoader with PIL images {theirs:,.0f}"
-    assert expected in " ".join(BENCHMARKS.split())
-
-
 def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
     with (ROOT / "experiments/gpu_path/results.csv").open(newline="") as file:
         values = {
@@ -495,13 +487,9 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
     with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
         cpu = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
     web = {arm: float(v) for (arm, _, words), v in values("loader_cpu", "web.csv").items() if "color_jitter" in words}
-    cores = values("many_cores")
-    [many] = [float(v) for (arm, _, words), v in cores.items() if arm == "gpuflow" and words.endswith("processes=16")]
-    [torch] = [float(v) for (arm, _, words), v in cores.items() if arm == "dataloader" and words.endswith("workers=16")]
     expected = [
         [f"{web[arm]:,.0f}" for arm in cpu_arms],
         [f"{cpu[arm]:,.0f}" for arm in cpu_arms],
-        [f"{many:,.0f}", f"{torch:,.0f}"],
         pair("real_data", dali, "images_per_s", "web; alone", ",.0f"),
         pair("real_data", dali, "images_per_s", "same; alone", ",.0f"),
         pair("service", service, "qps", "resnet18 by torch, 2 cores; 500x375; clients=10", ".1f"),

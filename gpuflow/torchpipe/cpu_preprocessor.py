@@ -1,7 +1,7 @@
 """Preprocessing on many cores where a model is served: worker processes decode a batch's images.
 
 A thread that decodes needs the interpreter a dozen times an image, as do the threads that launch the model and that
-answer. Beyond a few such threads, processes do more (measured in experiments/many_cores). They get the encoded bytes
+answer. Beyond a few such threads, processes do more (measured in experiments/service). They get the encoded bytes
 and give the pixels through memory that they share with this process.
 """
 
