@@ -6,28 +6,28 @@ from gpuflow.config.models import Config, RunSpec
 from gpuflow.pipeline.program import NativeStep
 from gpuflow.pipeline.views import programs_of
 from gpuflow.runtime.cpu_budget import available_threads
+from gpuflow.sources.offered import Offered
 
 __all__ = [
     "check_threads_of",
     "decode_processes_of",
     "gpu_readers_of",
+    "parts_in_python",
     "processes_of",
     "readers_of",
     "refused_processes_of",
-    "runs_in_python",
     "serving_processes_of",
     "share_threads_of",
     "threads_of",
 ]
 
-_PACKAGE = __name__.partition(".")[0]
 _REMOTE_READERS, _GPU_READERS, _MORE_GPU_READERS = 16, 2, 3
 _FEWEST_CORES_FOR_MORE_GPU_READERS = 12
 """With these a third reader lets the cores rewrite progressive files while others are read: 22,700 instead of 18,200
 photographs a second if 20% are progressive, and no difference if none are (experiments/real_data/NOTES.md)."""
 _FEW_THREADS = 4
-"""Up to this many threads, a service starts no processes; more threads wait for the interpreter longer than they work
-(measured in experiments/loader_cpu)."""
+"""Up to this many threads, a service starts no processes. With more, processes answered more requests before an image
+was one native call (measured in experiments/service)."""
 _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started for Python code, which takes seconds."""
 _CORES_FOR_TRAINING = 3
@@ -45,7 +45,7 @@ def threads_of(run: RunSpec) -> int:
 def processes_of(run: RunSpec, samples: int, *, in_python: bool) -> int:
     """`run.processes`; where that is auto, one for each thread if Python code runs for each of many images, else none.
 
-    in_python: see `runs_in_python`. Threads run C code at the same time, but Python code one after the other.
+    in_python: see `parts_in_python`. Threads run C code at the same time, but Python code one after the other.
     """
     threads = threads_of(run)
     if run.processes != "auto":
@@ -53,16 +53,20 @@ def processes_of(run: RunSpec, samples: int, *, in_python: bool) -> int:
     return threads if in_python and threads > 1 and samples >= _WORTH_PROCESSES else 0
 
 
-def runs_in_python(config: Config, name: str) -> bool:
-    """Return True if Python code runs for each image of a pipeline.
+def parts_in_python(config: Config, name: str) -> list[str]:
+    """Return the parts of a pipeline that run in Python for each image; none if C code runs the whole pipeline.
 
-    It does for stages without a native form, for decoders that `decode.formats` names, and for sources of other
-    packages.
+    They are stages without a native form, decoders of a preset or of `decode.formats`, and sources of other packages.
     """
     program = config.any_program(name)
-    native = all(isinstance(step, NativeStep) for one in programs_of(program) for step in one.steps)
-    own = all(type(spec).__module__.startswith(f"{_PACKAGE}.") for spec in config.source.sources)
-    return not native or not own or bool(program.decoder.formats) or program.decoder.library is not None
+    decoder, steps = program.decoder, [step for one in programs_of(program) for step in one.steps]
+    parts = [step.stage.stage_name for step in steps if not isinstance(step, NativeStep)]
+    if decoder.library is not None:
+        parts.append(f"decode by {decoder.library}")
+    if decoder.formats:
+        parts.append(f"decode of {', '.join(decoder.formats)}")
+    parts += [f"source.{spec.kind}" for spec in config.source.sources if isinstance(spec, Offered)]
+    return list(dict.fromkeys(parts))
 
 
 def serving_processes_of(run: RunSpec, images: int) -> int:
@@ -95,7 +99,7 @@ def decode_processes_of(
     if share_threads is None:
         if readers_of(config, gpu=False, remote=remote):
             return 0
-        return processes_of(config.run, samples, in_python=runs_in_python(config, name))
+        return processes_of(config.run, samples, in_python=bool(parts_in_python(config, name)))
     if config.run.processes != "auto":
         return min(config.run.processes, share_threads)
     return share_threads if samples >= _WORTH_PROCESSES else 0

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuflow.config import Config
-from gpuflow.config.resources import decode_processes_of, threads_of
+from gpuflow.config.resources import decode_processes_of, parts_in_python, readers_of, threads_of
 from gpuflow.decode.codecs import decoder_description
+from gpuflow.decode.header import Header
 from gpuflow.errors import BadSampleError, SourceError, redacted
 from gpuflow.execute.cpu import header_of
 from gpuflow.loader.assemble import open_split, open_whole
@@ -55,7 +56,7 @@ __all__ = ["explain"]
 _GAP = 3
 """Columns between those of a table."""
 _LOOKED_AT = 100
-"""Images of a source whose headers are read for their EXIF orientations."""
+"""Images of a source whose headers are read for their formats and EXIF orientations."""
 
 
 def explain(config: Config) -> RenderableType:
@@ -121,10 +122,8 @@ def _step_words(step: Step, stages: int) -> str:
             return "pixel by pixel"
         case LocalStep():
             return "pixels and their neighbours"
-        case ApplyStep():
-            return "pixel by pixel, on the CPU"
-        case OpaqueStep():
-            return "a call an image"
+        case ApplyStep() | OpaqueStep():
+            return "in Python for each image"
         case _:
             assert_never(step)
 
@@ -138,7 +137,7 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
-    where, samples, remote, fingerprint, fields, *faults = _source(config, name)
+    where, samples, remote, fingerprint, fields, no_jpegs, *faults = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     megabytes = size * slot_bytes_of(program) / 1e6
     yield Text(f"  source         {redacted(where)}")
@@ -157,8 +156,21 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     processes = decode_processes_of(config, name, samples, remote=remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
+    if parts := parts_in_python(config, name):
+        can_fork = not remote and not readers_of(config, gpu=False, remote=remote)
+        yield Text(f"  in Python      {', '.join(parts)}{_cost_text(processes, can_fork=can_fork)}")
+    elif no_jpegs:
+        yield Text(f"  in Python      {no_jpegs}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples, remote)}")
+
+
+def _cost_text(processes: int, *, can_fork: bool) -> str:
+    """Return what Python code for each image costs, and what avoids that."""
+    cost, remedy = "for each image, between native calls", "stages of gpuflow and JPEGs avoid that"
+    if processes:
+        return f": {cost}, in all decode processes at once; {remedy}"
+    return f": {cost}, on one thread at a time; {remedy}{', run.processes: N spreads it over cores' * can_fork}"
 
 
 def _order(config: Config, name: str) -> str:
@@ -197,15 +209,15 @@ def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> st
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str, str]:
+def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str, str, str]:
     """Return a description of the source, its number of samples, whether it is read remotely, its fingerprint, its
-    fields, which instances it leaves out and which images EXIF data turn."""
+    fields, which images are no JPEGs, which instances it leaves out and which images EXIF data turn."""
     where = config.source.where
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0, is_remote(where), "", "", "", ""
+        return f"{where}: {error}", 0, is_remote(where), "", "", "", "", ""
     part = config.split_of(name)
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     moves = "; adding or removing files moves samples between the parts" if config.source.fractions else ""
@@ -213,25 +225,41 @@ def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str, s
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
     remote, fields = is_read_remotely(source), _fields(config, source)
-    turned = "" if remote else _turned(config, name, source)
-    return text, len(source), remote, fingerprint_of(source), fields, _left_out(source), turned
-
-
-def _turned(config: Config, name: str, source: Source) -> str:
-    """Return how many of some images EXIF data turn, where their fields have coordinates; empty for none."""
     decoder = config.any_program(name).decoder
-    if decoder.orientation is not None or all(field.type not in GEOMETRIC for field in fields_of(source)):
-        return ""
-    chosen, turned = spread(len(source), _LOOKED_AT), list[tuple[int, int]]()
-    for index in chosen:
+    headers = {} if remote else _headers(source, decoder)
+    no_jpegs, turned = _no_jpegs(headers), _turned(source, decoder, headers)
+    return text, len(source), remote, fingerprint_of(source), fields, no_jpegs, _left_out(source), turned
+
+
+def _headers(source: Source, decoder: Decoder) -> dict[int, Header]:
+    """Return the headers of some images of a source by their indices, without those that are bad."""
+    headers = {}
+    for index in spread(len(source), _LOOKED_AT):
         payload = source.read([index], lambda size: np.empty(size, np.uint8))
         with suppress(BadSampleError):
-            tag = header_of(payload.sample(0), decoder, orientation=True).orientation
-            turned += [(index, tag)] if tag != 1 else []
+            headers[index] = header_of(payload.sample(0), decoder, orientation=True)
+    return headers
+
+
+def _no_jpegs(headers: dict[int, Header]) -> str:
+    """Return how many of some images are not decoded by native code, and what that costs; empty for none."""
+    formats = [header.format for header in headers.values() if header.format != "jpeg"]
+    formats += ["CMYK jpeg" for header in headers.values() if header.format == "jpeg" and header.channels == 4]
+    if not formats:
+        return ""
+    some = f"{len(formats)} of {len(headers)} images that were looked at ({', '.join(sorted(set(formats)))})"
+    return f"{some}: each is decoded whole, between native calls; JPEGs are decoded within them"
+
+
+def _turned(source: Source, decoder: Decoder, headers: dict[int, Header]) -> str:
+    """Return how many of some images EXIF data turn, where their fields have coordinates; empty for none."""
+    if decoder.orientation is not None or all(field.type not in GEOMETRIC for field in fields_of(source)):
+        return ""
+    turned = [(index, header.orientation) for index, header in headers.items() if header.orientation != 1]
     if not turned:
         return ""
     index, tag = turned[0]
-    return turned_text(f"{len(turned)} of {len(chosen)} images that were looked at", source.path(index), tag)
+    return turned_text(f"{len(turned)} of {len(headers)} images that were looked at", source.path(index), tag)
 
 
 def _left_out(source: Source) -> str:

@@ -108,7 +108,9 @@ def test_the_commands_know_it(
     assert gpuflow_command("check", file).code == 0
     explained = gpuflow_command("explain", file)
     assert explained.code == 0
-    assert f"npz_images: {tmp_path}/a.npz: 20 samples, 3 classes" in " ".join(explained.out.split())
+    text = " ".join(explained.out.split())
+    assert f"npz_images: {tmp_path}/a.npz: 20 samples, 3 classes" in text
+    assert "in Python source.npz_images: for each image, " in text, "which processes may do at once"
     scanned = gpuflow_command("scan", file)
     assert scanned.code == 1 and "20 samples, 1 bad" in scanned.err
     assert gpuflow_command("show", file, "run.on_error=replace", "--out", tmp_path / "x.html").code == 0

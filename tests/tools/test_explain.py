@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -15,12 +16,15 @@ from gpuflow.stages import STAGES
 from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.explain import explain
 from tests.datasets import make_photos, write_config
+from tests.images import encode
+from tests.packages.toning.toning import MaskBlue
 
 
 def explained(path: Path, *overrides: str) -> str:
     console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     try:
-        console.print(explain(read_config(path, STAGES, overrides)), soft_wrap=True)
+        stages = {**STAGES, "mask_blue": MaskBlue}
+        console.print(explain(read_config(path, stages, overrides)), soft_wrap=True)
         return console.export_text()
     finally:
         console.file.close()
@@ -87,9 +91,42 @@ def test_says_what_the_cpu_shares_in(config: Path) -> None:
     assert "of each batch" not in explained(config)
 
 
-def test_an_opaque_stage_runs_an_image_at_a_time(config: Path) -> None:
-    text = explained(config, "pipelines.val.stages.3={torchvision: {name: RandomInvert}}")
-    assert "a call an image" in text
+OPAQUE = "pipelines.val.stages.3={torchvision: {name: RandomInvert}}"
+
+
+def test_says_what_runs_in_python_for_each_image(config: Path) -> None:
+    assert "in Python" not in explained(config)
+    text = explained(config, OPAQUE, "run.threads=2")
+    assert "in Python for each image" in text
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.startswith("  in Python")]
+    cost, remedy = "for each image, between native calls", "stages of gpuflow and JPEGs avoid that"
+    alone = f"{cost}, on one thread at a time; {remedy}"
+    assert lines == [f"in Python torchvision: {alone}, run.processes: N spreads it over cores"]
+    assert f"{cost}, in all decode processes at once; {remedy}\n" in explained(config, OPAQUE, "run.processes=2")
+    assert f"{alone}\n" in explained(config, OPAQUE, "run.readers=1"), "there are no processes then"
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("pipelines.train.stages.decode.formats=[tiff, gif]", "decode of tiff, gif"),
+        ("pipelines.train.stages.3=mask_blue", "mask_blue"),
+        ("pipelines.train.stages.3={rand_augment: {}}", ""),
+    ],
+)
+def test_names_decoders_and_stages_in_python(config: Path, override: str, part: str) -> None:
+    parts = [line for line in explained(config, override).splitlines() if line.startswith("  in Python")]
+    assert [line.partition(":")[0].split(maxsplit=2)[2] for line in parts] == [part] * bool(part)
+
+
+def test_says_which_images_are_no_jpegs(config: Path, tmp_path: Path) -> None:
+    pixels = np.zeros((40, 50, 3), np.uint8)
+    for number, form in enumerate(("PNG", "PNG", "WEBP")):
+        (tmp_path / f"photos/class_0/{number}.png").write_bytes(encode(pixels, form))
+    text = explained(config)
+    counted = "3 of 15 images that were looked at (png, webp)"
+    assert text.count(f"  in Python      {counted}: each is decoded whole, between native calls") == 2
+    assert counted not in explained(config, OPAQUE).split("\nval\n")[1], "what costs more is said alone"
 
 
 def test_mixing_stages_run_on_whole_batches_and_make_labels_probabilities(config: Path) -> None:
