@@ -379,13 +379,14 @@ class RunSpec(_Block):
     """How pipelines run; none of these keys changes what becomes of a sound image.
 
     Args:
-        threads: threads that decode on the CPU; `auto`: the cores that this process may use, shared among the ranks.
+        threads: threads that decode on the CPU and run the stages, a chunk of samples in each call of C code; `auto`:
+            the cores that this process may use, shared among the ranks.
         readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes (3 from 12
             threads on).
-        processes: worker processes that read and decode instead of the threads; `auto`: one for each thread where there
-            are two or more, from 10,000 samples on; and for a service where the CPU decodes, where there are more than
-            four. Where a GPU decodes: the most that decode the files that it does not take; `auto`: all cores but
-            three.
+        processes: worker processes that read and decode instead of the threads; `auto`: one for each thread, from two
+            threads and 10,000 samples on, where Python code runs for each image, else none; and for a service where the
+            CPU decodes, where there are more than four threads. Where a GPU decodes: the most that decode the files
+            that it does not take; `auto`: all cores but three.
         decoder_calls: how many chunks of images a GPU's decoder gets at a time; `auto`: two while the GPU waits for
             batches most of its time. Two load more images, which slows a training whose steps are no CUDA graphs.
         prefetch: finished batches that wait for the training loop.
