@@ -1,6 +1,8 @@
-"""Runs a program on the CPU, one image at a time: the reference for every other lowering.
+"""Runs a program on the CPU: the reference for every other lowering.
 
-Training and serving both call this code, so on a CPU their results are equal bit for bit.
+If all steps are native, one call of C code decodes the JPEGs of a chunk and runs the steps on them; other files are
+decoded in Python first, one after the other. If a step is not native, images are decoded and go through the steps one
+by one. Training and serving both call this code, so on a CPU their results are equal bit for bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Chunks that worker processes read and decode, straight into the slots of a batch.
 
-A thread that decodes needs the interpreter a dozen times an image, a tenth of its time. More than a few such threads
-spend more time on getting it than on images. So a loader with many threads starts worker processes and hands chunks to
-them once they are ready; until then, and where they cannot run the pipeline, its own threads do the work. Either way
-`CpuRunner` does it, and the pixels are the same.
+Threads run native calls at the same time, but Python code one after the other. So where a pipeline runs Python code for
+each image, or `run.processes` asks for it, a loader starts worker processes and hands chunks to them once they are
+ready; until then, and where they cannot run the pipeline, its own threads do the work. Either way `CpuRunner` does it,
+and the pixels are the same.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Local files read by worker processes, straight into memory that they share with this one.
 
-A thread that reads releases the interpreter four times a file, and must get it back each time, from threads that
-launch work on a GPU and from a training step that does the same. More such threads read no faster; processes do
-(measured in experiments/gpu_path/NOTES.md). So where a GPU decodes, each reading thread hands its files to a worker,
-which reads them with the code of `LocalStorage`. The thread waits twice: until the worker knows how much memory it
-needs, and until it has read. The worker also scans what it reads and rewrites progressive files, if the thread says for
-which samples (`scanned`).
+A thread that reads a chunk needs the interpreter between its native calls, and must get it back from threads that
+launch work on a GPU and from a training step that does the same. While that happened four times a file, more threads
+read no faster, and processes did (measured in experiments/gpu_path/NOTES.md). So where a GPU decodes, each reading
+thread hands its files to a worker, which reads them with the code of `LocalStorage`. The thread waits twice: until the
+worker knows how much memory it needs, and until it has read. The worker also scans what it reads and rewrites
+progressive files, if the thread says for which samples (`scanned`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Worker processes: a pool starts them, gives each request to the least busy one, and continues without lost ones.
 
-For work that threads cannot do in parallel because each of them needs the interpreter too often. A fork server is
+For Python code, which threads cannot run in parallel because only one at a time has the interpreter. A fork server is
 started as a new Python process, which does not import the script that is running, and forks the workers, so that all
 share what it has imported and unpickled. They ignore a Ctrl-C in the terminal, and end when this process ends, for any
 reason, even if other children of it live on: they wait for a record lock that this process holds and that its children

@@ -1,8 +1,8 @@
 """Preprocessing on many cores where a model is served: worker processes decode a batch's images.
 
-A thread that decodes needs the interpreter a dozen times an image, as do the threads that launch the model and that
-answer. Beyond a few such threads, processes do more (measured in experiments/service). They get the encoded bytes
-and give the pixels through memory that they share with this process.
+So threads that decode do not take the interpreter from those that launch the model and that answer; with more than
+four threads, processes answered more requests (measured in experiments/service, before an image was one native call).
+They get the encoded bytes and give the pixels through memory that they share with this process.
 """
 
 from __future__ import annotations
