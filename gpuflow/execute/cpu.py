@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -254,23 +255,33 @@ class CpuRunner:
         return [_Drawn(self._lowered[output.program], output.keys_of(keys), sizes, own) for output, own in pairs]
 
     def _run(self, chunk: _Chunk) -> _Faults:
-        """Make all outputs: first by one call of C code, then of the images that this leaves, and find their faults."""
-        thread = threading.get_ident()
-        self._running[thread] = chunk.inputs
+        """Make all outputs, and find faults: by one call of C code, and of other images on threads of Python meanwhile.
+
+        What the C code refuses comes last.
+        """
+        thread, inputs = threading.get_ident(), chunk.inputs
+        self._running[thread] = inputs
         try:
-            if self._is_native and chunk.inputs.rows.any():
-                self._count_cpu(self._run_chunk(chunk, pool=self._native_threads()))
-            left = [i for i in np.flatnonzero(chunk.inputs.statuses == REFUSED).tolist() if chunk.faults[i] is None]
-            if self._threads < 2 or len(left) < 2:
-                self._run_each(chunk, left)
-            else:
-                self._share(chunk, left)
+            encoded = np.asarray(inputs.rows.any(axis=1))
+            futures = self._begin_each(chunk, ~encoded)
+            if encoded.any():
+                self._count_cpu(self._run_chunk(chunk, inputs, pool=self._native_threads()))
+            futures += self._begin_each(chunk, encoded & (inputs.statuses == REFUSED))
+            errors = [error for future in futures if (error := future.exception(_LONGEST_SECONDS)) is not None]
         finally:
             del self._running[thread]
+        if errors:
+            raise errors[0]
         return chunk.faults
 
-    def _share(self, chunk: _Chunk, numbers: Sequence[int]) -> None:
-        """Run `_run_each` on several threads. Raises the first error of them."""
+    def _begin_each(self, chunk: _Chunk, which: NDArray[np.bool_]) -> list[Future[None]]:
+        """Begin `_run_each` of some images [N] on threads of Python; or run it here, if there are none."""
+        numbers = [i for i in np.flatnonzero(which).tolist() if chunk.faults[i] is None]
+        if not numbers:
+            return []
+        if not self._threads:
+            self._run_each(chunk, numbers)
+            return []
         stop, pool = stop_flag(), self._python_threads()
 
         def run(part: Sequence[int]) -> None:
@@ -279,10 +290,8 @@ class CpuRunner:
             self._run_each(chunk, part)
             self._count_cpu(time.thread_time() - begun)
 
-        futures = [pool.submit(run, numbers[first :: self._threads]) for first in range(self._threads)]
-        errors = [error for future in futures if (error := future.exception(_LONGEST_SECONDS)) is not None]
-        if errors:
-            raise errors[0]
+        parts = (numbers[first :: self._threads] for first in range(min(self._threads, len(numbers))))
+        return [pool.submit(run, part) for part in parts]
 
     def _native_threads(self) -> NativePool | None:
         if not self._threads:
@@ -303,21 +312,24 @@ class CpuRunner:
         except IndexError:
             return CpuDecoder(self._stage.color, background=self._stage.background)
 
-    def _run_chunk(self, chunk: _Chunk, *, only: int | None = None, pool: NativePool | None = None) -> float:
+    def _run_chunk(
+        self, chunk: _Chunk, inputs: Inputs, *, only: int | None = None, pool: NativePool | None = None
+    ) -> float:
         """Make all outputs of the inputs, or of one input alone. All steps must be native. See `run_chunk`."""
         made = []
         for output in chunk.outputs:
             assert output.lowered.whole is not None
             made.append((output.lowered.whole.records(output.draws), output.slots))
-        return run_chunk(chunk.inputs, made, self._stage.color, only=only, pool=pool)
+        return run_chunk(inputs, made, self._stage.color, only=only, pool=pool)
 
     def _run_each(self, chunk: _Chunk, numbers: Sequence[int]) -> None:
         """Make the outputs of these images one after the other, and add their faults. A decoder that raises is lost."""
-        decoder, inputs = self._acquire_decoder(), chunk.inputs
+        decoder, statuses = self._acquire_decoder(), chunk.inputs.statuses
+        inputs = Inputs(len(statuses))  # C code may read the chunk's at the same time
         for i in numbers:
             if stop_flag():
                 raise LoaderError("the epoch was ended")
-            inputs.statuses[i] = RUNNING
+            statuses[i] = RUNNING
             try:
                 image, origin = chunk.decode(decoder, i)
                 if self._is_native:
@@ -325,14 +337,14 @@ class CpuRunner:
                         _check(output.draws, i)
                     image = in_rows(image)
                     inputs.set_pixels(i, image, origin)
-                    self._run_chunk(chunk, only=i)
+                    self._run_chunk(chunk, inputs, only=i)
                 else:
                     for output in chunk.outputs:
                         is_copied = chunk.shared and output.first is None  # a stage may write to what it gets
                         self._run_steps(np.array(image, order="C") if is_copied else image, origin, i, output)
             except BadSampleError as fault:
                 chunk.faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
-            inputs.statuses[i] = DONE
+            statuses[i] = DONE
         self._decoders.append(decoder)
 
     def _run_steps(self, image: NDArray[Any], origin: tuple[int, int], i: int, output: _Drawn) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LoaderPlan"]
 
-_CALLERS = 3
-"""While one reads and draws, and another ends its chunk, the third keeps all threads at work."""
+_CALLERS = 4
+"""While one reads and draws, and others wait for images that Python decodes, another keeps all threads at work."""
 _LARGEST_CHUNK, _LARGEST_SHARED_CHUNK = 32, 256
 
 

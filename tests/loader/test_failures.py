@@ -52,6 +52,7 @@ from tests.datasets import (
     truncate,
     write_config,
 )
+from tests.images import png
 
 ROOT = Path(__file__).parents[2]
 EACH = 8
@@ -556,14 +557,14 @@ def test_a_stuck_read_ends_in_a_timeout_that_names_the_stage(remote: bool, caplo
         assert isinstance(error, LoaderTimeout) and isinstance(error, TimeoutError)
         assert re.fullmatch(
             r"no batch within run.timeout_s = 0.5 s at step 2 of epoch 0: the stage 'read' has been at one operation "
-            r"for \d\.\d s, on one of 2 files: memory/8.jpg, memory/9.jpg; raise run.timeout_s if that is to be "
-            r"expected",
+            r"for \d\.\d s, on one of 4 files: memory/8.jpg, memory/9.jpg, memory/10.jpg, memory/11.jpg; raise "
+            r"run.timeout_s if that is to be expected",
             str(error),
         )
-        assert error.paths == ("memory/8.jpg", "memory/9.jpg")
+        assert error.paths == ("memory/8.jpg", "memory/9.jpg", "memory/10.jpg", "memory/11.jpg")
         assert re.fullmatch(
-            r"a thread stays behind: the stage 'read' has been at one operation for \d\.\d s, on one of 2 files: "
-            "memory/8.jpg, memory/9.jpg",
+            r"a thread stays behind: the stage 'read' has been at one operation for \d\.\d s, on one of 4 files: "
+            "memory/8.jpg, memory/9.jpg, memory/10.jpg, memory/11.jpg",
             caplog.messages[-1],
         )
         tap.release.set()
@@ -586,8 +587,9 @@ def test_a_stuck_read_of_a_replacement_is_not_blamed_on_decoding() -> None:
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_stuck_decoder_ends_in_a_timeout_that_names_the_file(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among the files of a chunk, and where a replacement of a bad file is stuck."""
-    images, tap, decoded = [jpeg(0, i) for i in range(24)], Block(BAD), list[int]()
+    """Among the files of a chunk, and where a replacement of a bad file is stuck. Python decodes PNGs."""
+    images = [png(np.full((8, 8, 3), i, np.uint8)) for i in range(24)]
+    tap, decoded = Block(BAD), list[int]()
     decode = CpuDecoder.decode
 
     def stuck(self: CpuDecoder, data: NDArray[np.uint8], *arguments: Any) -> Any:
