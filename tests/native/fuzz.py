@@ -55,8 +55,8 @@ def build(folder: Path, sanitizers: str) -> Path:
     ]
     flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{NATIVE}"]
     made = folder / f"fuzz-{sanitizers.split(',')[0]}"
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, *flags, HERE / "fuzz.c", *sorted(sources), "-lpthread", "-lm", "-ldl", "-o", made]
+    command: list[str | Path] = [*shlex.split(os.environ.get("CC", "cc")), *flags, HERE / "fuzz.c", *sorted(sources)]
+    command += ["-lpthread", "-lm", "-ldl", "-o", made]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise FuzzError(done.stderr)
@@ -93,7 +93,8 @@ class Fuzz:
 
     def _run(self, program: Path, cases: tuple[int, int], form: str, threads: int, hashes: bool) -> list[str]:
         """Run cases [first, last), and return what the program prints."""
-        arguments = [str(self._seed), *map(str, cases), "1000", str(threads), str(int(hashes)), self._library]
+        library = self._library if program == self._memory else pillow_library()  # no two sanitizers in a process
+        arguments = [str(self._seed), *map(str, cases), "1000", str(threads), str(int(hashes)), library]
         command = [str(program), *arguments, *self._files]
         done = subprocess.run(
             command,
