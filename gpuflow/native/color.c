@@ -8,10 +8,7 @@
 #include <string.h>
 
 #include "color.h"
-
-#ifndef VARIANT
-#define VARIANT(name) name##_portable
-#endif
+#include "variant.h"
 
 enum { LEVELS = 256, MOST_CHANNELS = 3, BLOCK = 512, TOGETHER = 32 };
 /* BLOCK: pixels that are processed at a time. TOGETHER: loops process a multiple of this number. */
@@ -502,22 +499,13 @@ const struct color_functions VARIANT(color) = {run, look_up};
 
 #ifndef FUSED
 extern const struct color_functions color_avx2;
-static const struct color_functions *chosen = &color_portable;
-
-__attribute__((constructor)) static void choose(void) {
-#if defined(__x86_64__)
-    const char *asked = getenv("GPUFLOW_NATIVE");
-    if ((!asked || strcmp(asked, "portable")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        chosen = &color_avx2;
-#endif
-}
 
 void run_operations(struct image *image, const struct operations *operations, int64_t sample, const int32_t *stop) {
-    chosen->run(image, operations, sample, stop);
+    FASTEST(color)->run(image, operations, sample, stop);
 }
 
 void look_up_levels(const struct image *image, const void *table, int64_t item_bytes, int planes, void *out) {
-    chosen->look_up(image, table, item_bytes, planes, out);
+    FASTEST(color)->look_up(image, table, item_bytes, planes, out);
 }
 
 /* For Python: see execute/pointwise.py. */

@@ -9,10 +9,7 @@
 
 #include "local.h"
 #include "rounding.h"
-
-#ifndef VARIANT
-#define VARIANT(name) name##_portable
-#endif
+#include "variant.h"
 
 enum { BLOCK_ACROSS = 32, BLOCK_DOWN = 8, PIECE = 32, LINE = 16 /* floats of a cache line */ };
 
@@ -177,19 +174,10 @@ int (*const VARIANT(filter_image))(const struct image *, const struct local_filt
 #ifndef FUSED
 extern int (*const filter_image_avx2)(const struct image *, const struct local_filter *, uint8_t *, int64_t,
                                       const int32_t *);
-static int (*chosen)(const struct image *, const struct local_filter *, uint8_t *, int64_t, const int32_t *) = run;
-
-__attribute__((constructor)) static void choose(void) {
-#if defined(__x86_64__)
-    const char *asked = getenv("GPUFLOW_NATIVE");
-    if ((!asked || strcmp(asked, "portable")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        chosen = filter_image_avx2;
-#endif
-}
 
 int filter_image(const struct image *image, const struct local_filter *filter, uint8_t *out, int64_t out_pitch,
                  const int32_t *stop) {
-    return chosen(image, filter, out, out_pitch, stop);
+    return (*FASTEST(filter_image))(image, filter, out, out_pitch, stop);
 }
 
 /* For Python: see execute/local.py. */

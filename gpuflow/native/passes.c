@@ -1,9 +1,6 @@
-/* The passes of a separable filter in portable C, and the choice of a form. All forms compute the same integers. */
+/* The passes of a separable filter in portable C. */
 
 #include "passes.h"
-
-#include <stdlib.h>
-#include <string.h>
 
 static uint8_t as_level(int32_t sum, int precision) {
     int32_t level = sum >> precision;
@@ -48,17 +45,4 @@ static void down(const uint8_t *const *rows, const int16_t *weights, int64_t tap
     }
 }
 
-const struct passes portable_passes = {across, down};
-
-#if defined(__x86_64__)
-extern const struct passes avx2_passes;
-#endif
-
-const struct passes *best_passes(void) {
-#if defined(__x86_64__)
-    const char *form = getenv("GPUFLOW_NATIVE");
-    if ((!form || strcmp(form, "portable")) && __builtin_cpu_supports("avx2"))
-        return &avx2_passes;
-#endif
-    return &portable_passes;
-}
+const struct passes passes_portable = {across, down};

@@ -1,4 +1,4 @@
-/* The two passes of a separable filter, of which processors have different forms. */
+/* The two passes of a separable filter. */
 
 #ifndef GPUFLOW_PASSES_H
 #define GPUFLOW_PASSES_H
@@ -27,9 +27,6 @@ struct passes {
                  uint8_t *result);
 };
 
-extern const struct passes portable_passes;
-
-/* Returns the fastest form for this processor; the portable one if GPUFLOW_NATIVE is `portable`. */
-const struct passes *best_passes(void);
+extern const struct passes passes_portable, passes_avx2;
 
 #endif

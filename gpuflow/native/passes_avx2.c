@@ -1,12 +1,16 @@
 /* The passes of a separable filter for x86 processors with AVX2. */
 
 #if defined(__x86_64__)
-#pragma GCC target("avx2")
+#include <immintrin.h>
+#include <string.h>
 
 #include "passes.h"
 
-#include <immintrin.h>
-#include <string.h>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC target("avx2")
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -89,7 +93,7 @@ INLINE void filter_colors(const uint8_t *const rows[2], uint8_t *const results[2
 
 static void across(const uint8_t *const rows[2], uint8_t *const results[2], const struct axis *axis, int64_t channels) {
     if (channels != 3) {
-        portable_passes.across(rows, results, axis, channels);
+        passes_portable.across(rows, results, axis, channels);
         return;
     }
     switch (axis->taps) {
@@ -142,6 +146,10 @@ static void down(const uint8_t *const *rows, const int16_t *weights, int64_t tap
     }
 }
 
-const struct passes avx2_passes = {across, down};
+const struct passes passes_avx2 = {across, down};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 
 #endif

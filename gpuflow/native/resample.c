@@ -7,6 +7,7 @@
 #include "resample.h"
 
 #include "passes.h"
+#include "variant.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -252,7 +253,7 @@ static struct image columns_of(const struct image *image, int64_t begin, int64_t
 
 static int filter_by_axes(const struct image *box, const struct axis *across, const struct axis *down,
                           const struct image *result, const int32_t *stop) {
-    const struct passes *passes = best_passes();
+    const struct passes *passes = FASTEST(passes);
     int64_t needed[2];
     rows_needed(down, needed);
     const int64_t rows = needed[1] - needed[0];

@@ -1,4 +1,4 @@
-/* Arithmetic that rounds in the same way on every processor. FUSED: the file is compiled for processors with FMA. */
+/* Arithmetic that rounds in the same way on every processor. FUSED: see variant.h. */
 
 #ifndef GPUFLOW_ROUNDING_H
 #define GPUFLOW_ROUNDING_H
@@ -11,15 +11,18 @@ static inline float multiply_add(float x, float y, float z) {
 #if defined(FUSED) || defined(__FMA__) || defined(__FP_FAST_FMAF)
     return __builtin_fmaf(x, y, z);
 #else
-    double product = (double)x * (double)y, sum = product + (double)z, nearer;
-    int64_t bits;
+    /* The sum in doubles is rounded to odd, so that its float is that of the exact sum: Boldo and Melquiond, "Emulation
+     * of a FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008. */
+    double product = (double)x * (double)y, sum = product + (double)z, added = sum - product;
+    double lost = (product - (sum - added)) + ((double)z - added);
+    double odd;
+    int64_t bits, lost_bits;
     memcpy(&bits, &sum, sizeof bits);
-    if ((bits & 0x1fffffff) == 0x10000000) { /* halfway between two floats: what the sum has lost decides */
-        double added = sum - product, lost = (product - (sum - added)) + ((double)z - added);
-        bits += lost == 0 ? 0 : (lost > 0) == (sum > 0) ? 1 : -1;
-    }
-    memcpy(&nearer, &bits, sizeof nearer);
-    return (float)nearer;
+    memcpy(&lost_bits, &lost, sizeof lost_bits);
+    int64_t is_too_far = (int64_t)((uint64_t)(bits ^ lost_bits) >> 63);
+    bits = __builtin_fabs(lost) > 0 ? (bits - is_too_far) | 1 : bits;
+    memcpy(&odd, &bits, sizeof odd);
+    return (float)odd;
 #endif
 }
 

@@ -8,11 +8,8 @@
 #include <string.h>
 
 #include "rounding.h"
+#include "variant.h"
 #include "warp.h"
-
-#ifndef VARIANT
-#define VARIANT(name) name##_portable
-#endif
 
 static const double TIE = 0x1p-20, TINY = 1e-12, FAR = 0x1p31, PLACES = 0x1p11; /* see execute/warp.py */
 static const double MARGIN = 0.01; /* more than the error of a place in float32, in pixels */
@@ -572,23 +569,15 @@ const struct warp_functions VARIANT(warp_functions) = {warp, nearest};
 
 #ifndef FUSED
 extern const struct warp_functions warp_functions_avx2;
-static const struct warp_functions *chosen = &warp_functions_portable;
-
-__attribute__((constructor)) static void choose(void) {
-#if defined(__x86_64__)
-    const char *asked = getenv("GPUFLOW_NATIVE");
-    if ((!asked || strcmp(asked, "portable")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        chosen = &warp_functions_avx2;
-#endif
-}
 
 void find_nearest(const struct lookup *lookup, int64_t y, int64_t x, int64_t count, int32_t *rows, int32_t *columns) {
-    chosen->nearest(lookup, y, x, count, rows, columns);
+    FASTEST(warp_functions)->nearest(lookup, y, x, count, rows, columns);
 }
 
 int warp_image(const struct image *image, const double *matrix, const int64_t *part, int interpolation, int border,
                const uint8_t *fill, int as_torchvision, uint8_t *out, int64_t out_pitch, const int32_t *stop) {
-    return chosen->warp(image, matrix, part, interpolation, border, fill, as_torchvision, out, out_pitch, stop);
+    return FASTEST(warp_functions)->warp(image, matrix, part, interpolation, border, fill, as_torchvision, out,
+                                         out_pitch, stop);
 }
 
 /* For Python: see execute/warp.py. */
