@@ -11,10 +11,18 @@ import pytest
 from gpuflow.errors import NativeLibraryError
 from gpuflow.native import library
 
+WHOLE = Path(library._LIBRARY._name).read_bytes()
+
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(None, "gpuflow's C library is missing; "), (b"none", "gpuflow's C library cannot be loaded: ")],
+    [
+        (None, "gpuflow's C library is missing; "),
+        (b"none", "gpuflow's C library cannot be loaded: "),
+        (WHOLE[:50_000], "gpuflow's C library is incomplete; "),
+        (WHOLE[:-1], "gpuflow's C library is incomplete; "),
+    ],
+    ids=["missing", "no library", "the first part", "all but a byte"],
 )
 def test_a_missing_or_damaged_library_is_an_error_that_says_what_to_do(
     content: bytes | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
