@@ -29,7 +29,8 @@ pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(W
 PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check collect docs bench chaos mutants fuzz test-latest test-integrations
+.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest
+.PHONY: test-integrations
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -44,6 +45,15 @@ test: $(NATIVE)  ## run the tests but the slow ones, files side by side
 
 test-slow: $(NATIVE)  ## run the slow tests, files side by side
 	$(PYTEST) -m "slow and not integrations"
+
+test-portable: $(NATIVE)  ## run the tests of the native code as on a processor without AVX2
+	GPUFLOW_NATIVE=portable $(BIN)/python -m pytest -m "not slow" tests/laws/test_output_hashes.py \
+		tests/laws/test_native_laws.py tests/laws/test_mask_laws.py tests/execute/test_resample.py \
+		tests/execute/test_warp.py tests/execute/test_masks.py tests/stages/test_gaussian_blur.py \
+		tests/stages/test_sharpness.py tests/stages/test_color_jitter.py tests/stages/test_rotate.py
+
+test-platforms: $(NATIVE)  ## compare the native code by gcc, clang and on aarch64; skips say what apt installs
+	$(BIN)/python -m pytest -rs tests/native/test_platforms.py
 
 check: $(NATIVE)  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff check .
