@@ -29,8 +29,7 @@ pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(W
 PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest
-.PHONY: test-integrations
+.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-integrations
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
