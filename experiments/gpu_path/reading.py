@@ -49,7 +49,7 @@ def rate(storage: Storage, paths: list[bytes], threads: int) -> float:
 def main() -> None:
     paths = [os.fsencode(path) for path in sorted(Path(sys.argv[1]).rglob("*.jpg"))]
     print(f"{len(paths)} files, {len(os.sched_getaffinity(0))} cores")
-    switching = QuickSwitching()  # as in a loader for a GPU
+    switching = QuickSwitching(0.00002)  # as in a loader for a GPU
     for threads in COUNTS:
         alone = rate(LocalStorage(), paths, threads)
         storage = ProcessStorage(threads)

@@ -183,7 +183,7 @@ def _load(job: Job, **more: Any) -> Any:
     import gpuflow.serve
     from gpuflow.runtime.threads import QuickSwitching
 
-    QuickSwitching()  # as `gpuflow serve` does
+    QuickSwitching(0.00002)  # as `gpuflow serve` does
     return gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides, **more)
 
 

@@ -70,7 +70,7 @@ def main() -> None:
     import gpuflow.serve
     from gpuflow.runtime.threads import QuickSwitching
 
-    QuickSwitching()  # as `gpuflow serve` does
+    QuickSwitching(0.00002)  # as `gpuflow serve` does
     predictor = gpuflow.serve.load(CONFIG, device="cuda", overrides=[*model.overrides, *options.set])
     for engine in nodes.SESSIONS[next(iter(nodes.SESSIONS))].engines:
         engine.run = times.of("model", engine.run)  # type: ignore[method-assign]
