@@ -46,12 +46,16 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
             "experiments/migrate/two_parts_before.py": "a script of a user, as it is before gpuflow",
             "experiments/real_data/calls.py": "photographs that the experiment has made",
             "experiments/service/plain.py": "a service without gpuflow, for comparison",
+            "experiments/worker_scaling/arms.py": "photographs that the experiment has made",
         },
     ),
     "torchvision chooses a decoder by the content": (
         ("decode_image", "read_image", "decode_gif", "decode_webp", "decode_avif", "decode_heic"),
         None,
-        {"gpuflow/tools/bench.py": "the arm of torchvision, on the user's own images, as a user would write it"},
+        {
+            "gpuflow/tools/bench.py": "the arm of torchvision, on the user's own images, as a user would write it",
+            "experiments/worker_scaling/arms.py": "photographs that the experiment has made",
+        },
     ),
     "numpy may unpickle: say allow_pickle=False": (("np.load", "numpy.load"), _has("allow_pickle", False), {}),
     "torch may unpickle: say weights_only=True": (("torch.load",), _has("weights_only", True), {}),

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import gpuflow
-from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import StateError
+from gpuflow.execute import cpu
+from gpuflow.execute.native_chunk import run_chunk
 from gpuflow.tools.bench import COLUMNS
 from tests.datasets import deadline, make_photos
 from tests.experiments.scripts import imported
@@ -90,19 +91,19 @@ def test_eight_views_lower_the_self_supervised_loss(self_supervised: Any, photos
 def test_the_views_of_the_self_supervised_recipe_share_one_decoding(
     self_supervised: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, decode = [0], CpuDecoder.decode
+    outputs = []
 
-    def counted(*arguments: Any) -> Any:
-        calls[0] += 1
-        return decode(*arguments)
+    def counted(inputs: Any, made: Any, *others: Any, **options: Any) -> float:
+        outputs.append(len(made))
+        return run_chunk(inputs, made, *others, **options)
 
-    monkeypatch.setattr(CpuDecoder, "decode", counted)
+    monkeypatch.setattr(cpu, "run_chunk", counted)
     overrides = self_supervised.overrides(photos, 24, 5)
     with gpuflow.load(self_supervised.CONFIG, "train", device="cpu", overrides=overrides) as loader:
         shapes = [{name: tuple(view.shape) for name, view in batch.views.items()} for batch in loader]
     large, small = (1, 5, 3, 24, 24), (6, 5, 3, 12, 12)
     assert shapes == [{"global_1": large, "global_2": large, "local": small}] * 4
-    assert calls[0] == 20
+    assert outputs and set(outputs) == {8}, "one call decodes an image and makes all of its views"
 
 
 def test_the_contrastive_loss_has_the_stated_bounds(self_supervised: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from plots import style
+
+ROOT = Path(__file__).parents[2]
 
 HEADER = "arm,workload,metric,value,unit,low,high,repeats,machine,versions,commit,date"
 
@@ -62,8 +65,11 @@ def test_splits_a_workload() -> None:
 
 
 def test_every_arm_keeps_its_colour() -> None:
-    colors = [arm.color for arm in style.ARMS.values()]
-    assert len(set(colors)) == len(colors)
+    for path in ROOT.glob("experiments/*/results.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            arms = {row["arm"] for row in csv.DictReader(file)} & set(style.ARMS)
+        colors = [style.ARMS[arm].color for arm in arms]
+        assert len(set(colors)) == len(colors), path
     result = style.Result(
         arm="new",
         workload="",
