@@ -488,7 +488,10 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
     with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
         cpu = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
     web = {arm: float(v) for (arm, _, words), v in values("loader_cpu", "web.csv").items() if "color_jitter" in words}
+    scaling = "random_resized_crop 224, flip, normalize; batch=128; workers=16"
     expected = [
+        pair("worker_scaling", ("gpuflow default", "dataloader-pil"), "images_per_s", f"same: {scaling}", ",.0f"),
+        pair("worker_scaling", ("gpuflow default", "dataloader-pil"), "images_per_s", f"web: {scaling}", ",.0f"),
         [f"{web[arm]:,.0f}" for arm in cpu_arms],
         [f"{cpu[arm]:,.0f}" for arm in cpu_arms],
         pair("real_data", dali, "images_per_s", "web; alone", ",.0f"),

@@ -501,10 +501,13 @@ static void run_program(struct runner *r) {
         shapes[i] = random_input(r, &inputs[i], channels, below(r, 3) == 0);
     for (int64_t i = 0; i < outputs; i++)
         random_output(r, &made[i], shapes, samples, channels);
-    int64_t *statuses = memset(block(r, samples * 8), 0xFF, (size_t)samples * 8), place = -1;
+    int64_t *statuses = memset(block(r, samples * 8), 0xFF, (size_t)samples * 8);
     const int color = channels == 1 ? JPEG_GRAY : below(r, 2) ? JPEG_RGB : JPEG_BGR;
-    const struct chunk chunk = {inputs, made, outputs, color, statuses, &place, is_stopped ? &r->stop : &never};
-    gpuflow_run_chunk(&chunk, 0, samples);
+    struct pool *pool = below(r, 8) ? NULL : gpuflow_new_pool(between(r, 1, 4));
+    struct chunk chunk = {inputs, made, outputs, color, statuses, is_stopped ? &r->stop : &never, pool, 0};
+    gpuflow_run_chunk(&chunk, samples, -1);
+    if (pool)
+        gpuflow_free_pool(pool);
     for (int64_t i = 0; i < samples; i++) {
         if (statuses[i] < (inputs[i].data ? DONE : -1) || statuses[i] > REFUSED || (!is_stopped && statuses[i] == STOPPED))
             abort();
