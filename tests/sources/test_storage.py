@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -54,6 +54,30 @@ def test_an_error_of_a_librarys_own_is_no_fault_of_a_sample(failing: RemoteStora
         ServerFault, match=r"^failing://[ab]: RuntimeError: no credentials; tried for 0\.\d s, as run\.timeout_s"
     ):
         requests[request_of]()
+
+
+class Versioned(MemoryFileSystem):  # type: ignore[misc]
+    """A file system whose files have versions, as those of S3 do."""
+
+    protocol = "versioned"
+    store: ClassVar[dict[str, Any]] = {}
+    cachable = False
+
+    def cat_file(
+        self, path: str, version_id: str | None = None, start: int | None = None, end: int | None = None
+    ) -> Any:
+        assert version_id is None
+        return super().cat_file(path, start=start, end=end)
+
+
+def test_a_range_is_asked_for_by_name() -> None:
+    fsspec.register_implementation("versioned", Versioned, clobber=True)
+    Versioned().pipe_file("versioned://a.tar", bytes(range(100)))
+    storage = RemoteStorage("versioned://a.tar")
+    [shard] = storage.inspect(["versioned://a.tar"])
+    assert isinstance(shard, Shard)
+    payload = storage.read_ranges([shard], [10], [5], lambda size: np.zeros(size, np.uint8))
+    assert bytes(payload.sample(0)) == bytes(range(10, 15)) and storage.load("versioned://a.tar") == bytes(range(100))
 
 
 def test_a_shard_that_vanishes_before_it_is_scanned_is_named() -> None:

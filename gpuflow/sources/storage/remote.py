@@ -119,7 +119,7 @@ class RemoteStorage:
         """Whole files, or ranges of them; or for each why it cannot be read. Raises faults of the environment."""
         answers: list[Fetched | str] = [Fetched(b"")] * len(urls)
         asked = [i for i in range(len(urls)) if ends[i] is None or starts[i] != ends[i]]
-        function = self._http.get if self._over_http else self._function("cat_file")
+        function = self._http.get if self._over_http else self._cat_file
         found = self._answers(function, [(urls[i], starts[i], ends[i]) for i in asked], self._limits.ended)
         for i, answer in zip(asked, found, strict=True):
             if isinstance(answer, NoRanges):
@@ -135,6 +135,10 @@ class RemoteStorage:
         """Return an operation of the file system, as a coroutine function where it has one."""
         function: Callable[..., Any] = getattr(self._fs, f"_{name}" if self._fs.async_impl else name)
         return function
+
+    def _cat_file(self, url: str, start: int | None = None, end: int | None = None) -> Any:
+        """Get a file or a range, by names: that of S3 has another parameter before `start`."""
+        return self._function("cat_file")(url, start=start, end=end)
 
     # --- attempts ---------------------------------------------------------------------------------------------------
 
@@ -252,7 +256,7 @@ class RemoteStorage:
     # --- whole files, directories and shards --------------------------------------------------------------------------
 
     def load(self, path: str) -> bytes:
-        function = self._http.get if self._over_http else self._function("cat_file")
+        function = self._http.get if self._over_http else self._cat_file
         [answer] = self._answers(function, [(path,)])
         if isinstance(answer, BaseException):
             action = "check the address" if _is_missing(answer) else "check that it can be read"
