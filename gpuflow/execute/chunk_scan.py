@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from gpuflow.decode.complete import complete_on_cpu
 from gpuflow.execute.chunk_tables import ChunkTables
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.execute.pixel_steps import rows_are_short
-from gpuflow.pipeline.program import Resampling, Warping
+from gpuflow.pipeline.program import any_misfit
 from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.pipeline.views import Output
 from gpuflow.sources import SPARE_BYTES, Payload
@@ -122,7 +123,8 @@ class ChunkScanner:
         rows = np.flatnonzero((headers.engine | headers.progressive) & short)
         sizes = headers.upright_sizes
         draws = self.draw(keys, rows, sizes)
-        if (misfit := _misfits(draws, len(rows))).any():  # the CPU runs these, and reports what is wrong with each
+        misfit = any_misfit(chain.from_iterable(draws), len(rows))
+        if misfit.any():  # the CPU runs these, and reports what is wrong with each
             rows = rows[~misfit]
             draws = self.draw(keys, rows, sizes)
         spare = _clear_after(payload, rows)
@@ -172,16 +174,6 @@ class ChunkScanner:
         own = keys.take(rows)
         pairs = zip(self.outputs, self.passes, strict=True)
         return [draw_passes(passes, output.keys_of(own), sizes[rows]) for output, passes in pairs]
-
-
-def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:
-    """Which rows, [count], have an image that a stage cannot be run on. draws: those of `ChunkScanner.draw`."""
-    misfit = np.zeros(count, bool)
-    for own in draws:
-        for draw in own:
-            for found in draw.misfits if isinstance(draw, Resampling | Warping) else ():
-                misfit |= found.where
-    return misfit
 
 
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:

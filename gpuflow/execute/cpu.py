@@ -47,6 +47,8 @@ from gpuflow.pipeline.program import (
     ResamplingStep,
     Warping,
     WarpStep,
+    any_misfit,
+    misfits_of,
     too_large,
 )
 from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of, split
@@ -83,10 +85,11 @@ class _Lowered:
 class _Drawn:
     """The draws of one output for N images. Draws are None for steps whose images' sizes are not known yet.
 
-    sizes [N, 2]: heights and widths of the images. slots [N, ...]: receives the results.
+    sizes [N, 2]: heights and widths of the images. slots [N, ...]: receives the results. together: make the records
+    of all steps, which are native, in place of those of each step.
     """
 
-    def __init__(self, lowered: _Lowered, keys: s.Keys, sizes: s.Ints, slots: NDArray[Any]) -> None:
+    def __init__(self, lowered: _Lowered, keys: s.Keys, sizes: s.Ints, slots: NDArray[Any], *, together: bool) -> None:
         self.lowered, self.keys, self.slots, self.draws = lowered, keys, slots, list[Any]()
         known, (height, width) = True, sizes.T
         for step in lowered.steps:
@@ -106,6 +109,11 @@ class _Drawn:
                     self.draws.append(draw)
                 case _:
                     assert_never(step)
+        self.whole = lowered.whole.records(self.draws) if together and lowered.whole is not None else None
+        """The records of all steps."""
+        pairs = zip(lowered.each, [] if together else self.draws, strict=False)
+        self.each = [n.records([draw]) if n is not None and draw is not None else None for n, draw in pairs]
+        """The records of each step; None if it is not native, or its draws are not known."""
 
     @property
     def first(self) -> Resampling | Warping | None:
@@ -144,6 +152,7 @@ class CpuRunner:
         self._lowered = list(map(_Lowered, programs_of(program)))
         self._spec = programs_of(program)[0].specs[1]
         self._is_native = all(lowered.whole is not None for lowered in self._lowered)
+        self._has_library = self._stage.library is None and find_libjpeg_turbo() is not None
         self._threads, self._count_cpu = threads, count_cpu
         self._lock = threading.Lock()
         self._decoders = list[CpuDecoder]()
@@ -163,7 +172,7 @@ class CpuRunner:
             return
         for decoder in [self._acquire_decoder() for _ in range(max(1, len(self._decoders)))]:
             decoder.check()
-            self._decoders.append(decoder)
+            self._release_decoder(decoder)
 
     def clear(self) -> None:
         """End the threads and free the memory. Only while no call runs; a later call starts threads again."""
@@ -205,8 +214,8 @@ class CpuRunner:
         outputs, faults = self._draw(keys, upright, slots), headers.faults
         _find_misfits([output.first for output in outputs], faults)
         regions, inputs = _regions(outputs, headers), Inputs(len(payload))
-        if self._is_native and find_libjpeg_turbo() is not None:
-            valid = headers.jpegs & [fault is None for fault in faults] & ~_later_misfits(outputs)
+        if self._is_native and self._has_library:
+            valid = headers.jpegs & [fault is None for fault in faults] & ~_misfit(outputs)
             inputs.set_encoded(valid, payload, headers.sizes, headers.orientations, regions)
 
         def decode(decoder: CpuDecoder, i: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
@@ -223,7 +232,7 @@ class CpuRunner:
         _find_misfits([output.first for output in outputs], faults)
         if self._is_native:
             images = list(map(in_rows, images))
-            for i in np.flatnonzero(~_later_misfits(outputs)).tolist():
+            for i in np.flatnonzero(~_misfit(outputs)).tolist():
                 if faults[i] is None:
                     inputs.set_pixels(i, images[i], (0, 0))
         return self._run(
@@ -252,7 +261,10 @@ class CpuRunner:
     def _draw(self, keys: s.Keys, sizes: NDArray[np.int64], slots: Any) -> list[_Drawn]:
         """Draw the parameters of each output for N images of these upright sizes."""
         pairs = zip(self._outputs, split(slots), strict=True)
-        return [_Drawn(self._lowered[output.program], output.keys_of(keys), sizes, own) for output, own in pairs]
+        return [
+            _Drawn(self._lowered[output.program], output.keys_of(keys), sizes, own, together=self._is_native)
+            for output, own in pairs
+        ]
 
     def _run(self, chunk: _Chunk) -> _Faults:
         """Make all outputs, and find faults: by one call of C code, and of other images on threads of Python meanwhile.
@@ -312,14 +324,19 @@ class CpuRunner:
         except IndexError:
             return CpuDecoder(self._stage.color, background=self._stage.background)
 
+    def _release_decoder(self, decoder: CpuDecoder) -> None:
+        """Use a decoder again, and libjpeg-turbo no more if it has failed on gpuflow's own test image."""
+        self._has_library = self._has_library and decoder.library is not None
+        self._decoders.append(decoder)
+
     def _run_chunk(
         self, chunk: _Chunk, inputs: Inputs, *, only: int | None = None, pool: NativePool | None = None
     ) -> float:
         """Make all outputs of the inputs, or of one input alone. All steps must be native. See `run_chunk`."""
         made = []
         for output in chunk.outputs:
-            assert output.lowered.whole is not None
-            made.append((output.lowered.whole.records(output.draws), output.slots))
+            assert output.whole is not None
+            made.append((output.whole, output.slots))
         return run_chunk(inputs, made, self._stage.color, only=only, pool=pool)
 
     def _run_each(self, chunk: _Chunk, numbers: Sequence[int]) -> None:
@@ -345,22 +362,23 @@ class CpuRunner:
             except BadSampleError as fault:
                 chunk.faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
             statuses[i] = DONE
-        self._decoders.append(decoder)
+        self._release_decoder(decoder)
 
     def _run_steps(self, image: NDArray[Any], origin: tuple[int, int], i: int, output: _Drawn) -> None:
         """Run all steps on the region of upright image i that begins at (top, left) = origin. Raises BadSampleError."""
         slot, steps = output.slots[i], output.lowered.steps
         for n, (step, draw) in enumerate(zip(steps, output.draws, strict=True)):
-            row, out = i, slot if n == len(steps) - 1 else None
+            row, records, out = i, output.each[n], slot if n == len(steps) - 1 else None
             if draw is None:
-                assert isinstance(step, ResamplingStep | WarpStep | PointwiseStep)
+                native = output.lowered.each[n]
+                assert isinstance(step, ResamplingStep | WarpStep | PointwiseStep) and native is not None
                 draw, row = step.draw(output.keys[i], *_size(image)), 0
+                records = native.records([draw])
             _check([draw], row)
             match step:
                 case ResamplingStep() | WarpStep() | PointwiseStep() | LocalStep():
-                    native, out = output.lowered.each[n], _room_for(step, draw, row, image, out)
-                    assert native is not None
-                    image = self._run_native(image, origin, row, native.records([draw]), out)
+                    assert records is not None
+                    image = self._run_native(image, origin, row, records, _room_for(step, draw, row, image, out))
                 case ApplyStep(stage):
                     image = stage.apply(image, draw[row], out)
                 case OpaqueStep():
@@ -383,28 +401,21 @@ class CpuRunner:
 
 def _find_misfits(draws: Sequence[Any], faults: _Faults) -> None:
     """Add to `faults` the samples that these draws cannot be run on."""
-    for draw in draws:
-        for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
-            for i in np.flatnonzero(misfit.where).tolist():
-                faults[i] = faults[i] or misfit.fault(i)
+    for misfit in misfits_of(draws):
+        for i in np.flatnonzero(misfit.where).tolist():
+            faults[i] = faults[i] or misfit.fault(i)
 
 
-def _later_misfits(outputs: Sequence[_Drawn]) -> s.Bools:
+def _misfit(outputs: Sequence[_Drawn]) -> s.Bools:
     """Return which images a step cannot be run on, [N]."""
-    wrong = np.zeros(len(outputs[0].slots), bool)
-    for output in outputs:
-        for draw in output.draws:
-            for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
-                wrong |= misfit.where
-    return wrong
+    return any_misfit([draw for output in outputs for draw in output.draws], len(outputs[0].slots))
 
 
 def _check(draws: Sequence[Any], i: int) -> None:
     """Raise BadSampleError if one of these draws cannot be run on sample i."""
-    for draw in draws:
-        for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
-            if (fault := misfit.fault(i)) is not None:
-                raise fault
+    for misfit in misfits_of(draws):
+        if (fault := misfit.fault(i)) is not None:
+            raise fault
 
 
 def _regions(outputs: Sequence[_Drawn], headers: Headers) -> s.Ints:

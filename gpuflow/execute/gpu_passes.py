@@ -36,6 +36,7 @@ from gpuflow.pipeline.program import (
     ResamplingStep,
     Warping,
     WarpStep,
+    misfits_of,
 )
 
 __all__ = [
@@ -338,9 +339,8 @@ def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: NDArray[n
 def faults_of(draws: Sequence[Any], count: int) -> list[BadSampleError | None]:
     """For each of `count` images None, or why a stage cannot take it. draws: the result of `draw_passes`."""
     faults: list[BadSampleError | None] = [None] * count
-    for draw in draws:
-        for misfit in draw.misfits if isinstance(draw, Resampling | Warping) else ():
-            faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
+    for misfit in misfits_of(draws):
+        faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
     return faults
 
 

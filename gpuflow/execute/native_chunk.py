@@ -1,6 +1,6 @@
 """Runs the steps of programs on a chunk of samples by one call of the C library, which does not hold the interpreter.
 
-`lower` turns the steps' draws into records of fixed size; native/chunk.c, whose structures these are, runs them.
+`NativeSteps` turns the steps' draws into records of fixed size; native/chunk.c, whose structures these are, runs them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, assert_never
 
 import numpy as np
@@ -39,8 +40,6 @@ _UPRIGHT = 1
 _WARPING, _FILTER_NUMBERS = 19, 7
 """Numbers of `struct warping` and `struct local_filter`."""
 
-Ints = NDArray[np.int64]
-
 
 class Inputs:
     """The images of N samples, encoded or not. Samples that nothing is set for are left out.
@@ -54,7 +53,7 @@ class Inputs:
         self.statuses = np.full(count, REFUSED)
 
     def set_encoded(
-        self, which: NDArray[np.bool_], payload: Payload, sizes: Ints, orientations: NDArray[Any], regions: Ints
+        self, which: NDArray[np.bool_], payload: Payload, sizes: s.Ints, orientations: NDArray[Any], regions: s.Ints
     ) -> None:
         """Set JPEGs of a payload.
 
@@ -76,8 +75,8 @@ class Inputs:
 def in_rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return an image [H, W, C] as one whose rows are contiguous: itself if they are."""
     _, width, channels = image.shape
-    are = image.strides[1:] == (channels, 1) and image.strides[0] >= width * channels
-    return image if are else np.ascontiguousarray(image)
+    has_rows = image.strides[1:] == (channels, 1) and image.strides[0] >= width * channels
+    return image if has_rows else np.ascontiguousarray(image)
 
 
 class NativeSteps:
@@ -121,9 +120,9 @@ class Records:
         self._held: list[NDArray[Any]] = []
         self._rows: list[tuple[int, int, int]] = []
 
-    @property
-    def row(self) -> tuple[int, int]:
-        """The address of the records, and their number."""
+    @cached_property
+    def place(self) -> tuple[int, int]:
+        """The address of the records, and their number. No record may be added any more."""
         return self._hold(self._rows, np.int64), len(self._rows)
 
     def _hold(self, values: Any, dtype: Any) -> int:
@@ -240,7 +239,7 @@ def run_chunk(
     Raises:
         MemoryError: there is not enough memory for a sample. LoaderError: this thread's `stop_flag` was set.
     """
-    rows = np.array([(*records.row, *_place_of(slots)) for records, slots in outputs], np.int64)
+    rows = np.array([(*records.place, *_place_of(slots)) for records, slots in outputs], np.int64)
     fields = [_address_of(inputs.rows), _address_of(rows), len(outputs), _COLORS[color]]
     with nullcontext(0) if pool is None else pool.in_use() as threads:
         chunk = np.array([*fields, _address_of(inputs.statuses), stop_flag().address, threads, 0], np.int64)

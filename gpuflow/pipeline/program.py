@@ -19,7 +19,7 @@ they run on whole batches: the loader runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -44,7 +44,9 @@ __all__ = [
     "Step",
     "WarpStep",
     "Warping",
+    "any_misfit",
     "fold",
+    "misfits_of",
     "too_large",
 ]
 
@@ -139,6 +141,19 @@ class Warping:
     def size(self) -> tuple[s.Ints, s.Ints]:
         """Height and width [N] of the results."""
         return self.height, self.width
+
+
+def misfits_of(draws: Iterable[Any]) -> list[Misfit]:
+    """Return why samples do not fit a step, of all draws that are resamplings or warps."""
+    return [misfit for draw in draws if isinstance(draw, Resampling | Warping) for misfit in draw.misfits]
+
+
+def any_misfit(draws: Iterable[Any], count: int) -> s.Bools:
+    """Return which of `count` samples do not fit a step, [count]."""
+    where = np.zeros(count, bool)
+    for misfit in misfits_of(draws):
+        where |= misfit.where
+    return where
 
 
 @dataclass(frozen=True, slots=True)
