@@ -155,14 +155,6 @@ static int load_image(const struct chunk *chunk, const struct input *input, stru
     return DONE;
 }
 
-/* Returns the image that a step writes to: the slot if it is the last step. */
-static struct image result_of(const struct output *output, int64_t sample, int is_last, struct buffers *buffers,
-                              int number, int64_t height, int64_t width, int64_t channels) {
-    if (is_last)
-        return (struct image){output->slots + sample * output->slot_bytes, height, width, channels, width * channels};
-    return new_image(buffers, number, height, width, channels);
-}
-
 /* The region of an image that begins at (top, left) of the whole one. box: y, x, height, width in the whole one. */
 static struct image part_of(const struct image *image, const int64_t *box, int64_t top, int64_t left) {
     uint8_t *pixels = image->pixels + (box[0] - top) * image->pitch + (box[1] - left) * image->channels;
@@ -182,98 +174,106 @@ static int warp_box(const struct image *box, const struct warping *geometry, con
                       (int)view->as_torchvision, part_of(result, shown, 0, 0).pixels, result->pitch, stop);
 }
 
-/* Makes one output of an image that begins at (top, left) of the whole one. is_shared: others read the image, too. */
-static int make_output(const struct chunk *chunk, const struct output *output, int64_t sample, struct image image,
-                       int64_t top, int64_t left, int is_shared, struct buffers *buffers) {
+/* An image on its way through the steps. top, left: where it begins in the whole one. is_shared: others read it, too. */
+struct state {
+    struct image image;
+    int64_t top, left;
+    int is_shared;
+};
+
+/* Writes height and width of a step's result. */
+static void size_after(const struct step *step, int64_t sample, const struct image *image, int64_t size[2]) {
+    const int64_t same[2] = {image->height, image->width}, *found = same;
+    if (step->kind == RESAMPLE)
+        found = ((const struct resampling *)step->parameters)[sample].window + 2;
+    else if (step->kind == WARP)
+        found = ((const struct warping *)step->parameters)[sample].size;
+    memcpy(size, found, 2 * sizeof *size);
+}
+
+/* Runs a step that writes to another image than it reads. */
+static int run_step(const struct step *step, int64_t sample, const struct state *state, struct image *result,
+                    const int32_t *stop) {
+    const struct image *image = &state->image;
+    switch (step->kind) {
+    case RESAMPLE: {
+        const struct resampling *geometry = (const struct resampling *)step->parameters + sample;
+        const struct image box = part_of(image, geometry->box, state->top, state->left);
+        return resample(&box, geometry, step->settings, result, stop);
+    }
+    case WARP: {
+        const struct warping *geometry = (const struct warping *)step->parameters + sample;
+        const struct image box = part_of(image, geometry->box, state->top, state->left);
+        return warp_box(&box, geometry, step->settings, result, stop);
+    }
+    case FILTER: {
+        const struct local_filter *filter = (const struct local_filter *)step->parameters + sample;
+        if (filter->rows)
+            return filter_image(image, filter, result->pixels, result->pitch, stop);
+        copy_image(image, result);
+        return DONE;
+    }
+    default:
+        copy_image(image, result);
+        run_operations(result, step->parameters, sample, stop);
+        return is_stopped(stop) ? STOPPED : DONE;
+    }
+}
+
+/* Returns whether a step leaves an image as it is. */
+static int is_idle(const struct step *step, int64_t sample) {
+    return step->kind == FILTER && !((const struct local_filter *)step->parameters)[sample].rows;
+}
+
+/* Makes one output of an image. The last step writes to the slot, those before it to buffers in turn. */
+static int make_output(const struct chunk *chunk, const struct output *output, int64_t sample, struct state state,
+                       struct buffers *buffers) {
+    uint8_t *slot = output->slots + sample * output->slot_bytes;
     int status = DONE, next = FIRST;
     for (int64_t i = 0; i < output->count && status == DONE; i++) {
         const struct step *step = &output->steps[i];
         const int is_last = i + 1 == output->count;
-        switch (step->kind) {
-        case RESAMPLE: {
-            const struct resampling *geometry = (const struct resampling *)step->parameters + sample;
-            const int64_t *window = geometry->window;
-            struct image part = part_of(&image, geometry->box, top, left);
-            struct image result =
-                result_of(output, sample, is_last, buffers, next, window[2], window[3], image.channels);
-            if (!result.pixels)
-                return NO_MEMORY;
-            status = resample(&part, geometry, step->settings, &result, chunk->stop);
-            image = result;
-            top = left = 0;
-            next = next == FIRST ? SECOND : FIRST;
-            is_shared = 0;
-            break;
-        }
-        case WARP: {
-            const struct warping *geometry = (const struct warping *)step->parameters + sample;
-            const int64_t *size = geometry->size;
-            struct image part = part_of(&image, geometry->box, top, left);
-            struct image result = result_of(output, sample, is_last, buffers, next, size[0], size[1], image.channels);
-            if (!result.pixels)
-                return NO_MEMORY;
-            status = warp_box(&part, geometry, step->settings, &result, chunk->stop);
-            image = result;
-            top = left = 0;
-            next = next == FIRST ? SECOND : FIRST;
-            is_shared = 0;
-            break;
-        }
-        case FILTER: {
-            const struct local_filter *filter = (const struct local_filter *)step->parameters + sample;
-            const int is_active = filter->rows != NULL;
-            if (!is_active && !is_last)
-                break;
-            struct image result =
-                result_of(output, sample, is_last, buffers, next, image.height, image.width, image.channels);
-            if (!result.pixels)
-                return NO_MEMORY;
-            if (is_active)
-                status = filter_image(&image, filter, result.pixels, result.pitch, chunk->stop);
-            else
-                copy_image(&image, &result);
-            image = result;
-            next = next == FIRST ? SECOND : FIRST;
-            is_shared = 0;
-            break;
-        }
-        case OPERATE:
-            if (is_shared || is_last) { /* it works in place */
-                struct image copy =
-                    result_of(output, sample, is_last, buffers, next, image.height, image.width, image.channels);
-                if (!copy.pixels)
-                    return NO_MEMORY;
-                copy_image(&image, &copy);
-                image = copy;
-                next = next == FIRST ? SECOND : FIRST;
-                is_shared = 0;
-            }
-            run_operations(&image, step->parameters, sample, chunk->stop);
-            status = is_stopped(chunk->stop) ? STOPPED : DONE;
-            break;
-        case LOOK_UP: {
+        if (step->kind == LOOK_UP) {
             const struct table *table = step->parameters;
-            look_up_levels(&image, table->numbers, table->item_bytes, (int)table->planes,
-                           output->slots + sample * output->slot_bytes);
-            break;
+            look_up_levels(&state.image, table->numbers, table->item_bytes, (int)table->planes, slot);
+            continue;
         }
+        if (!is_last && is_idle(step, sample))
+            continue;
+        if (!is_last && step->kind == OPERATE && !state.is_shared) {
+            run_operations(&state.image, step->parameters, sample, chunk->stop);
+            status = is_stopped(chunk->stop) ? STOPPED : DONE;
+            continue;
         }
+        int64_t size[2], channels = state.image.channels;
+        size_after(step, sample, &state.image, size);
+        struct image result = {slot, size[0], size[1], channels, size[1] * channels};
+        if (!is_last)
+            result = new_image(buffers, next, size[0], size[1], channels);
+        if (!result.pixels)
+            return NO_MEMORY;
+        status = run_step(step, sample, &state, &result, chunk->stop);
+        state.image = result;
+        state.is_shared = 0;
+        if (step->kind == RESAMPLE || step->kind == WARP)
+            state.top = state.left = 0;
+        next = next == FIRST ? SECOND : FIRST;
     }
     if (!output->count) {
-        struct image slot = result_of(output, sample, 1, buffers, next, image.height, image.width, image.channels);
-        copy_image(&image, &slot);
+        const struct image *image = &state.image;
+        copy_image(image, &(struct image){slot, image->height, image->width, image->channels,
+                                          image->width * image->channels});
     }
     return status;
 }
 
 static int run_sample(const struct chunk *chunk, int64_t sample, struct buffers *buffers) {
     const struct input *input = &chunk->inputs[sample];
-    const int64_t top = input->region[0], left = input->region[1]; /* zeros for an image that is turned */
-    const int is_shared = chunk->output_count > 1 || input->channels;
-    struct image image;
-    int status = load_image(chunk, input, buffers, &image);
+    struct state state = {.top = input->region[0], .left = input->region[1]}; /* zeros for an image that is turned */
+    state.is_shared = chunk->output_count > 1 || input->channels;
+    int status = load_image(chunk, input, buffers, &state.image);
     for (int64_t i = 0; i < chunk->output_count && status == DONE; i++)
-        status = make_output(chunk, &chunk->outputs[i], sample, image, top, left, is_shared, buffers);
+        status = make_output(chunk, &chunk->outputs[i], sample, state, buffers);
     return status;
 }
 

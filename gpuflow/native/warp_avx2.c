@@ -1,19 +1,8 @@
 /* warp.c for processors with AVX2 and FMA. */
 
 #if defined(__x86_64__)
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma")
-#endif
-#define FUSED
-#define VARIANT(name) name##_avx2
+#include "avx2_begin.h"
+
 #include "warp.c"
-#ifdef __clang__
-#pragma clang attribute pop
-#endif
+#include "avx2_end.h"
 #endif

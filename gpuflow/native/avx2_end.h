@@ -1,0 +1,5 @@
+/* The end of what avx2_begin.h begins. */
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
