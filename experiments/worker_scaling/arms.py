@@ -1,4 +1,4 @@
-"""The arms of worker_scaling. `python arms.py JOB` measures one of them in this process and prints its metrics as JSON.
+"""Measures the arms of worker_scaling. `python arms.py JOB` measures one in this process and prints the result.
 
 JOB: an object with arm, recipe, folder, photographs, workers, epochs.
 """
@@ -341,7 +341,7 @@ def process_metrics(job: Job) -> dict[str, float]:
     """Measure processes that each load their share of the epoch with one thread. An epoch's rate is the sum of theirs.
 
     They are forked before the clock starts and wait for each other at the start alone. Each draws its share from all
-    photographs in an order of its own, and goes on until all have done their epochs, so that none has a core more.
+    photographs in another order, and continues until all have done their epochs, so that none gets a free core.
     """
     imported_gpuflow()
     context, workers = multiprocessing.get_context("fork"), job["workers"]
@@ -360,7 +360,7 @@ def process_metrics(job: Job) -> dict[str, float]:
 
 
 def load_share(job: Job, number: int, barrier: Any, ended: Any, counts: Any, rates: Any) -> None:
-    """Load in a process of its own; put the rates of the epochs into the queue `rates`."""
+    """Load in this process, and put the rates of the epochs into the queue `rates`."""
     size = f"pipelines.{job['recipe']}.batch.size={PROCESS_BATCH}"
     loader = gpuflow_arm(job, "run.threads=1", "run.processes=0", f"source.seed={number}", size)()
     share, epoch_count = -(-job["photographs"] // job["workers"]), 0
@@ -395,7 +395,7 @@ LOADERS: dict[str, Callable[[Job], Build]] = {
 
 
 def measure(job: Job) -> dict[str, float]:
-    """The metrics of one arm."""
+    """Measure one arm, and return its metrics."""
     if job["arm"] == "processes":
         return process_metrics(job)
     if job["arm"] == "gpuflow+spinner":

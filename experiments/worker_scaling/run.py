@@ -160,7 +160,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
 
 
 def photographs_of(job: Job, options: argparse.Namespace) -> Path:
-    """The folder of a job's photographs, which is made if it is absent; fewer than all are evenly chosen links."""
+    """Return the folder of a job's photographs, made if it is absent; fewer than all are evenly chosen links."""
     folder: Path = options.photos / job.kind
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def measured(job: Job, folder: Path) -> Record:
 
 
 def rows_of(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """The rows of results.csv: median and range over the repeats, and where they were measured."""
+    """Return the rows of results.csv: median and range over the repeats, and where they were measured."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         job = record["job"]
