@@ -788,8 +788,8 @@ def test_on_other_file_systems_what_changes_meanwhile_is_not_kept(
     memory.pipe({"/photos/a/1.jpg": b"old" * 100})
     real = type(memory).cat_file
 
-    def change(self: Any, path: str, *arguments: Any) -> Any:
-        data = real(self, path, *arguments)
+    def change(self: Any, path: str, **start_and_end: Any) -> Any:
+        data = real(self, path, **start_and_end)
         memory.pipe({"/photos/a/1.jpg": b"new" * 100})
         return data
 
