@@ -12,7 +12,7 @@ from tests.datasets import await_children, children
 
 CODE = """
 import os, pickle
-from gpuflow.execute.cpu_workers import prepare, work
+from gpuflow.execute.cpu_workers import Setup, prepare, work
 from gpuflow.stages import Decode, Resize
 from tests.running import program_of
 
@@ -28,7 +28,7 @@ class Connection:
 
 def run(idle):
     try:
-        work(Connection(), prepare(pickle.dumps((None, program_of(Decode(), Resize(height=4, width=4)), idle))))
+        work(Connection(), prepare(pickle.dumps(Setup(program_of(Decode(), Resize(height=4, width=4)), idle=idle))))
     except EOFError:
         pass
 

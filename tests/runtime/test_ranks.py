@@ -269,7 +269,7 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert re.match(rf"error: rank \d: {broken} \(sample 5\): decode: ", errors[0]), done.err
     assert all("is cut off from the others: " in line for line in errors[1:])
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"], "no checkpoint"
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock", "last.pt"}, "a file is half-written"
 
 
 @pytest.mark.slow
