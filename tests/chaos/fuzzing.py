@@ -172,8 +172,8 @@ def _read_all(spec: SourceSpec) -> None:
         for index in range(min(len(source), 8)):
             try:
                 payload = source.read([index], lambda size: np.empty(size, np.uint8))
-            except ServerFault as fault:
-                assert "http://127.0.0.1:1" in source.path(index) and "run.timeout_s" in str(fault)
+            except ServerFault:
+                assert source.path(index).startswith("http://127.0.0.1:1/")
                 continue
             assert payload.errors[0] is None or isinstance(payload.errors[0], str)
             assert isinstance(source.path(index), str)
