@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import cv2
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from gpuflow.errors import LoaderError
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.runtime.threads import StopFlag, stop_flag, use_stop_flag
 from gpuflow.sources import Payload
 from gpuflow.stages import (
     Affine,
@@ -20,6 +23,7 @@ from gpuflow.stages import (
     ColorJitter,
     Decode,
     Flip,
+    GaussianBlur,
     Normalize,
     Pad,
     Perspective,
@@ -234,3 +238,38 @@ def test_what_an_opaque_stage_raises_is_bad_only_where_it_refuses_an_image(
         return
     with pytest.raises(error):
         runner.run(Payload.of([SAMPLES[0]]), keys_of(1), slots)
+
+
+@pytest.mark.parametrize(
+    ("progressive", "stages"),
+    [
+        (False, (Decode(), Resize(height=64, width=64))),
+        (True, (Decode(), Resize(height=64, width=64))),
+        (False, (Decode(), Affine(degrees=20), Resize(height=64, width=64))),
+        (False, (Decode(), GaussianBlur(kernel_size=23, sigma=5.0), Resize(height=64, width=64))),
+    ],
+    ids=["baseline", "progressive", "warp", "blur"],
+)
+def test_a_stop_flag_ends_the_work_on_a_huge_image(progressive: bool, stages: tuple[s.Stage, ...]) -> None:
+    """In a part of the time that it would take, and nothing else is wrong afterwards."""
+    data = jpeg(np.tile(photo(500, 500, seed=1), (10, 10, 1)), progressive=progressive)
+    program = program_of(*stages)
+    runner, payload, keys = CpuRunner(program, 2), Payload.of([data] * 2), keys_of(2)
+    slots = np.zeros((2, *slot_shape(program.result)), STORAGE[program.result.dtype])
+    begun = time.perf_counter()
+    assert runner.run(payload, keys, slots) == [None, None]
+    whole = time.perf_counter() - begun
+    flag, before = StopFlag(), stop_flag()
+    timer = threading.Timer(whole / 4, flag.set)
+    use_stop_flag(flag)
+    try:
+        timer.start()
+        begun = time.perf_counter()
+        with pytest.raises(LoaderError, match="the epoch was ended"):
+            runner.run(payload, keys, slots)
+        assert time.perf_counter() - begun < whole / 4 + max(0.3, whole / 4)
+    finally:
+        use_stop_flag(before)
+        timer.join()
+    assert runner.run(payload.take([1]), keys_of(1), slots[:1]) == [None]
+    runner.clear()
