@@ -14,7 +14,10 @@
  * way from one code to the next is, and that no branch depends on a coefficient's sign, or on whether it is refined.
  */
 
-#include "threads.h"
+#include "pool.h"
+
+#include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Columns of a file, as in baseline.py. */
@@ -22,7 +25,7 @@ enum { ADDRESS, LENGTH, TARGET, ROOM, SIZE, FIELDS };
 
 enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS };
 enum { MARGIN = 512 }; /* zeros after data: more than one coded unit reads past their end */
-enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4, MOST_KEPT = 1 << 23 };
+enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4 };
 /* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
 enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
 
@@ -844,16 +847,14 @@ static rewriter *choose(int64_t most) {
 }
 #endif
 
-static int is_large(const void *memory) {
-    const struct memory *m = memory;
-    return m->size + m->count * (int64_t)(64 * sizeof *m->blocks + sizeof *m->masks) > MOST_KEPT;
-}
-
 static void release(void *memory) {
     struct memory *m = memory;
+    if (!m)
+        return;
     free(m->blocks);
     free(m->masks);
     free(m->data);
+    free(m);
 }
 
 struct files {
@@ -861,20 +862,18 @@ struct files {
     rewriter *rewrite;
 };
 
-static void rewrite_file(void *memory, void *files, int64_t number) {
-    struct memory *m = memory;
+static void rewrite_file(void *files, int64_t number, void **memory) {
     struct files *all = files;
     int64_t *file = all->described + number * FIELDS;
-    file[SIZE] = all->rewrite(m, file);
+    if (!*memory)
+        *memory = calloc(1, sizeof(struct memory));
+    file[SIZE] = *memory ? all->rewrite(*memory, file) : 0;
 }
 
 /* files [count, FIELDS]: writes SIZE, the bytes of the rewritten file at TARGET, or 0 if it is not one to rewrite.
  * threads: that share the work, with the calling one. most: as in baseline.py. */
 void gpuflow_baseline(int64_t *files, int64_t count, int64_t threads, int64_t most) {
-    static struct task task = {rewrite_file, is_large, release, sizeof(struct memory), {NULL}};
     struct files all = {files, choose(most)};
     pthread_once(&codes_made, make_codes);
-    for (int64_t i = 0; i < count; i++)
-        files[i * FIELDS + SIZE] = 0;
-    share_files(&task, &all, count, threads);
+    run_in_threads(threads, rewrite_file, release, &all, count);
 }

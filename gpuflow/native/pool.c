@@ -1,4 +1,4 @@
-/* Threads that share the items of jobs: see pool.h. A forked child has none of them, and must not call this. */
+/* Threads that share the items of jobs: see pool.h. A forked child has none of a pool's, and must not call that. */
 
 #define _GNU_SOURCE
 
@@ -12,7 +12,36 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { NICENESS = 10 };
+enum { NICENESS = 10, MOST_THREADS = 64 };
+
+/* A job of `run_in_threads`. next: the first item that no thread has taken. */
+struct share {
+    item_work work;
+    void (*release)(void *memory);
+    void *job;
+    int64_t count, next;
+};
+
+static void *do_share(void *argument) {
+    struct share *share = argument;
+    void *memory = NULL;
+    for (int64_t i; (i = __atomic_fetch_add(&share->next, 1, __ATOMIC_RELAXED)) < share->count;)
+        share->work(share->job, i, &memory);
+    share->release(memory);
+    return NULL;
+}
+
+void run_in_threads(int64_t threads, item_work work, void (*release)(void *memory), void *job, int64_t count) {
+    struct share share = {work, release, job, count, 0};
+    pthread_t others[MOST_THREADS];
+    int64_t started = 0;
+    while (started < threads - 1 && started < count - 1 && started < MOST_THREADS &&
+           !pthread_create(&others[started], NULL, do_share, &share))
+        started++;
+    do_share(&share);
+    for (int64_t i = 0; i < started; i++)
+        pthread_join(others[i], NULL);
+}
 
 /* A job in the queue, in the memory of the thread that waits for it. next: the first item that no thread has taken. */
 struct job {

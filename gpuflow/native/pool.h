@@ -10,6 +10,10 @@ struct pool;
 /* Works on an item of a job. memory: of the thread, NULL at first; later items find what this sets. */
 typedef void (*item_work)(void *job, int64_t item, void **memory);
 
+/* Works on items 0 to count - 1 of a job in this many threads, the calling one included; the others end afterwards.
+ * release: frees a thread's memory. */
+void run_in_threads(int64_t threads, item_work work, void (*release)(void *memory), void *job, int64_t count);
+
 /* Starts threads. release: frees a thread's memory when the pool ends. Returns NULL if no thread can be started. */
 struct pool *new_pool(int64_t threads, void (*release)(void *memory));
 

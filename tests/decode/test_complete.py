@@ -105,9 +105,10 @@ def test_what_the_kernels_leave_to_the_cpu_is_left_here_too() -> None:
 
 def test_no_byte_outside_a_file_is_read(tmp_path: Path) -> None:
     """By sanitizers of addresses and of undefined behaviour, on a thousand files, most of them damaged."""
-    source, library = Path(native.__file__).with_name("complete.c"), tmp_path / "complete.so"
+    sources = [Path(native.__file__).with_name(name) for name in ("complete.c", "pool.c")]
+    library = tmp_path / "complete.so"
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-fPIC", "-shared", "-std=gnu11"]
-    made = subprocess.run(["cc", *flags, "-o", library, source], capture_output=True, text=True)
+    made = subprocess.run(["cc", *flags, "-o", library, *sources], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"cc has no sanitizers: {made.stderr.splitlines()[-1]}")
     names = ("libasan.so", "libubsan.so")
