@@ -14,6 +14,7 @@
  * way from one code to the next is, and that no branch depends on a coefficient's sign, or on whether it is refined.
  */
 
+#include "header_scan.h"
 #include "pool.h"
 
 #include <pthread.h>
@@ -25,19 +26,18 @@ enum { ADDRESS, LENGTH, TARGET, ROOM, SIZE, FIELDS };
 
 enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS };
 enum { MARGIN = 512 }; /* zeros after data: more than one coded unit reads past their end */
-enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4 };
+enum { MOST_SEGMENTS = 512, MOST_SCANS = 128 };
 /* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
 enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
 
 struct table {
+    const uint8_t *segment;   /* that it was made of: see `struct headers` */
     uint16_t lookup[ENTRIES]; /* symbol << 4 | bits of its code; 0 if the code is longer or invalid */
-    uint8_t symbols[256];
     int32_t first[18], place[17]; /* of each number of bits: its first code, as 16 bits, and symbol */
-    int is_valid;
 };
 
 struct component {
-    int number, across, down, quantisation;
+    int across, down;
     int64_t columns, rows; /* blocks that hold pixels */
     int64_t pitch, lines;  /* with those that fill up the coded units */
     int16_t *blocks;       /* [lines, pitch, 64]: the last coefficient in zigzag order first */
@@ -57,9 +57,7 @@ struct memory {
     int64_t count; /* of blocks */
     uint8_t *data;
     int64_t size;
-    struct table dc[MOST_TABLES], ac[MOST_TABLES];
-    uint8_t quantisation[MOST_TABLES][64];
-    int has_quantisation[MOST_TABLES];
+    struct table tables[2][MOST_TABLES]; /* as `huffman` of `struct headers` */
 };
 
 /* Makes room for data, of a scan or of the whole result. 0 if there is no memory. */
@@ -104,7 +102,7 @@ static int read_long_code(const struct table *t, int32_t code, int *bits) {
     for (int count = LOOKUP_BITS + 1; count <= 16; count++)
         if (code >= t->first[count] && code < t->first[count + 1]) {
             *bits = count;
-            return t->symbols[t->place[count] + ((code - t->first[count]) >> (16 - count))];
+            return t->segment[17 + t->place[count] + ((code - t->first[count]) >> (16 - count))];
         }
     return -1;
 }
@@ -125,50 +123,23 @@ INLINE int extended(uint32_t bits, int count) {
     return (int)bits + (is_negative & (1 - (1 << count)));
 }
 
-/* Whether the segment's tables are valid. */
-static int read_huffman(struct memory *m, const uint8_t *at, const uint8_t *end) {
-    while (at < end) {
-        int kind = *at >> 4, number = *at & 15, symbols = 0;
-        if (end - at < 17 || kind > 1 || number >= MOST_TABLES)
-            return 0;
-        struct table *t = kind ? &m->ac[number] : &m->dc[number];
-        memset(t, 0, sizeof *t);
-        for (int count = 1; count <= 16; count++)
-            symbols += at[count];
-        if (symbols > 256 || end - at < 17 + symbols)
-            return 0;
-        memcpy(t->symbols, at + 17, (size_t)symbols);
-        int32_t code = 0, place = 0;
-        for (int count = 1; count <= 16; count++) {
-            t->first[count] = code;
-            t->place[count] = place;
-            for (int i = 0; i < at[count]; i++, place++, code += 1 << (16 - count)) {
-                if (code >= 1 << 16)
-                    return 0;
-                if (count > LOOKUP_BITS)
-                    continue;
-                int from = code >> (16 - LOOKUP_BITS), same = 1 << (LOOKUP_BITS - count);
-                for (int k = 0; k < same; k++)
-                    t->lookup[from + k] = (uint16_t)(t->symbols[place] << 4 | count);
-            }
+/* Makes a table of a segment's part, if it is not made of it yet. */
+static void make_table(struct table *t, const uint8_t *segment) {
+    if (t->segment == segment)
+        return;
+    memset(t, 0, sizeof *t);
+    t->segment = segment;
+    int32_t code = 0, place = 0;
+    for (int count = 1; count <= 16; count++) {
+        t->first[count] = code;
+        t->place[count] = place;
+        for (int i = 0; i < segment[count]; i++, place++, code += 1 << (16 - count)) {
+            int from = code >> (16 - LOOKUP_BITS), same = count <= LOOKUP_BITS ? 1 << (LOOKUP_BITS - count) : 0;
+            for (int k = 0; k < same; k++)
+                t->lookup[from + k] = (uint16_t)(segment[17 + place] << 4 | count);
         }
-        if (code >= 1 << 16) /* a valid table does not use the code of ones alone */
-            return 0;
-        t->first[17] = code;
-        t->is_valid = 1;
-        at += 17 + symbols;
     }
-    return 1;
-}
-
-static int read_quantisation(struct memory *m, const uint8_t *at, const uint8_t *end) {
-    for (; at < end; at += 65) {
-        if (*at >= MOST_TABLES || end - at < 65) /* or of 16 bits */
-            return 0;
-        memcpy(m->quantisation[*at], at + 1, 64);
-        m->has_quantisation[*at] = 1;
-    }
-    return 1;
+    t->first[17] = code;
 }
 
 /* Copies a scan's data without stuffed zeros. Returns where they end in the file, at a marker, or NULL. */
@@ -195,7 +166,7 @@ static const uint8_t *unstuff(struct memory *m, const uint8_t *at, const uint8_t
 struct scan {
     int count, first, last, former, low; /* components; coefficients; the lowest bit before, and after it */
     struct component *components[3];
-    const struct table *dc[3], *ac;
+    struct table *tables[3]; /* of each component */
 };
 
 INLINE int read_dc(struct bits *b, const struct table *t, int *before, int16_t *coefficient, int low) {
@@ -216,7 +187,7 @@ INLINE int read_dc(struct bits *b, const struct table *t, int *before, int16_t *
 INLINE int read_dc_block(struct bits *b, const struct scan *s, int place, int *before, int64_t at) {
     int16_t *coefficient = s->components[place]->blocks + 64 * at + 63;
     if (!s->former)
-        return read_dc(b, s->dc[place], before, coefficient, s->low);
+        return read_dc(b, s->tables[place], before, coefficient, s->low);
     refill(b);
     *coefficient = (int16_t)(*coefficient | (int)take(b, 1) << s->low);
     return 1;
@@ -251,7 +222,7 @@ INLINE int eob_run(struct bits *b, int run) { return (1 << run) + (int)take(b, r
 
 INLINE int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run) {
     for (int k = 63 - s->first; k >= 63 - s->last; k--) {
-        int symbol = read_symbol(b, s->ac), zeros = symbol >> 4, count = symbol & 15;
+        int symbol = read_symbol(b, s->tables[0]), zeros = symbol >> 4, count = symbol & 15;
         if (symbol < 0)
             return 0;
         if (!count) {
@@ -339,7 +310,7 @@ INLINE int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint6
     uint64_t made = 0, negative = 0, refined = 0; /* new coefficients, their signs, and a bit for each known one */
     int left = __builtin_popcountll(known);       /* known ones without a bit until now */
     while (rest) {
-        int symbol = read_symbol(b, s->ac), count = symbol & 15;
+        int symbol = read_symbol(b, s->tables[0]), count = symbol & 15;
         if (count != 1) {
             if (count || symbol < 0)
                 return 0;
@@ -395,7 +366,7 @@ INLINE int read_ac_scan(struct bits *b, const struct scan *s, int fast) {
 /* --- headers ----------------------------------------------------------------------------------------------------- */
 
 struct picture {
-    int count, height, width;
+    struct headers headers;
     int64_t across, down; /* coded units */
     struct component components[3];
 };
@@ -403,7 +374,7 @@ struct picture {
 /* Makes room for the coefficients of all blocks, zeros. 0 if there are too many. */
 static int has_room(struct memory *m, struct picture *p) {
     int64_t count = 0, used = 0;
-    for (int i = 0; i < p->count; i++)
+    for (int i = 0; i < p->headers.count; i++)
         count += p->components[i].pitch * p->components[i].lines;
     if (count > MOST_BLOCKS)
         return 0;
@@ -418,7 +389,7 @@ static int has_room(struct memory *m, struct picture *p) {
         return 0;
     memset(m->blocks, 0, (size_t)count * 64 * sizeof *m->blocks);
     memset(m->masks, 0, (size_t)count * sizeof *m->masks);
-    for (int i = 0; i < p->count; i++) {
+    for (int i = 0; i < p->headers.count; i++) {
         struct component *c = &p->components[i];
         c->blocks = m->blocks + 64 * used;
         c->masks = m->masks + used;
@@ -427,53 +398,30 @@ static int has_room(struct memory *m, struct picture *p) {
     return 1;
 }
 
-/* at: of the frame header's marker; its `length` bytes are there. */
-static int read_frame(struct memory *m, struct picture *p, const uint8_t *at, int64_t length) {
-    if (p->count || length < 8 || at[4] != 8 || (at[9] != 1 && at[9] != 3) || length != 8 + 3 * at[9])
-        return 0;
-    int count = at[9], most_across = 1, most_down = 1;
-    p->height = at[5] << 8 | at[6];
-    p->width = at[7] << 8 | at[8];
-    if (!p->height || !p->width)
-        return 0;
-    for (int i = 0; i < count; i++) {
+/* Begins a picture whose frame header was read. 0 if there is no room for its coefficients. */
+static int begin_picture(struct memory *m, struct picture *p) {
+    const struct headers *h = &p->headers;
+    int most_across = h->components[0].across, most_down = h->components[0].down;
+    p->across = (h->width + 8 * most_across - 1) / (8 * most_across);
+    p->down = (h->height + 8 * most_down - 1) / (8 * most_down);
+    for (int i = 0; i < h->count; i++) {
         struct component *c = &p->components[i];
-        c->number = at[10 + 3 * i];
-        c->across = at[11 + 3 * i] >> 4;
-        c->down = at[11 + 3 * i] & 15;
-        c->quantisation = at[12 + 3 * i];
-        if (c->quantisation >= MOST_TABLES || c->across < 1 || c->across > 2 || c->down < 1 || c->down > 2)
-            return 0;
-        if (i ? c->across != 1 || c->down != 1 : count == 1 && (c->across != 1 || c->down != 1))
-            return 0;
-        for (int k = 0; k < i; k++)
-            if (p->components[k].number == c->number)
-                return 0;
+        c->across = h->components[i].across;
+        c->down = h->components[i].down;
+        c->columns = ((h->width * c->across + most_across - 1) / most_across + 7) / 8;
+        c->rows = ((h->height * c->down + most_down - 1) / most_down + 7) / 8;
+        c->pitch = p->across * c->across;
+        c->lines = p->down * c->down;
         memset(c->precision, -1, sizeof c->precision);
-        if (!i) {
-            most_across = c->across;
-            most_down = c->down;
-        }
     }
-    struct component *c = p->components;
-    p->across = (p->width + 8 * most_across - 1) / (8 * most_across);
-    p->down = (p->height + 8 * most_down - 1) / (8 * most_down);
-    for (int i = 0; i < count; i++) {
-        int64_t width = (p->width * c[i].across + most_across - 1) / most_across;
-        int64_t height = (p->height * c[i].down + most_down - 1) / most_down;
-        c[i].columns = (width + 7) / 8;
-        c[i].rows = (height + 7) / 8;
-        c[i].pitch = p->across * c[i].across;
-        c[i].lines = p->down * c[i].down;
-    }
-    p->count = count;
     return has_room(m, p);
 }
 
 /* at: of the scan header's marker; its `length` bytes are there. */
 static int read_scan_header(struct memory *m, struct picture *p, const uint8_t *at, int64_t length, struct scan *s) {
+    const struct headers *h = &p->headers;
     s->count = length > 2 ? at[4] : 0;
-    if (s->count < 1 || s->count > p->count || length != 6 + 2 * s->count)
+    if (s->count < 1 || s->count > h->count || length != 6 + 2 * s->count)
         return 0;
     const uint8_t *last = at + 5 + 2 * s->count;
     s->first = last[0];
@@ -486,19 +434,21 @@ static int read_scan_header(struct memory *m, struct picture *p, const uint8_t *
     if (s->low > (is_dc ? 13 : AC_BITS - 1) || (s->former && s->former != s->low + 1))
         return 0;
     for (int i = 0, from = 0; i < s->count; i++) {
-        while (from < p->count && p->components[from].number != at[5 + 2 * i])
+        while (from < h->count && h->components[from].number != at[5 + 2 * i])
             from++;
-        if (from == p->count)
+        if (from == h->count)
             return 0;
         struct component *c = s->components[i] = &p->components[from++];
         int dc = at[6 + 2 * i] >> 4, ac = at[6 + 2 * i] & 15;
         if (dc >= MOST_TABLES || ac >= MOST_TABLES)
             return 0;
-        s->dc[i] = &m->dc[dc];
-        if (!i)
-            s->ac = &m->ac[ac];
-        if (is_dc ? !s->former && !s->dc[i]->is_valid : !s->ac->is_valid || c->precision[0] < 0)
+        const uint8_t *segment = is_dc ? h->huffman[0][dc] : h->huffman[1][ac];
+        int has_codes = !is_dc || !s->former;
+        if ((has_codes && !segment) || (!is_dc && c->precision[0] < 0))
             return 0;
+        s->tables[i] = is_dc ? &m->tables[0][dc] : &m->tables[1][ac];
+        if (has_codes)
+            make_table(s->tables[i], segment);
         for (int k = s->first; k <= s->last; k++) {
             if (c->precision[k] != (s->former ? s->former : -1))
                 return 0;
@@ -510,25 +460,22 @@ static int read_scan_header(struct memory *m, struct picture *p, const uint8_t *
 
 /* Reads all scans. Whether the file is one to rewrite, and nothing is missing. */
 INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct picture *p, int fast) {
+    struct headers *h = &p->headers;
     const uint8_t *at = file + 2, *end = file + size;
     int scans = 0;
-    memset(m->has_quantisation, 0, sizeof m->has_quantisation);
     for (int i = 0; i < MOST_TABLES; i++)
-        m->dc[i].is_valid = m->ac[i].is_valid = 0;
-    if (size < 4 || file[0] != 0xFF || file[1] != 0xD8)
-        return 0;
-    if (!has_bytes(m, size + MARGIN))
+        m->tables[0][i].segment = m->tables[1][i].segment = NULL;
+    if (size < 4 || file[0] != 0xFF || file[1] != 0xD8 || !has_bytes(m, size + MARGIN))
         return 0;
     for (int segments = 0; segments < MOST_SEGMENTS && end - at >= 2; segments++) {
-        int marker = at[1];
         if (at[0] != 0xFF)
             return 0;
-        if (marker == 0xD9) {
+        if (at[1] == 0xD9) {
             int whole = scans > 0;
-            for (int i = 0; i < p->count; i++)
+            for (int i = 0; i < h->count; i++)
                 for (int k = 0; k < 64; k++)
                     whole &= !p->components[i].precision[k];
-            return whole && p->count;
+            return whole;
         }
         if (end - at < 4)
             return 0;
@@ -536,9 +483,9 @@ INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct 
         if (length < 2 || end - at < 2 + length)
             return 0;
         const uint8_t *after = at + 2 + length;
-        if (marker == 0xDA) {
+        if (at[1] == 0xDA) {
             struct scan s;
-            if (!p->count || ++scans > MOST_SCANS || !read_scan_header(m, p, at, length, &s))
+            if (!h->count || ++scans > MOST_SCANS || !read_scan_header(m, p, at, length, &s))
                 return 0;
             int64_t bytes = 0;
             at = unstuff(m, after, end, &bytes);
@@ -550,24 +497,10 @@ INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct 
                 return 0;
             continue;
         }
-        if (marker == 0xDB) {
-            if (scans || !read_quantisation(m, at + 4, after))
-                return 0;
-        } else if (marker == 0xC4) {
-            if (!read_huffman(m, at + 4, after))
-                return 0;
-        } else if (marker == 0xC2) {
-            if (!read_frame(m, p, at, length))
-                return 0;
-        } else if (marker == 0xDD) {
-            if (length != 4 || at[4] || at[5])
-                return 0;
-        } else if (marker == 0xEE) {
-            if (length < 14 || !at[15]) /* Adobe's transform 0 may mean RGB */
-                return 0;
-        } else if (marker != 0xFE && (marker < 0xE0 || marker > 0xEF)) {
+        if (at[1] == 0xC0 || (at[1] == 0xDB && scans) || !read_segment(h, at, after) || h->interval)
             return 0;
-        }
+        if (at[1] == 0xC2 && !begin_picture(m, p))
+            return 0;
         at = after;
     }
     return 0;
@@ -720,29 +653,29 @@ static uint8_t *put_marker(uint8_t *to, int marker, int length) {
 
 enum { MOST_HEADER = 20 + 3 * 69 + 19 + 2 * (21 + 12) + 2 * (21 + 162) + 14 };
 
-static uint8_t *write_header(const struct memory *m, const struct picture *p, uint8_t *to) {
+static uint8_t *write_header(const struct headers *h, uint8_t *to) {
     static const uint8_t start[20] = {0xFF, 0xD8, 0xFF, 0xE0, 0, 16, 'J', 'F', 'I', 'F', 0, 1, 1, 0, 0, 1, 0, 1, 0, 0};
     to = put_bytes(to, start, sizeof start);
-    for (int i = 0; i < p->count; i++) {
-        int number = p->components[i].quantisation, again = 0;
+    for (int i = 0; i < h->count; i++) {
+        int number = h->components[i].quantisation, again = 0;
         for (int k = 0; k < i; k++)
-            again |= p->components[k].quantisation == number;
+            again |= h->components[k].quantisation == number;
         if (again)
             continue;
         to = put_marker(to, 0xDB, 67);
         *to++ = (uint8_t)number;
-        to = put_bytes(to, m->quantisation[number], 64);
+        to = put_bytes(to, h->quantisation[number] + 1, 64);
     }
-    to = put_marker(to, 0xC0, 8 + 3 * p->count);
-    uint8_t frame[6] = {8, (uint8_t)(p->height >> 8), (uint8_t)p->height, (uint8_t)(p->width >> 8), (uint8_t)p->width,
-                        (uint8_t)p->count};
+    to = put_marker(to, 0xC0, 8 + 3 * h->count);
+    uint8_t frame[6] = {8, (uint8_t)(h->height >> 8), (uint8_t)h->height, (uint8_t)(h->width >> 8), (uint8_t)h->width,
+                        (uint8_t)h->count};
     to = put_bytes(to, frame, 6);
-    for (int i = 0; i < p->count; i++) {
-        const struct component *c = &p->components[i];
-        uint8_t one[3] = {(uint8_t)c->number, (uint8_t)(c->across << 4 | c->down), (uint8_t)c->quantisation};
+    for (int i = 0; i < h->count; i++) {
+        int sampling = h->components[i].across << 4 | h->components[i].down;
+        uint8_t one[3] = {(uint8_t)h->components[i].number, (uint8_t)sampling, (uint8_t)h->components[i].quantisation};
         to = put_bytes(to, one, 3);
     }
-    for (int kind = 0; kind < (p->count > 1 ? 2 : 1); kind++) {
+    for (int kind = 0; kind < (h->count > 1 ? 2 : 1); kind++) {
         to = put_marker(to, 0xC4, 19 + 12);
         *to++ = (uint8_t)kind;
         to = put_bytes(put_bytes(to, dc_counts[kind], 16), dc_symbols, 12);
@@ -750,10 +683,10 @@ static uint8_t *write_header(const struct memory *m, const struct picture *p, ui
         *to++ = (uint8_t)(16 | kind);
         to = put_bytes(put_bytes(to, ac_counts[kind], 16), ac_symbols[kind], 162);
     }
-    to = put_marker(to, 0xDA, 6 + 2 * p->count);
-    *to++ = (uint8_t)p->count;
-    for (int i = 0; i < p->count; i++) {
-        *to++ = (uint8_t)p->components[i].number;
+    to = put_marker(to, 0xDA, 6 + 2 * h->count);
+    *to++ = (uint8_t)h->count;
+    for (int i = 0; i < h->count; i++) {
+        *to++ = (uint8_t)h->components[i].number;
         *to++ = i ? 0x11 : 0;
     }
     static const uint8_t all[3] = {0, 63, 0};
@@ -783,7 +716,7 @@ INLINE int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to,
     int before[3] = {0};
     for (int64_t row = 0; row < p->down; row++)
         for (int64_t column = 0; column < p->across; column++)
-            for (int i = 0; i < p->count; i++) {
+            for (int i = 0; i < p->headers.count; i++) {
                 const struct component *c = &p->components[i];
                 for (int y = 0; y < c->down; y++)
                     for (int x = 0; x < c->across; x++) {
@@ -795,7 +728,7 @@ INLINE int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to,
     uint64_t fill = -w.have & 7; /* with ones */
     append(&w, ((1u << fill) - 1) << COUNT_BITS | fill);
     flush(&w);
-    uint8_t *end = stuff(m->data, w.at, write_header(m, p, to), to + room - 2);
+    uint8_t *end = stuff(m->data, w.at, write_header(&p->headers, to), to + room - 2);
     if (!end)
         return 0;
     end[0] = 0xFF;
@@ -810,8 +743,8 @@ INLINE int64_t rewrite(struct memory *m, const int64_t *file, int fast) {
     const uint8_t *bytes = (const uint8_t *)(uintptr_t)file[ADDRESS];
     if (!read_all(m, bytes, file[LENGTH], &p, fast))
         return 0;
-    for (int i = 0; i < p.count; i++)
-        if (!m->has_quantisation[p.components[i].quantisation])
+    for (int i = 0; i < p.headers.count; i++)
+        if (!p.headers.quantisation[p.headers.components[i].quantisation])
             return 0;
     return write_all(m, &p, (uint8_t *)(uintptr_t)file[TARGET], file[ROOM]);
 }

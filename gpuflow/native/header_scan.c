@@ -4,7 +4,8 @@
  * these. The formats: ITU-T T.81, annex B, and for the orientation JEITA CP-3451 (EXIF).
  */
 
-#include <stdint.h>
+#include "header_scan.h"
+
 #include <string.h>
 
 /* Columns of the result, and the kinds of files, as in header_scan.py. */
@@ -12,92 +13,96 @@ enum { KIND, HEIGHT, WIDTH, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
 enum { OTHER, BASELINE, PROGRESSIVE };
 enum { ORIENTATION_TAG = 0x0112 };
 enum { MOST_SEGMENTS = 64, MOST_LATER_SEGMENTS = 10000 };
-enum { LEAST_BYTES = 20, LEAST_WIDTH = 5, MOST_TABLES = 4, DC_SYMBOLS = 16 };
+enum { LEAST_BYTES = 20, LEAST_WIDTH = 5, DC_SYMBOLS = 16, MOST_SYMBOLS = 256 };
 
-struct header {
-    int64_t components, interval, height, width, sampling, orientation;
-    int is_progressive;
-    uint8_t numbers[3], quantisation[3];
-    uint32_t has_quantisation, has_dc, has_ac; /* a bit for each table */
-};
-
-static int is_ordinary_marker(int marker) {
-    return marker == 0xC0 || marker == 0xC2 || marker == 0xC4 || marker == 0xDA || marker == 0xDB || marker == 0xDD ||
-           marker == 0xFE || (marker >= 0xE0 && marker <= 0xEF);
-}
-
-static int read_quantisation(struct header *h, const uint8_t *at, const uint8_t *end) {
+static int read_quantisation(struct headers *h, const uint8_t *at, const uint8_t *end) {
     for (; at < end; at += 65) {
-        if (*at >= MOST_TABLES) /* or of 16 bits */
+        if (*at >= MOST_TABLES || end - at < 65) /* or of 16 bits */
             return 0;
-        h->has_quantisation |= 1u << *at;
+        h->quantisation[*at] = at;
     }
-    return at == end;
+    return 1;
 }
 
-static int read_huffman(struct header *h, const uint8_t *at, const uint8_t *end) {
+static int read_huffman(struct headers *h, const uint8_t *at, const uint8_t *end) {
     while (at < end) {
         int kind = *at >> 4, number = *at & 15;
         if (end - at < 17 || kind > 1 || number >= MOST_TABLES)
             return 0;
-        int64_t symbols = 0, codes = 0; /* of 16 bits; a valid table does not use all of them */
+        int64_t symbols = 0, codes = 0; /* of 16 bits; a valid table does not use the one of ones alone */
         for (int bits = 1; bits <= 16; bits++) {
             symbols += at[bits];
             codes += (int64_t)at[bits] << (16 - bits);
         }
-        if (codes >= 1 << 16 || end - at < 17 + symbols)
+        if (codes >= 1 << 16 || symbols > MOST_SYMBOLS || end - at < 17 + symbols)
             return 0;
         for (int64_t i = 0; kind == 0 && i < symbols; i++)
             if (at[17 + i] >= DC_SYMBOLS)
                 return 0;
-        *(kind ? &h->has_ac : &h->has_dc) |= 1u << number;
+        h->huffman[kind][number] = at;
         at += 17 + symbols;
     }
     return 1;
 }
 
-/* at: of the frame header's marker; its `length` bytes are there. */
-static int read_frame(struct header *h, const uint8_t *at, int64_t length) {
-    int64_t components = at[9];
-    if (h->components || at[4] != 8 || (components != 1 && components != 3) || length != 8 + 3 * components)
+static int read_frame(struct headers *h, const uint8_t *at, int64_t length) {
+    if (h->count || length < 8 || at[4] != 8 || (at[9] != 1 && at[9] != 3) || length != 8 + 3 * at[9])
         return 0;
-    h->components = components;
+    h->count = at[9];
     h->height = at[5] << 8 | at[6];
     h->width = at[7] << 8 | at[8];
+    h->is_progressive = at[1] == 0xC2;
     if (!h->height || h->width < LEAST_WIDTH)
         return 0;
-    for (int i = 0; i < components; i++) {
-        h->numbers[i] = at[10 + 3 * i];
-        h->quantisation[i] = at[12 + 3 * i];
-        if (h->quantisation[i] >= MOST_TABLES)
+    for (int i = 0; i < h->count; i++) {
+        const uint8_t *component = at + 10 + 3 * i;
+        int across = component[1] >> 4, down = component[1] & 15, most = i || h->count == 1 ? 1 : 2;
+        if (across < 1 || across > most || down < 1 || down > most || component[2] >= MOST_TABLES)
             return 0;
         for (int k = 0; k < i; k++)
-            if (h->numbers[k] == h->numbers[i])
+            if (h->components[k].number == component[0])
                 return 0;
+        h->components[i].number = component[0];
+        h->components[i].across = across;
+        h->components[i].down = down;
+        h->components[i].quantisation = component[2];
     }
-    int first = at[11];
-    if (components == 1)
-        return first == 0x11;
-    h->sampling = first;
-    if (h->numbers[0] == 'R' && h->numbers[1] == 'G' && h->numbers[2] == 'B')
-        return 0;
-    return (first == 0x11 || first == 0x12 || first == 0x21 || first == 0x22) && at[14] == 0x11 && at[17] == 0x11;
+    return h->count == 1 || at[10] != 'R' || at[13] != 'G' || at[16] != 'B';
+}
+
+int read_segment(struct headers *h, const uint8_t *at, const uint8_t *after) {
+    int64_t length = after - at - 2;
+    switch (at[1]) {
+    case 0xC0:
+    case 0xC2:
+        return read_frame(h, at, length);
+    case 0xC4:
+        return read_huffman(h, at + 4, after);
+    case 0xDB:
+        return read_quantisation(h, at + 4, after);
+    case 0xDD:
+        h->interval = length == 4 ? at[4] << 8 | at[5] : 0;
+        return length == 4;
+    case 0xEE: /* Adobe's transform 0 may mean RGB */
+        return length >= 14 && at[15];
+    default:
+        return at[1] == 0xFE || (at[1] >= 0xE0 && at[1] <= 0xEF);
+    }
 }
 
 /* at: of the scan header's marker; its `length` bytes are there. Whether the scan holds the whole image, and all its
  * tables were there before it. */
-static int read_scan(const struct header *h, const uint8_t *at, int64_t length) {
-    int64_t components = h->components;
-    if (at[4] != components || length != 6 + 2 * components)
+static int read_scan(const struct headers *h, const uint8_t *at, int64_t length) {
+    if (at[4] != h->count || length != 6 + 2 * h->count)
         return 0;
-    for (int i = 0; i < components; i++) {
+    for (int i = 0; i < h->count; i++) {
         int dc = at[6 + 2 * i] >> 4, ac = at[6 + 2 * i] & 15;
-        if (at[5 + 2 * i] != h->numbers[i] || dc >= MOST_TABLES || ac >= MOST_TABLES)
+        if (at[5 + 2 * i] != h->components[i].number || dc >= MOST_TABLES || ac >= MOST_TABLES)
             return 0;
-        if (!(h->has_dc >> dc & 1) || !(h->has_ac >> ac & 1) || !(h->has_quantisation >> h->quantisation[i] & 1))
+        if (!h->huffman[0][dc] || !h->huffman[1][ac] || !h->quantisation[h->components[i].quantisation])
             return 0;
     }
-    const uint8_t *last = at + 5 + 2 * components;
+    const uint8_t *last = at + 5 + 2 * h->count;
     return last[0] == 0 && last[1] == 63 && last[2] == 0;
 }
 
@@ -179,47 +184,36 @@ static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
     return 1;
 }
 
-static void read_file(const uint8_t *file, int64_t size, int orientation, int64_t most_scans, int64_t *found) {
-    struct header h = {0}; /* orientation: 0 until the first EXIF segment; later ones may continue its data */
+static void read_file(const uint8_t *file, int64_t size, int reads_orientation, int64_t most_scans, int64_t *found) {
+    struct headers h = {0};
     const uint8_t *at = file + 2, *end = file + size;
+    int64_t orientation = 0; /* of the first EXIF segment; later ones may continue its data */
     if (size < LEAST_BYTES || file[0] != 0xFF || file[1] != 0xD8)
         return;
     for (int segments = 0; segments < MOST_SEGMENTS && end - at >= LEAST_BYTES; segments++) {
-        int marker = at[1];
         int64_t length = at[2] << 8 | at[3];
-        if (at[0] != 0xFF || !is_ordinary_marker(marker) || length < 2 || end - at < 2 + length)
+        if (at[0] != 0xFF || length < 2 || end - at < 2 + length)
             return;
         const uint8_t *after = at + 2 + length;
-        if (marker == 0xDD) {
-            if (length != 4)
-                return;
-            h.interval = at[4] << 8 | at[5];
-        } else if (marker == 0xE1 && orientation && !h.orientation && !memcmp(at + 4, "Exif\0", 6)) {
-            h.orientation = read_orientation(at + 10, length < 8 ? at + 10 : after);
-        } else if (marker == 0xEE && !at[15]) {
-            return; /* Adobe's transform 0 may mean RGB */
-        } else if (marker == 0xDB && !read_quantisation(&h, at + 4, after)) {
-            return;
-        } else if (marker == 0xC4 && !read_huffman(&h, at + 4, after)) {
-            return;
-        } else if (marker == 0xC0 || marker == 0xC2) {
-            if (!read_frame(&h, at, length))
-                return;
-            h.is_progressive = marker == 0xC2;
-        } else if (marker == 0xDA) {
-            if (!h.components || !has_end(at, end))
+        if (at[1] == 0xDA) {
+            if (!h.count || !has_end(at, end))
                 return;
             if (h.is_progressive ? !has_few_scans(at, end, most_scans) : !read_scan(&h, at, length))
                 return;
             found[HEIGHT] = h.height;
             found[WIDTH] = h.width;
-            found[ORIENTATION] = h.orientation ? h.orientation : 1;
-            found[SAMPLING] = h.is_progressive ? 0 : h.sampling;
+            found[ORIENTATION] = orientation ? orientation : 1;
+            if (!h.is_progressive && h.count > 1)
+                found[SAMPLING] = h.components[0].across << 4 | h.components[0].down;
             found[SCAN] = after - file;
             found[INTERVAL] = h.interval;
             found[KIND] = h.is_progressive ? PROGRESSIVE : BASELINE;
             return;
         }
+        if (!read_segment(&h, at, after))
+            return;
+        if (at[1] == 0xE1 && reads_orientation && !orientation && !memcmp(at + 4, "Exif\0", 6))
+            orientation = read_orientation(at + 10, length < 8 ? at + 10 : after);
         at = after;
     }
 }
