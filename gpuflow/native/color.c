@@ -72,38 +72,33 @@ static inline uint8_t pick(int condition, uint8_t yes, uint8_t no) {
 
 enum { UNROLLED = 8 };
 
-/* Defines functions that look up items of a type: of every from_step-th level, for every to_step-th item; and of all
- * levels of an image. */
-#define LOOK_UP(type)                                                                                                  \
-    static inline void look_up_line_##type(const uint8_t *from, int64_t from_step, int64_t count, const type *table,   \
-                                           type *to, int64_t to_step) {                                                \
-        int64_t i = 0;                                                                                                 \
-        for (; i + UNROLLED <= count; i += UNROLLED)                                                                   \
-            for (int64_t next = i; next < i + UNROLLED; next++)                                                        \
-                to[next * to_step] = table[from[next * from_step]];                                                    \
-        for (; i < count; i++)                                                                                         \
-            to[i * to_step] = table[from[i * from_step]];                                                              \
-    }                                                                                                                  \
-                                                                                                                       \
-    static void look_up_##type(const struct image *image, const type *table, int planes, type *out) {                  \
-        const int64_t width = image->width, size = image->height * width, channels = image->channels;                  \
-        for (int64_t row = 0; row < image->height; row++)                                                              \
-            for (int64_t channel = 0; channel < channels; channel++) {                                                 \
-                const uint8_t *from = image->pixels + row * image->pitch + channel;                                    \
-                const type *levels = table + channel * LEVELS;                                                         \
-                if (channels == 1)                                                                                     \
-                    look_up_line_##type(from, 1, width, levels, out + row * width, 1);                                 \
-                else if (planes)                                                                                       \
-                    look_up_line_##type(from, 3, width, levels, out + channel * size + row * width, 1);                \
-                else                                                                                                   \
-                    look_up_line_##type(from, 3, width, levels, out + row * width * 3 + channel, 3);                   \
-            }                                                                                                          \
-    }
+/* Looks up items of item_bytes, a constant: of every from_step-th level, for every to_step-th item. */
+static inline __attribute__((always_inline)) void look_up_line(const uint8_t *from, int64_t from_step, int64_t count,
+                                                               const uint8_t *restrict table, uint8_t *to, int64_t to_step,
+                                                               int64_t item_bytes) {
+    int64_t i = 0;
+    for (; i + UNROLLED <= count; i += UNROLLED)
+        for (int64_t next = i; next < i + UNROLLED; next++)
+            memcpy(to + next * to_step * item_bytes, table + from[next * from_step] * item_bytes, (size_t)item_bytes);
+    for (; i < count; i++)
+        memcpy(to + i * to_step * item_bytes, table + from[i * from_step] * item_bytes, (size_t)item_bytes);
+}
 
-LOOK_UP(uint8_t)
-LOOK_UP(uint16_t)
-LOOK_UP(uint32_t)
-LOOK_UP(uint64_t)
+static inline __attribute__((always_inline)) void look_up_image(const struct image *image, const uint8_t *table,
+                                                                int64_t item_bytes, int planes, uint8_t *out) {
+    const int64_t width = image->width, size = image->height * width, channels = image->channels;
+    for (int64_t row = 0; row < image->height; row++)
+        for (int64_t channel = 0; channel < channels; channel++) {
+            const uint8_t *from = image->pixels + row * image->pitch + channel;
+            const uint8_t *levels = table + channel * LEVELS * item_bytes;
+            if (channels == 1)
+                look_up_line(from, 1, width, levels, out + row * width * item_bytes, 1, item_bytes);
+            else if (planes)
+                look_up_line(from, 3, width, levels, out + (channel * size + row * width) * item_bytes, 1, item_bytes);
+            else
+                look_up_line(from, 3, width, levels, out + (row * width * 3 + channel) * item_bytes, 3, item_bytes);
+        }
+}
 
 /* --- blocks of pixels ----------------------------------------------------------------------------------------------- */
 
@@ -137,7 +132,7 @@ static int64_t next_block(struct position *position, uint8_t **pixels) {
 static void load(const uint8_t *restrict pixels, int64_t count, const struct pending *pending, planes to) {
     if (pending->changed) {
         for (int channel = 0; channel < 3; channel++)
-            look_up_line_uint8_t(pixels + channel, 3, count, pending->tables[channel], to[channel], 1);
+            look_up_line(pixels + channel, 3, count, pending->tables[channel], to[channel], 1, 1);
         return;
     }
     uint8_t *restrict reds = to[0], *restrict greens = to[1], *restrict blues = to[2];
@@ -173,11 +168,6 @@ static void append(struct pending *pending, int64_t channel, const uint8_t *tabl
         pending->tables[channel][i] = table[pending->tables[channel][i]];
 }
 
-static void append_to_all(struct pending *pending, const uint8_t *table) {
-    for (int64_t channel = 0; channel < MOST_CHANNELS; channel++)
-        append(pending, channel, table);
-}
-
 /* Changes the pixels by what is to be looked up. */
 static void look_up_pending(struct image *image, struct pending *pending, const int32_t *stop) {
     if (!pending->changed)
@@ -186,10 +176,10 @@ static void look_up_pending(struct image *image, struct pending *pending, const 
     struct position position = start_of(image, stop);
     for (int64_t count; (count = next_block(&position, &pixels));) {
         if (image->channels == 1)
-            look_up_line_uint8_t(pixels, 1, count, pending->tables[0], pixels, 1);
+            look_up_line(pixels, 1, count, pending->tables[0], pixels, 1, 1);
         else
             for (int channel = 0; channel < 3; channel++)
-                look_up_line_uint8_t(pixels + channel, 3, count, pending->tables[channel], pixels + channel, 3);
+                look_up_line(pixels + channel, 3, count, pending->tables[channel], pixels + channel, 3, 1);
     }
     clear(pending);
 }
@@ -244,19 +234,14 @@ static float mean_luma(const struct image *image, const struct pending *pending,
     return (float)sum / (float)(image->height * image->width);
 }
 
-static void brighten(struct pending *pending, double factor) {
+/* Blends the image with one level. */
+static void blend(struct pending *pending, double factor, float other) {
     uint8_t table[LEVELS];
-    for (int i = 0; i < LEVELS; i++)
-        table[i] = to_level((float)i * (float)factor);
-    append_to_all(pending, table);
-}
-
-static void change_contrast(struct pending *pending, double factor, float mean) {
-    uint8_t table[LEVELS];
-    double rest = (double)(float)(1.0 - factor) * (double)mean;
+    double rest = (double)(float)(1.0 - factor) * (double)other;
     for (int i = 0; i < LEVELS; i++)
         table[i] = to_level((float)((double)((float)i * (float)factor) + rest));
-    append_to_all(pending, table);
+    for (int64_t channel = 0; channel < MOST_CHANNELS; channel++)
+        append(pending, channel, table);
 }
 
 /* Stretches a channel to 0-255. */
@@ -433,10 +418,10 @@ static void operate(struct image *image, struct pending *pending, const int32_t 
     const float numbers[] = {(float)factor, (float)(1.0 - factor)};
     switch (operation) {
     case BRIGHTNESS:
-        brighten(pending, factor);
+        blend(pending, factor, 0);
         break;
     case CONTRAST:
-        change_contrast(pending, factor, mean_luma(image, pending, stop));
+        blend(pending, factor, mean_luma(image, pending, stop));
         break;
     case SATURATION:
         if (colored)
@@ -480,16 +465,16 @@ static void run(struct image *image, const struct operations *operations, int64_
 static void look_up(const struct image *image, const void *table, int64_t item_bytes, int planes, void *out) {
     switch (item_bytes) {
     case 1:
-        look_up_uint8_t(image, table, planes, out);
+        look_up_image(image, table, 1, planes, out);
         break;
     case 2:
-        look_up_uint16_t(image, table, planes, out);
+        look_up_image(image, table, 2, planes, out);
         break;
     case 4:
-        look_up_uint32_t(image, table, planes, out);
+        look_up_image(image, table, 4, planes, out);
         break;
     case 8:
-        look_up_uint64_t(image, table, planes, out);
+        look_up_image(image, table, 8, planes, out);
         break;
     }
 }
