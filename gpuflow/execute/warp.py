@@ -1,4 +1,4 @@
-"""Warps an image by a projective map on the CPU: the reference for the GPU's kernel.
+"""How images are warped by projective maps: on the CPU, which is the reference for the GPU's kernel, by native/warp.c.
 
 A result is at most one level from the exact one. `bilinear` computes as OpenCV 5 does, in float32, where coordinates
 are small enough for that; otherwise coordinates are computed in float64 and weights in float32. With a constant border,
@@ -15,10 +15,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.native.library import INTEGER, POINTER, function
-from gpuflow.pipeline.stage import Lookup
-
-__all__ = ["BORDERS", "OPENCV_BORDERS", "PLACES", "TIE", "TINY", "float32_map", "warp"]
+__all__ = ["BORDERS", "OPENCV_BORDERS", "PLACES", "TIE", "TINY", "float32_map"]
 
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
@@ -35,40 +32,7 @@ OPENCV_BORDERS = {
     "symmetric": cv2.BORDER_REFLECT,
 }
 """What OpenCV calls each border."""
-_warp = function("gpuflow_warp", *[POINTER] * 3, INTEGER, INTEGER, POINTER, INTEGER, POINTER, INTEGER)
-
 Numbers = NDArray[np.float64]
-
-
-def warp(
-    image: NDArray[np.uint8],
-    matrix: Numbers,
-    part: tuple[int, int, int, int],
-    lookup: Lookup,
-    out: NDArray[np.uint8],
-) -> None:
-    """Write the part (y, x, height, width) of a warped image into `out`.
-
-    Args:
-        image: [H, W, C], with at most 4 channels.
-        matrix: [3, 3], maps a point of the result to a point of the image.
-        out: [height, width, C], with any strides.
-    """
-    image, result = _interleaved(image), _interleaved(out)
-    described = np.array([image.ctypes.data, *image.shape, image.strides[0]], np.int64)
-    matrix, box = np.ascontiguousarray(matrix, np.float64), np.array(part, np.int64)
-    fill = np.array(np.broadcast_to(lookup.fill, image.shape[2:]), np.uint8)
-    addresses = (array.ctypes.data for array in (described, matrix, box))
-    way = int(lookup.interpolation == "bilinear"), BORDERS[lookup.border], fill.ctypes.data, lookup.as_torchvision
-    _warp(*addresses, *way, result.ctypes.data, result.strides[0])
-    if result is not out:
-        np.copyto(out, result)
-
-
-def _interleaved(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the image [H, W, C] itself if the bytes of a row follow each other, else a copy."""
-    channels = image.shape[2]
-    return image if image.strides[1:] == (channels, 1) else np.ascontiguousarray(image)
 
 
 def float32_map(matrix: Numbers, height: Any, width: Any) -> NDArray[np.float32]:

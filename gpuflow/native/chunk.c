@@ -50,12 +50,6 @@ struct warping {
     int64_t box[4], size[2], shown[4];
 };
 
-/* How all samples of a step are warped: see warp_image. */
-struct view {
-    int64_t interpolation, border, as_torchvision;
-    uint8_t fill[8];
-};
-
 /* slots: of the chunk, each of `slot_bytes`. */
 struct output {
     const struct step *steps;
@@ -157,8 +151,7 @@ static int load_image(const struct chunk *chunk, const struct input *input, stru
 
 /* The region of an image that begins at (top, left) of the whole one. box: y, x, height, width in the whole one. */
 static struct image part_of(const struct image *image, const int64_t *box, int64_t top, int64_t left) {
-    uint8_t *pixels = image->pixels + (box[0] - top) * image->pitch + (box[1] - left) * image->channels;
-    return (struct image){pixels, box[2], box[3], image->channels, image->pitch};
+    return (struct image){pixel_at(image, box[0] - top, box[1] - left), box[2], box[3], image->channels, image->pitch};
 }
 
 /* Warps a box into the part of the result that is shown; the rest of it is black. */
@@ -170,8 +163,8 @@ static int warp_box(const struct image *box, const struct warping *geometry, con
             memset(result->pixels + y * result->pitch, 0, (size_t)(result->width * result->channels));
     if (!shown[2] || !shown[3]) /* a crop may show padding alone */
         return DONE;
-    return warp_image(box, geometry->matrix, shown, (int)view->interpolation, (int)view->border, view->fill,
-                      (int)view->as_torchvision, part_of(result, shown, 0, 0).pixels, result->pitch, stop);
+    const struct image part = part_of(result, shown, 0, 0);
+    return warp_image(&(struct warp){box, &part, geometry->matrix, shown[0], shown[1], view}, stop);
 }
 
 /* An image on its way through the steps. top, left: where it begins in the whole one. is_shared: others read it, too. */
@@ -209,7 +202,7 @@ static int run_step(const struct step *step, int64_t sample, const struct state 
     case FILTER: {
         const struct local_filter *filter = (const struct local_filter *)step->parameters + sample;
         if (filter->rows)
-            return filter_image(image, filter, result->pixels, result->pitch, stop);
+            return filter_image(image, filter, result, stop);
         copy_image(image, result);
         return DONE;
     }

@@ -73,9 +73,8 @@ static inline uint8_t pick(int condition, uint8_t yes, uint8_t no) {
 enum { UNROLLED = 8 };
 
 /* Looks up items of item_bytes, a constant: of every from_step-th level, for every to_step-th item. */
-static inline __attribute__((always_inline)) void look_up_line(const uint8_t *from, int64_t from_step, int64_t count,
-                                                               const uint8_t *restrict table, uint8_t *to, int64_t to_step,
-                                                               int64_t item_bytes) {
+INLINE void look_up_line(const uint8_t *from, int64_t from_step, int64_t count, const uint8_t *restrict table,
+                         uint8_t *to, int64_t to_step, int64_t item_bytes) {
     int64_t i = 0;
     for (; i + UNROLLED <= count; i += UNROLLED)
         for (int64_t next = i; next < i + UNROLLED; next++)
@@ -84,8 +83,8 @@ static inline __attribute__((always_inline)) void look_up_line(const uint8_t *fr
         memcpy(to + i * to_step * item_bytes, table + from[i * from_step] * item_bytes, (size_t)item_bytes);
 }
 
-static inline __attribute__((always_inline)) void look_up_image(const struct image *image, const uint8_t *table,
-                                                                int64_t item_bytes, int planes, uint8_t *out) {
+INLINE void look_up_image(const struct image *image, const uint8_t *table, int64_t item_bytes, int planes,
+                          uint8_t *out) {
     const int64_t width = image->width, size = image->height * width, channels = image->channels;
     for (int64_t row = 0; row < image->height; row++)
         for (int64_t channel = 0; channel < channels; channel++) {
@@ -120,11 +119,11 @@ static struct position start_of(const struct image *image, const int32_t *stop) 
 static int64_t next_block(struct position *position, uint8_t **pixels) {
     if (position->column == position->width)
         position->column = 0, position->row++;
-    if (position->row >= position->height || (position->stop && __atomic_load_n(position->stop, __ATOMIC_RELAXED)))
+    if (position->row >= position->height || is_stopped(position->stop))
         return 0;
     const struct image *image = position->image;
-    int64_t left = position->width - position->column, count = left < BLOCK ? left : BLOCK;
-    *pixels = image->pixels + position->row * image->pitch + position->column * image->channels;
+    int64_t count = at_most(position->width - position->column, BLOCK);
+    *pixels = pixel_at(image, position->row, position->column);
     position->column += count;
     return count;
 }
@@ -387,15 +386,12 @@ static void change_by_matrix(struct image *image, struct pending *pending, const
 /* Fills the part of a box that lies within the image. values: its y, x, height and width, and a colour. */
 static void erase(struct image *image, const double *values) {
     int64_t top = (int64_t)values[0], left = (int64_t)values[1];
-    int64_t bottom = top + (int64_t)values[2], right = left + (int64_t)values[3];
-    top = top > 0 ? top : 0;
-    left = left > 0 ? left : 0;
-    bottom = bottom < image->height ? bottom : image->height;
-    right = right < image->width ? right : image->width;
-    for (int64_t y = top; y < bottom; y++)
-        for (int64_t x = left; x < right; x++)
+    int64_t bottom = at_most(top + (int64_t)values[2], image->height);
+    int64_t right = at_most(left + (int64_t)values[3], image->width);
+    for (int64_t y = at_least(top, 0); y < bottom; y++)
+        for (int64_t x = at_least(left, 0); x < right; x++)
             for (int64_t channel = 0; channel < image->channels; channel++)
-                image->pixels[y * image->pitch + x * image->channels + channel] = (uint8_t)values[4 + channel];
+                pixel_at(image, y, x)[channel] = (uint8_t)values[4 + channel];
 }
 
 /* --- the entries ---------------------------------------------------------------------------------------------------- */
@@ -491,20 +487,5 @@ void run_operations(struct image *image, const struct operations *operations, in
 
 void look_up_levels(const struct image *image, const void *table, int64_t item_bytes, int planes, void *out) {
     FASTEST(color)->look_up(image, table, item_bytes, planes, out);
-}
-
-/* For Python: see execute/pointwise.py. */
-void gpuflow_run_operations(uint8_t *pixels, int64_t height, int64_t width, int64_t channels, int64_t pitch,
-                           const int64_t *codes, const double *factors, int64_t count, const uint8_t *tables,
-                           const double *values, int64_t sample, const int32_t *stop) {
-    struct image image = {pixels, height, width, channels, pitch};
-    const struct operations operations = {codes, factors, count, tables, values};
-    run_operations(&image, &operations, sample, stop);
-}
-
-void gpuflow_look_up_levels(uint8_t *pixels, int64_t height, int64_t width, int64_t channels, int64_t pitch,
-                            const void *table, int64_t item_bytes, int64_t planes, void *out) {
-    const struct image image = {pixels, height, width, channels, pitch};
-    look_up_levels(&image, table, item_bytes, (int)planes, out);
 }
 #endif

@@ -12,8 +12,8 @@ struct operations {
     const double *values;  /* [V, 12] */
 };
 
-/* Runs a sample's operations on an image of 1 or 3 channels, in place. stop: NULL, or ends the work early once it is
- * not 0; the image then has undefined levels. */
+/* Runs a sample's operations on an image of 1 or 3 channels, in place. stop: ends the work early once it is not 0; the
+ * image then has undefined levels. */
 void run_operations(struct image *image, const struct operations *operations, int64_t sample, const int32_t *stop);
 
 /* Writes table[channel][level] of each level to out. The table [C, 256] has items of 1, 2, 4 or 8 bytes. planes: whether

@@ -50,8 +50,7 @@ static void spread_row(const struct work *work, int64_t y) {
 }
 
 /* Sums elements begin to begin + count of a row with their neighbours to the left and the right, from the left on. */
-static inline __attribute__((always_inline)) void sum_across(const struct work *work, int64_t begin, int64_t count,
-                                                             int at_once, float *to) {
+INLINE void sum_across(const struct work *work, int64_t begin, int64_t count, int at_once, float *to) {
     const float *levels = work->levels + begin;
     float sums[PIECE];
     for (int64_t i = 0; i < count; i++)
@@ -85,9 +84,8 @@ static inline uint8_t result_of(float sum, float level, float centre, double fac
 }
 
 /* Sums elements of a row with those of the rows above and below it, from the middle on, and writes the results. */
-static inline __attribute__((always_inline)) void sum_down(const struct work *work, const float *const *rows,
-                                                           int64_t begin, int64_t count, int at_once,
-                                                           const uint8_t *levels, uint8_t *out) {
+INLINE void sum_down(const struct work *work, const float *const *rows, int64_t begin, int64_t count, int at_once,
+                     const uint8_t *levels, uint8_t *out) {
     int64_t middle = work->filter->high / 2;
     float sums[PIECE], centre = (float)work->filter->centre;
     double factor = work->filter->factor;
@@ -129,22 +127,21 @@ static void keep_pixels(const struct work *work, int64_t y, uint8_t *out) {
     memcpy(out + work->elements - size, levels + work->elements - size, (size_t)size);
 }
 
-static int filter_rows(const struct work *work, const float **rows, uint8_t *out, int64_t out_pitch,
-                       const int32_t *stop) {
+static int filter_rows(const struct work *work, const float **rows, const struct image *result, const int32_t *stop) {
     int64_t next = 0, below = work->filter->high / 2;
-    for (int64_t y = 0; y < work->image->height; y++, out += out_pitch) {
+    for (int64_t y = 0; y < work->image->height; y++) {
         if (y % ROWS_BETWEEN_CHECKS == 0 && is_stopped(stop))
             return STOPPED;
         for (; next <= y + below && next < work->image->height; next++)
             sum_row(work, next);
-        filter_row(work, y, rows, out);
+        filter_row(work, y, rows, pixel_at(result, y, 0));
         if (work->filter->keep)
-            keep_pixels(work, y, out);
+            keep_pixels(work, y, pixel_at(result, y, 0));
     }
     return DONE;
 }
 
-static int run(const struct image *image, const struct local_filter *filter, uint8_t *out, int64_t out_pitch,
+static int run(const struct image *image, const struct local_filter *filter, const struct image *result,
                const int32_t *stop) {
     int64_t elements = image->width * image->channels, high = filter->high, wide = filter->wide;
     int64_t stride = (elements + LINE - 1) / LINE * LINE, margins = (wide - 1) * image->channels;
@@ -162,27 +159,21 @@ static int run(const struct image *image, const struct local_filter *filter, uin
         weights[i] = (float)filter->rows[i];
     for (int64_t i = 0; i < wide; i++)
         weights[high + i] = (float)filter->columns[i];
-    int status = filter_rows(&work, rows, out, out_pitch, stop);
+    int status = filter_rows(&work, rows, result, stop);
     free(rows);
     free(summed);
     return status;
 }
 
-int (*const VARIANT(filter_image))(const struct image *, const struct local_filter *, uint8_t *, int64_t,
-                                   const int32_t *) = run;
+typedef int filter_function(const struct image *, const struct local_filter *, const struct image *, const int32_t *);
+
+filter_function *const VARIANT(filter_image) = run;
 
 #ifndef FUSED
-extern int (*const filter_image_avx2)(const struct image *, const struct local_filter *, uint8_t *, int64_t,
-                                      const int32_t *);
+extern filter_function *const filter_image_avx2;
 
-int filter_image(const struct image *image, const struct local_filter *filter, uint8_t *out, int64_t out_pitch,
+int filter_image(const struct image *image, const struct local_filter *filter, const struct image *result,
                  const int32_t *stop) {
-    return (*FASTEST(filter_image))(image, filter, out, out_pitch, stop);
-}
-
-/* For Python: see execute/local.py. */
-int64_t gpuflow_filter(const struct image *image, const struct local_filter *filter, uint8_t *out, int64_t out_pitch) {
-    const int32_t stop = 0;
-    return filter_image(image, filter, out, out_pitch, &stop);
+    return (*FASTEST(filter_image))(image, filter, result, stop);
 }
 #endif

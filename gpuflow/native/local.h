@@ -15,9 +15,8 @@ struct local_filter {
     int64_t keep;
 };
 
-/* Writes the filtered image into out, which is another one, with rows of out_pitch bytes. Returns DONE, NO_MEMORY or
- * STOPPED. */
-int filter_image(const struct image *image, const struct local_filter *filter, uint8_t *out, int64_t out_pitch,
+/* Writes the filtered image into another one of its size. Returns DONE, NO_MEMORY or STOPPED. */
+int filter_image(const struct image *image, const struct local_filter *filter, const struct image *result,
                  const int32_t *stop);
 
 #endif

@@ -21,8 +21,6 @@ struct point {
     int64_t x, y;
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static struct point corner(const double *outline, int64_t i) {
     return (struct point){(int64_t)(SCALE * outline[2 * i] + 0.5), (int64_t)(SCALE * outline[2 * i + 1] + 0.5)};
 }
@@ -32,7 +30,7 @@ static void add_turn(struct turns *turns, struct point from, struct point to, in
     int64_t middle = (to.x < from.x ? to.x : to.x - 1) - SCALE / 2;
     if (to.x == from.x || middle < 0 || middle % SCALE || middle / SCALE >= width)
         return;
-    double row = ((double)least(from.y, to.y) + 0.5) / SCALE - 0.5;
+    double row = ((double)at_most(from.y, to.y) + 0.5) / SCALE - 0.5;
     row = ceil(fmin(fmax(row, 0), (double)height));
     turns->at[turns->count++] = middle / SCALE * height + (int64_t)row;
 }
@@ -79,7 +77,7 @@ int64_t gpuflow_draw_outline(const double *outline, int64_t count, int64_t width
         follow_edge(corner(outline, i), corner(outline, (i + 1) % count), &turns, &last, i == 0, width, height);
     qsort(turns.at, (size_t)turns.count, sizeof(int64_t), compare_turns);
     for (int64_t i = 0; i < turns.count; i += 2) {
-        int64_t end = i + 1 < turns.count ? least(turns.at[i + 1], pixels) : pixels;
+        int64_t end = i + 1 < turns.count ? at_most(turns.at[i + 1], pixels) : pixels;
         for (int64_t at = turns.at[i]; at < end; at++)
             down[at] |= (uint8_t)bits;
     }
@@ -112,8 +110,8 @@ static inline int64_t place_at(const void *places, int64_t kind, int64_t at) {
     }
 }
 
-static inline __attribute__((always_inline)) void apply_row(const struct mask_map *map, int64_t row, int64_t kind,
-                                                            const uint8_t *mask, uint8_t fill, uint8_t *restrict out) {
+INLINE void apply_row(const struct mask_map *map, int64_t row, int64_t kind, const uint8_t *mask, uint8_t fill,
+                      uint8_t *restrict out) {
     const int64_t *restrict columns = map->columns, width = map->width, first = map->rows[row] * map->stride;
     const void *places = map->places;
     for (int64_t i = 0; i < width; i++) {
@@ -140,13 +138,13 @@ void gpuflow_apply_mask_map(const struct mask_map *map, const uint8_t *mask, int
  * of it that is not filled. */
 void gpuflow_warp_mask_map(const struct mask_map *map, const double *matrix, int64_t border, int64_t as_torchvision,
                            const int64_t *shown, int64_t height, int64_t width, void *places) {
-    const struct lookup lookup = {matrix, map->height, map->width, (int)border, (int)as_torchvision};
+    const struct lookup lookup = {matrix, map->height, map->width, border, as_torchvision};
     int32_t rows[MOST_PIXELS], columns[MOST_PIXELS];
     int wide = map->kind_of_result == INT64;
     memset(places, 0xff, (size_t)(height * width) * (wide ? sizeof(int64_t) : sizeof(int32_t))); /* -1 */
     for (int64_t y = shown[0]; y < shown[0] + shown[2]; y++) {
         for (int64_t x = shown[1], end = x + shown[3], count; x < end; x += count) {
-            count = least(end - x, MOST_PIXELS);
+            count = at_most(end - x, MOST_PIXELS);
             find_nearest(&lookup, y, x, count, rows, columns);
             for (int64_t i = 0; i < count; i++) {
                 int64_t at = y * width + x + i, row = -1, column = -1;

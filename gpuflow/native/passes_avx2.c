@@ -4,15 +4,9 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "avx2_begin.h"
+#include "image.h"
 #include "passes.h"
-
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
-#else
-#pragma GCC target("avx2")
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE __m256i both(__m128i upper, __m128i lower) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(upper), lower, 1);
@@ -148,8 +142,5 @@ static void down(const uint8_t *const *rows, const int16_t *weights, int64_t tap
 
 const struct passes passes_avx2 = {across, down};
 
-#ifdef __clang__
-#pragma clang attribute pop
-#endif
-
+#include "avx2_end.h"
 #endif

@@ -17,14 +17,6 @@ enum { MOST_PRECISION = 22, MOST_WEIGHT = 1 << 15 };
 /* Columns are filtered in parts if the rows between the passes would take more memory than this. */
 enum { MOST_BYTES_BETWEEN = 1 << 22 };
 
-static int64_t at_least(int64_t value, int64_t least) {
-    return value < least ? least : value;
-}
-
-static int64_t at_most(int64_t value, int64_t most) {
-    return value > most ? most : value;
-}
-
 static double cubic(double x, double a) {
     x = fabs(x);
     if (x < 1.0)

@@ -16,23 +16,13 @@ static const double MARGIN = 0.01; /* more than the error of a place in float32,
 
 enum { TILE = 256, BLOCK = 16, MOST_CHANNELS = 4 };
 
-/* A warp of one image. matrix: of points of the result to points of the image, or of pixels' indices to such. */
-struct job {
-    const struct image *image;
-    const double *matrix;
-    const uint8_t *fill;
-    int border;
-    uint8_t *out;
-    int64_t out_pitch, height, width; /* of the result */
-};
-
 /* Returns x, or the nearer of two limits; the lower one for NaN. */
 static inline double limit(double x, double low, double high) {
     x = x > low ? x : low;
     return x < high ? x : high;
 }
 
-static inline int64_t fold_index(int64_t at, int64_t side, int border) {
+static inline int64_t fold_index(int64_t at, int64_t side, int64_t border) {
     int64_t period = border == SYMMETRIC_BORDER ? 2 * side : 2 * (side - 1);
     if (border == EDGE_BORDER || period == 0)
         return at < 0 ? 0 : at < side ? at : side - 1;
@@ -42,7 +32,7 @@ static inline int64_t fold_index(int64_t at, int64_t side, int border) {
 }
 
 /* As fold_index, for a place between pixels. */
-static double fold_place(double at, double side, int border) {
+static double fold_place(double at, double side, int64_t border) {
     double period = border == SYMMETRIC_BORDER ? 2 * side : 2 * (side - 1);
     if (border != EDGE_BORDER && period > 0) {
         at = fmod(at, period);
@@ -92,7 +82,7 @@ static void find_as_torchvision(const struct lookup *lookup, int axis, double mi
 }
 
 /* Writes the pixels that contain places along an axis; -1 for those outside. */
-static void find_pixels(const double *at, int64_t count, int64_t side, int border, int32_t *pixels) {
+static void find_pixels(const double *at, int64_t count, int64_t side, int64_t border, int32_t *pixels) {
     double end = (double)side;
     int32_t last = (int32_t)(side - 1);
     for (int64_t i = 0; i < count; i++) {
@@ -120,9 +110,8 @@ static void nearest(const struct lookup *lookup, int64_t y, int64_t x, int64_t c
     find_pixels(at_y, count, lookup->height, lookup->border, rows);
 }
 
-static inline __attribute__((always_inline)) void copy_pixels(const struct image *image, const uint8_t *fill,
-                                                              const int32_t *rows, const int32_t *columns,
-                                                              int64_t count, int64_t channels, uint8_t *out) {
+INLINE void copy_each(const struct image *image, const uint8_t *fill, const int32_t *rows, const int32_t *columns,
+                      int64_t count, int64_t channels, uint8_t *out) {
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *pixel = fill;
         if ((rows[i] | columns[i]) >= 0)
@@ -132,21 +121,26 @@ static inline __attribute__((always_inline)) void copy_pixels(const struct image
     }
 }
 
-static int warp_nearest(const struct job *job, const int64_t *part, int as_torchvision, const int32_t *stop) {
+static void copy_pixels(const struct image *image, const uint8_t *fill, const int32_t *rows, const int32_t *columns,
+                        int64_t count, uint8_t *out) {
+    if (image->channels == 3) /* a constant, so that the compiler unrolls its loop */
+        copy_each(image, fill, rows, columns, count, 3, out);
+    else
+        copy_each(image, fill, rows, columns, count, image->channels, out);
+}
+
+static int warp_nearest(const struct warp *job, const int32_t *stop) {
     const struct image *image = job->image;
-    struct lookup lookup = {job->matrix, image->height, image->width, job->border, as_torchvision};
+    struct lookup lookup = {job->matrix, image->height, image->width, job->view->border,
+                            job->view->as_torchvision};
     int32_t rows[MOST_PIXELS], columns[MOST_PIXELS];
-    for (int64_t y = 0; y < job->height; y++) {
+    for (int64_t y = 0; y < job->result->height; y++) {
         if (y % ROWS_BETWEEN_CHECKS == 0 && is_stopped(stop))
             return STOPPED;
-        for (int64_t x = 0, count; x < job->width; x += count) {
-            count = job->width - x < MOST_PIXELS ? job->width - x : MOST_PIXELS;
-            uint8_t *out = job->out + y * job->out_pitch + x * image->channels;
-            nearest(&lookup, part[0] + y, part[1] + x, count, rows, columns);
-            if (image->channels == 3)
-                copy_pixels(image, job->fill, rows, columns, count, 3, out);
-            else
-                copy_pixels(image, job->fill, rows, columns, count, image->channels, out);
+        for (int64_t x = 0, count; x < job->result->width; x += count) {
+            count = at_most(job->result->width - x, MOST_PIXELS);
+            nearest(&lookup, job->y + y, job->x + x, count, rows, columns);
+            copy_pixels(image, job->view->fill, rows, columns, count, pixel_at(job->result, y, x));
         }
     }
     return DONE;
@@ -162,18 +156,18 @@ struct reach {
 };
 
 /* Writes places of a row, rounded, in pixels from the centre of the first one. */
-static void find_places(const struct job *job, double y, double x, int64_t count, double *at_x, double *at_y) {
+static void find_places(const struct warp *job, double y, double x, int64_t count, double *at_x, double *at_y) {
     double *lines[2] = {at_x, at_y}, sides[2] = {(double)job->image->width, (double)job->image->height};
     find_points(job->matrix, y, x, count, at_x, at_y);
     for (int axis = 0; axis < 2; axis++) {
         double *at = lines[axis], side = sides[axis];
-        int constant = job->border == CONSTANT_BORDER;
+        int constant = job->view->border == CONSTANT_BORDER;
         double low = constant ? -1 : -FAR, high = constant ? side : FAR; /* further outside nothing is seen */
         for (int64_t i = 0; i < count; i++)
             at[i] = limit(at[i] - 0.5, low, high);
         for (int64_t i = 0; !constant && i < count; i++)
             if (!(at[i] >= 0 && at[i] <= side - 1))
-                at[i] = fold_place(at[i], side, job->border);
+                at[i] = fold_place(at[i], side, job->view->border);
         for (int64_t i = 0; i < count; i++)
             at[i] = round_even(at[i] * PLACES) / PLACES;
     }
@@ -205,7 +199,7 @@ static inline float place_in_reach(const struct reach *reach, double at) {
 
 static inline float level_at(const struct image *image, int64_t y, int64_t x, int64_t channel) {
     int inside = y >= 0 && y < image->height && x >= 0 && x < image->width;
-    return inside ? image->pixels[y * image->pitch + x * image->channels + channel] : 0;
+    return inside ? pixel_at(image, y, x)[channel] : 0;
 }
 
 static inline float share_inside(double at, double side) {
@@ -213,7 +207,7 @@ static inline float share_inside(double at, double side) {
     return (float)(share < 1 ? share : 1);
 }
 
-static void blend_row(const struct job *job, const struct reach *across, const struct reach *down, const double *at_x,
+static void blend_row(const struct warp *job, const struct reach *across, const struct reach *down, const double *at_x,
                       const double *at_y, int64_t count, int fades, uint8_t *out) {
     const struct image *image = job->image;
     for (int64_t i = 0; i < count; i++) {
@@ -228,20 +222,20 @@ static void blend_row(const struct job *job, const struct reach *across, const s
             level = multiply_add(level_at(image, row + 1, column, c), (lower_part * left_part), level);
             level = multiply_add(level_at(image, row + 1, column + 1, c), (lower_part * right_part), level);
             if (fades)
-                level = (level - job->fill[c]) * share + job->fill[c];
+                level = (level - job->view->fill[c]) * share + job->view->fill[c];
             out[i * image->channels + c] = (uint8_t)round_even_float(level);
         }
     }
 }
 
-static void fill_row(const struct job *job, int64_t count, uint8_t *out) {
+static void fill_row(const struct warp *job, int64_t count, uint8_t *out) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t c = 0; c < job->image->channels; c++)
-            out[i * job->image->channels + c] = job->fill[c];
+            out[i * job->image->channels + c] = job->view->fill[c];
 }
 
 /* Warps the pixels of a tile, whose upper left point is (x, y). */
-static void blend_tile(const struct job *job, double y, double x, int64_t height, int64_t width, uint8_t *out) {
+static void blend_tile(const struct warp *job, double y, double x, int64_t height, int64_t width, uint8_t *out) {
     const struct image *image = job->image;
     struct reach across = {.low = INFINITY, .high = -INFINITY}, down = across;
     double at_x[TILE], at_y[TILE];
@@ -253,25 +247,24 @@ static void blend_tile(const struct job *job, double y, double x, int64_t height
     int visible = begin_at(&across, image->width), shown = begin_at(&down, image->height) && visible;
     int fades = across.low < 0 || down.low < 0 || across.high > (double)(image->width - 1) ||
                 down.high > (double)(image->height - 1);
-    for (int64_t row = 0; row < height; row++, out += job->out_pitch) {
+    for (int64_t row = 0; row < height; row++, out += job->result->pitch) {
         if (!shown) {
             fill_row(job, width, out);
             continue;
         }
         find_places(job, y + (double)row, x, width, at_x, at_y);
-        blend_row(job, &across, &down, at_x, at_y, width, fades && job->border == CONSTANT_BORDER, out);
+        blend_row(job, &across, &down, at_x, at_y, width, fades && job->view->border == CONSTANT_BORDER, out);
     }
 }
 
-static int warp_far(const struct job *job, const int64_t *part, const int32_t *stop) {
-    for (int64_t top = 0; top < job->height; top += TILE) {
-        for (int64_t left = 0; left < job->width; left += TILE) {
+static int warp_far(const struct warp *job, const int32_t *stop) {
+    for (int64_t top = 0; top < job->result->height; top += TILE) {
+        for (int64_t left = 0; left < job->result->width; left += TILE) {
             if (is_stopped(stop))
                 return STOPPED;
-            int64_t height = job->height - top < TILE ? job->height - top : TILE;
-            int64_t width = job->width - left < TILE ? job->width - left : TILE;
-            blend_tile(job, (double)(part[0] + top) + 0.5, (double)(part[1] + left) + 0.5, height, width,
-                       job->out + top * job->out_pitch + left * job->image->channels);
+            int64_t height = at_most(job->result->height - top, TILE), width = at_most(job->result->width - left, TILE);
+            blend_tile(job, (double)(job->y + top) + 0.5, (double)(job->x + left) + 0.5, height, width,
+                       pixel_at(job->result, top, left));
         }
     }
     return DONE;
@@ -331,9 +324,8 @@ static inline uint8_t blend_level(float x, float y, float upper_left, float uppe
 }
 
 /* Blends four pixels for each place, all of which are inside the image. */
-static inline __attribute__((always_inline)) void blend_inside(const struct image *image, const struct places *places,
-                                                               int64_t begin, int64_t end, int64_t channels,
-                                                               uint8_t *out) {
+INLINE void blend_inside(const struct image *image, const struct places *places, int64_t begin, int64_t end,
+                         int64_t channels, uint8_t *out) {
     uint8_t corners[4][MOST_CHANNELS][MOST_PIXELS], levels[MOST_CHANNELS][MOST_PIXELS];
     for (int64_t i = begin; i < end; i++) {
         const uint8_t *window = image->pixels + places->top[i] * image->pitch + places->left[i] * channels;
@@ -354,21 +346,21 @@ static inline __attribute__((always_inline)) void blend_inside(const struct imag
 }
 
 /* Blends four pixels for one place; of those outside the image, the ones that the border shows. */
-static void blend_folded(const struct job *job, const struct places *places, int64_t i, uint8_t *out) {
+static void blend_folded(const struct warp *job, const struct places *places, int64_t i, uint8_t *out) {
     const struct image *image = job->image;
     int64_t channels = image->channels;
     const uint8_t *pixels[4];
     for (int corner = 0; corner < 4; corner++) {
-        int64_t row = fold_index(places->top[i] + (corner >> 1), image->height, job->border);
-        int64_t column = fold_index(places->left[i] + (corner & 1), image->width, job->border);
-        pixels[corner] = image->pixels + row * image->pitch + column * channels;
+        int64_t row = fold_index(places->top[i] + (corner >> 1), image->height, job->view->border);
+        int64_t column = fold_index(places->left[i] + (corner & 1), image->width, job->view->border);
+        pixels[corner] = pixel_at(image, row, column);
     }
     for (int64_t c = 0; c < channels; c++)
         out[i * channels + c] =
             blend_level(places->x[i], places->y[i], pixels[0][c], pixels[1][c], pixels[2][c], pixels[3][c]);
 }
 
-static void blend_places(const struct job *job, const struct places *places, int64_t count, uint8_t *out) {
+static void blend_places(const struct warp *job, const struct places *places, int64_t count, uint8_t *out) {
     const struct image *image = job->image;
     for (int64_t i = 0, begin = 0; i < count; begin = i) {
         while (i < count && places->left[i] >= 0 && places->left[i] < image->width - 1 && places->top[i] >= 0 &&
@@ -384,14 +376,13 @@ static void blend_places(const struct job *job, const struct places *places, int
 }
 
 /* Warps pixels `begin` to `end` of row y. m: the matrix of indices in float32. */
-static void blend_near(const struct job *job, const float *m, int64_t y, int64_t begin, int64_t end) {
+static void blend_near(const struct warp *job, const float *m, int64_t y, int64_t begin, int64_t end) {
     struct places places;
-    int64_t blocks_end = job->width / BLOCK * BLOCK;
-    uint8_t *row = job->out + y * job->out_pitch;
+    int64_t blocks_end = job->result->width / BLOCK * BLOCK;
+    uint8_t *row = pixel_at(job->result, y, 0);
     for (int64_t x = begin, stop; x < end; x = stop) {
         int in_blocks = x < blocks_end;
-        stop = in_blocks && blocks_end < end ? blocks_end : end;
-        stop = stop - x < MOST_PIXELS ? stop : x + MOST_PIXELS;
+        stop = at_most(in_blocks ? at_most(blocks_end, end) : end, x + MOST_PIXELS);
         find_near(m, y, x, stop - x, in_blocks, is_affine(job->matrix), &places);
         blend_places(job, &places, stop - x, row + x * job->image->channels);
     }
@@ -404,9 +395,9 @@ struct span {
 
 /* Returns which pixels of row y are seen inside the image with a margin around it: column + margin >= 0, and
  * column <= side - 1 + margin. Each is a linear inequality of x, since the third coordinate is above 0. */
-static struct span find_span(const struct job *job, double y, double margin) {
+static struct span find_span(const struct warp *job, double y, double margin) {
     const double *m = job->matrix, sides[2] = {(double)job->image->width, (double)job->image->height};
-    double third = m[7] * y + m[8], low = 0, high = (double)job->width;
+    double third = m[7] * y + m[8], low = 0, high = (double)job->result->width;
     for (int axis = 0; axis < 2; axis++) {
         double slope = m[3 * axis], rest = m[3 * axis + 1] * y + m[3 * axis + 2], last = sides[axis] - 1 + margin;
         double slopes[2] = {slope + margin * m[6], last * m[6] - slope};
@@ -421,14 +412,14 @@ static struct span find_span(const struct job *job, double y, double margin) {
                 high = high < bound ? high : bound;
         }
     }
-    low = ceil(low < (double)job->width ? low : (double)job->width);
+    low = ceil(low < (double)job->result->width ? low : (double)job->result->width);
     high = floor(high) + 1;
-    high = high < (double)job->width ? high : (double)job->width;
+    high = high < (double)job->result->width ? high : (double)job->result->width;
     return (struct span){(int64_t)low, (int64_t)(high > low ? high : low)};
 }
 
 /* Blends pixels that are seen on the edge of the image with the fill, in float64. */
-static void blend_edge(const struct job *job, int64_t y, int64_t begin, int64_t end) {
+static void blend_edge(const struct warp *job, int64_t y, int64_t begin, int64_t end) {
     const struct image *image = job->image;
     for (int64_t column = begin; column < end; column++) {
         double x_place, y_place, covered = 0, totals[MOST_CHANNELS] = {0};
@@ -440,34 +431,35 @@ static void blend_edge(const struct job *job, int64_t y, int64_t begin, int64_t 
             double down = corner & 1 ? y_place - top : top + 1 - y_place;
             if (x < 0 || x >= (double)image->width || y < 0 || y >= (double)image->height)
                 continue;
-            const uint8_t *pixel = image->pixels + (int64_t)y * image->pitch + (int64_t)x * image->channels;
+            const uint8_t *pixel = pixel_at(image, (int64_t)y, (int64_t)x);
             for (int64_t c = 0; c < image->channels; c++)
                 totals[c] += across * down * pixel[c];
             covered += across * down;
         }
-        uint8_t *out = job->out + y * job->out_pitch + column * image->channels;
+        uint8_t *out = pixel_at(job->result, y, column);
         for (int64_t c = 0; c < image->channels; c++)
-            out[c] = (uint8_t)round_even(covered * (totals[c] - job->fill[c]) + job->fill[c]);
+            out[c] = (uint8_t)round_even(covered * (totals[c] - job->view->fill[c]) + job->view->fill[c]);
     }
 }
 
-static void warp_row_on_fill(const struct job *job, const float *m, int64_t y) {
+static void warp_row_on_fill(const struct warp *job, const float *m, int64_t y) {
     struct span seen = find_span(job, (double)y, 1 + MARGIN), inner = find_span(job, (double)y, -MARGIN);
     inner.begin = inner.begin < seen.begin ? seen.begin : inner.begin > seen.end ? seen.end : inner.begin;
     inner.end = inner.end < inner.begin ? inner.begin : inner.end > seen.end ? seen.end : inner.end;
-    uint8_t *row = job->out + y * job->out_pitch;
+    uint8_t *row = pixel_at(job->result, y, 0);
     fill_row(job, seen.begin, row);
     blend_edge(job, y, seen.begin, inner.begin);
     blend_near(job, m, y, inner.begin, inner.end);
     blend_edge(job, y, inner.end, seen.end);
-    fill_row(job, job->width - seen.end, row + seen.end * job->image->channels);
+    fill_row(job, job->result->width - seen.end, row + seen.end * job->image->channels);
 }
 
 /* Returns whether float32 is enough for the places that the part's points come from: the third coordinate, which is 1
  * somewhere, stays near it, and sums of terms below 2^13 are wrong by less than 0.001 of a pixel. */
-static int is_near(const double *m, const int64_t *part) {
-    double left = (double)part[1], top = (double)part[0];
-    double right = left + (double)part[3], bottom = top + (double)part[2];
+static int is_near(const struct warp *job) {
+    const double *m = job->matrix;
+    double left = (double)job->x, top = (double)job->y;
+    double right = left + (double)job->result->width, bottom = top + (double)job->result->height;
     double far_x = fmax(fabs(left), fabs(right)), far_y = fmax(fabs(top), fabs(bottom));
     double xs[4] = {left, right, left, right}, ys[4] = {top, top, bottom, bottom};
     for (int i = 0; i < 4; i++) {
@@ -481,26 +473,26 @@ static int is_near(const double *m, const int64_t *part) {
     return 1;
 }
 
-static int warp_near(const struct job *job, const int64_t *part, const int32_t *stop) {
+static int warp_near(const struct warp *job, const int32_t *stop) {
+    double first_x = (double)job->x + 0.5, first_y = (double)job->y + 0.5;
     double indices[9]; /* of the result's pixels to those of the image's pixels */
     memcpy(indices, job->matrix, sizeof indices);
     for (int row = 0; row < 3; row++)
-        indices[3 * row + 2] = fma(indices[3 * row + 1], (double)part[0] + 0.5, indices[3 * row] * ((double)part[1] + 0.5)) +
-                               indices[3 * row + 2];
+        indices[3 * row + 2] += fma(indices[3 * row + 1], first_y, indices[3 * row] * first_x);
     for (int i = 0; i < 6; i++)
         indices[i] -= 0.5 * indices[6 + i % 3];
-    struct job of_indices = *job;
+    struct warp of_indices = *job;
     of_indices.matrix = indices;
     float m[9];
     for (int i = 0; i < 9; i++)
         m[i] = (float)indices[i];
-    for (int64_t y = 0; y < job->height; y++) {
+    for (int64_t y = 0; y < job->result->height; y++) {
         if (y % ROWS_BETWEEN_CHECKS == 0 && is_stopped(stop))
             return STOPPED;
-        if (job->border == CONSTANT_BORDER)
+        if (job->view->border == CONSTANT_BORDER)
             warp_row_on_fill(&of_indices, m, y);
         else
-            blend_near(&of_indices, m, y, 0, job->width);
+            blend_near(&of_indices, m, y, 0, job->result->width);
     }
     return DONE;
 }
@@ -515,53 +507,55 @@ static int only_shifts(const double *m) {
            is_whole(m[5]);
 }
 
-static int copy_shifted(const struct job *job, const int64_t *part, const int32_t *stop) {
-    const struct image *image = job->image;
-    int64_t shift_y = (int64_t)job->matrix[5], shift_x = (int64_t)job->matrix[2], channels = image->channels;
+/* Returns the pixel that is shown at a place along a side; -1 for one outside. */
+static int64_t shown_at(int64_t at, int64_t side, int64_t border) {
+    if (at >= 0 && at < side)
+        return at;
+    return border == CONSTANT_BORDER ? -1 : fold_index(at, side, border);
+}
+
+static int copy_shifted(const struct warp *job, const int32_t *stop) {
+    const struct image *image = job->image, *result = job->result;
+    const int64_t border = job->view->border;
+    int64_t shift_y = (int64_t)job->matrix[5], shift_x = (int64_t)job->matrix[2];
     int mirror_y = job->matrix[4] < 0, mirror_x = job->matrix[0] < 0;
     int32_t rows[MOST_PIXELS], columns[MOST_PIXELS];
-    for (int64_t y = 0; y < job->height; y++) {
-        if (y % ROWS_BETWEEN_CHECKS == 0 && is_stopped(stop))
-            return STOPPED;
-        int64_t row = mirror_y ? shift_y - 1 - part[0] - y : shift_y + part[0] + y;
-        if (row < 0 || row >= image->height)
-            row = job->border == CONSTANT_BORDER ? -1 : fold_index(row, image->height, job->border);
-        uint8_t *out = job->out + y * job->out_pitch;
-        int64_t first = shift_x + part[1];
-        if (!mirror_x && row >= 0 && first >= 0 && first + job->width <= image->width) {
-            memcpy(out, image->pixels + row * image->pitch + first * channels, (size_t)(job->width * channels));
-            continue;
+    for (int64_t x = 0, count; x < result->width; x += count) {
+        count = at_most(result->width - x, MOST_PIXELS);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = job->x + x + i;
+            columns[i] = (int32_t)shown_at(mirror_x ? shift_x - 1 - at : shift_x + at, image->width, border);
         }
-        for (int64_t x = 0, count; x < job->width; x += count) {
-            count = job->width - x < MOST_PIXELS ? job->width - x : MOST_PIXELS;
-            for (int64_t i = 0; i < count; i++) {
-                int64_t column = mirror_x ? shift_x - 1 - part[1] - x - i : first + x + i;
-                if (column < 0 || column >= image->width)
-                    column = job->border == CONSTANT_BORDER ? -1 : fold_index(column, image->width, job->border);
-                rows[i] = (int32_t)row;
-                columns[i] = (int32_t)column;
+        int are_neighbours = columns[0] >= 0 && columns[count - 1] - columns[0] == count - 1; /* no step is longer */
+        for (int64_t y = 0; y < result->height; y++) {
+            if (y % ROWS_BETWEEN_CHECKS == 0 && is_stopped(stop))
+                return STOPPED;
+            int64_t at = job->y + y;
+            int32_t row = (int32_t)shown_at(mirror_y ? shift_y - 1 - at : shift_y + at, image->height, border);
+            if (are_neighbours && row >= 0) {
+                memcpy(pixel_at(result, y, x), pixel_at(image, row, columns[0]), (size_t)(count * image->channels));
+                continue;
             }
-            copy_pixels(image, job->fill, rows, columns, count, channels, out + x * channels);
+            for (int64_t i = 0; i < count; i++)
+                rows[i] = row;
+            copy_pixels(image, job->view->fill, rows, columns, count, pixel_at(result, y, x));
         }
     }
     return DONE;
 }
 
-static int warp(const struct image *image, const double *matrix, const int64_t *part, int interpolation, int border,
-                const uint8_t *fill, int as_torchvision, uint8_t *out, int64_t out_pitch, const int32_t *stop) {
-    struct job job = {image, matrix, fill, border, out, out_pitch, part[2], part[3]};
-    if (only_shifts(matrix))
-        return copy_shifted(&job, part, stop);
-    if (interpolation == 0)
-        return warp_nearest(&job, part, as_torchvision, stop);
-    return is_near(matrix, part) ? warp_near(&job, part, stop) : warp_far(&job, part, stop);
+static int warp(const struct warp *job, const int32_t *stop) {
+    if (only_shifts(job->matrix))
+        return copy_shifted(job, stop);
+    if (job->view->interpolation == 0)
+        return warp_nearest(job, stop);
+    return is_near(job) ? warp_near(job, stop) : warp_far(job, stop);
 }
 
 /* --- forms for different processors ------------------------------------------------------------------------------- */
 
 struct warp_functions {
-    int (*warp)(const struct image *, const double *, const int64_t *, int, int, const uint8_t *, int, uint8_t *,
-                int64_t, const int32_t *);
+    int (*warp)(const struct warp *, const int32_t *);
     void (*nearest)(const struct lookup *, int64_t, int64_t, int64_t, int32_t *, int32_t *);
 };
 
@@ -574,16 +568,5 @@ void find_nearest(const struct lookup *lookup, int64_t y, int64_t x, int64_t cou
     FASTEST(warp_functions)->nearest(lookup, y, x, count, rows, columns);
 }
 
-int warp_image(const struct image *image, const double *matrix, const int64_t *part, int interpolation, int border,
-               const uint8_t *fill, int as_torchvision, uint8_t *out, int64_t out_pitch, const int32_t *stop) {
-    return FASTEST(warp_functions)->warp(image, matrix, part, interpolation, border, fill, as_torchvision, out,
-                                         out_pitch, stop);
-}
-
-/* For Python: see execute/warp.py. */
-void gpuflow_warp(const struct image *image, const double *matrix, const int64_t *part, int64_t interpolation,
-                  int64_t border, const uint8_t *fill, int64_t as_torchvision, uint8_t *out, int64_t out_pitch) {
-    const int32_t stop = 0;
-    warp_image(image, matrix, part, (int)interpolation, (int)border, fill, (int)as_torchvision, out, out_pitch, &stop);
-}
+int warp_image(const struct warp *warp, const int32_t *stop) { return FASTEST(warp_functions)->warp(warp, stop); }
 #endif

@@ -11,8 +11,7 @@ enum border { CONSTANT_BORDER, EDGE_BORDER, REFLECT_BORDER, SYMMETRIC_BORDER };
  * as_torchvision: take the pixels that torchvision takes, see `Lookup` in pipeline/stage.py. */
 struct lookup {
     const double *matrix;
-    int64_t height, width; /* of the image */
-    int border, as_torchvision;
+    int64_t height, width, border, as_torchvision; /* height, width: of the image */
 };
 
 enum { MOST_PIXELS = 256 };
@@ -21,9 +20,22 @@ enum { MOST_PIXELS = 256 };
  * x on; -1 for one outside. */
 void find_nearest(const struct lookup *lookup, int64_t y, int64_t x, int64_t count, int32_t *rows, int32_t *columns);
 
-/* Writes the part (y, x, height, width) of a warped image into out, whose rows have out_pitch bytes.
- * interpolation: 0 nearest, 1 bilinear. fill: a level for each channel. Returns DONE or STOPPED. */
-int warp_image(const struct image *image, const double *matrix, const int64_t *part, int interpolation, int border,
-               const uint8_t *fill, int as_torchvision, uint8_t *out, int64_t out_pitch, const int32_t *stop);
+/* How images are warped. interpolation: 0 nearest, 1 bilinear. fill: a level for each channel. */
+struct view {
+    int64_t interpolation, border, as_torchvision;
+    uint8_t fill[8];
+};
+
+/* A warp of an image. result: receives the part of the warped image that begins at (y, x). matrix: [9], maps a point of
+ * the warped image to one of the image. */
+struct warp {
+    const struct image *image, *result;
+    const double *matrix;
+    int64_t y, x;
+    const struct view *view;
+};
+
+/* Returns DONE or STOPPED. */
+int warp_image(const struct warp *warp, const int32_t *stop);
 
 #endif

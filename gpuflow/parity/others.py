@@ -21,8 +21,7 @@ from gpuflow.decode.optional_headers import LABELS
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, is_system_fault, reason_of
 from gpuflow.execute.cpu import call_opaque, header_of
-from gpuflow.execute.local import run_filters
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.one_image import run_filters, run_pointwise
 from gpuflow.execute.warp import OPENCV_BORDERS
 from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
 from gpuflow.parity.images import Encoded
@@ -211,7 +210,7 @@ class OpenCv:
                     image = _resampled(image, step, keys)
                 case PointwiseStep():
                     operations, planes = step.draw(keys, *_size(image)), step.after.layout == "nchw"
-                    image = run_pointwise(image, operations, 0, step.table, planes=planes, out=None)
+                    image = run_pointwise(image, operations, 0, step.table, planes=planes)
                 case LocalStep():
                     image = run_filters(image, step.draw(keys), 0)
                 case ApplyStep():

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, GpuflowError, did_you_mean
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.one_image import run_pointwise
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import Encoded, ParityImage
 from gpuflow.parity.libraries import Library, is_library
@@ -101,7 +101,7 @@ def _spread(levels: float, stage: Stage) -> float:
     operations = stage.operations(stage.draw(Keys(0, 0, np.arange(1)).stage(stage.key_name, 0)), side, side)
     if operations is None:
         return levels
-    mapped = run_pointwise(ramp, operations, 0, None, planes=False, out=None).reshape(256, 3).astype(int)
+    mapped = run_pointwise(ramp, operations, 0, None, planes=False).reshape(256, 3).astype(int)
     apart = (np.abs(mapped[step:] - mapped[:-step]).max() for step in range(1, min(int(levels), 255) + 1))
     return max(levels, *map(float, apart))
 

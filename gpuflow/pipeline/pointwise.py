@@ -1,6 +1,6 @@
 """The colour operations of pointwise stages as values: which each sample has, in order, with all that they need.
 
-A stage describes its operations once. The CPU (`execute/pointwise.py`) and the GPU (`execute/kernels/color.py`) run
+A stage describes its operations once. The CPU (`native/color.c`) and the GPU (`execute/kernels/color.py`) run
 this description, so a stage of another package has both forms: `Operations.table` takes any table of levels for each
 sample, and `Operations.matrix` any colour matrix.
 """

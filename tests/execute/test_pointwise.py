@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow.execute import pointwise
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute import native_chunk
+from gpuflow.execute.one_image import run_pointwise
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-IMAGE = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER)
 NOTHING = Operations.join(1, [])
 SIZES = [(1, 1), (1, 511), (1, 513), (3, 7), (64, 48), (67, 83), (131, 1), (224, 224)]
 MATRIX = np.array([[0.7, 0.4, -0.2, 9.5], [0.3, 0.9, 0.1, -20.0], [-0.5, 0.2, 1.1, 3.0]])
@@ -31,13 +30,10 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         if request.param == "portable":
             patch.setenv("GPUFLOW_NATIVE", "portable")
             copy = tmp_path_factory.mktemp("library") / "library.so"
-            shutil.copy(next(Path(pointwise.__file__).parents[1].glob("native/_library*.so")), copy)
+            shutil.copy(next(Path(native_chunk.__file__).parents[1].glob("native/_library*.so")), copy)
             library = ctypes.CDLL(str(copy))
-            for name, types in (
-                ("run_operations", (*IMAGE, POINTER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER)),
-                ("look_up_levels", (*IMAGE, POINTER, INTEGER, INTEGER, POINTER)),
-            ):
-                patch.setattr(pointwise, f"_{name}", function(f"gpuflow_{name}", *types, library=library))
+            run = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER, library=library)
+            patch.setattr(native_chunk, "_run_chunk", run)
         yield request.param
 
 
@@ -139,7 +135,7 @@ def test_any_operations_in_any_order(size: tuple[int, int], channels: int) -> No
     for image in pictures(rng, (*size, channels)):
         before = image.copy()
         for i in range(count):
-            result = run_pointwise(image, operations, i, None, planes=False, out=None)
+            result = run_pointwise(image, operations, i, None, planes=False)
             assert torch.equal(planes_of(result), expected(planes_of(image), operations, i)), operations.codes[i]
         assert np.array_equal(image, before)
 
@@ -158,7 +154,7 @@ def test_every_fifteenth_colour(colors: NDArray[np.uint8], operation: Operation,
     matrices = np.stack([MATRIX, 3 * MATRIX, np.eye(3, 4)]).reshape(3, 12)
     for factor in factors:
         operations = Operations.of(np.array([[operation]]), np.array([[factor]]), kinds=[operation], values=matrices)
-        result = run_pointwise(colors, operations, 0, None, planes=False, out=None)
+        result = run_pointwise(colors, operations, 0, None, planes=False)
         assert torch.equal(planes_of(result), expected(planes_of(colors), operations, 0))
 
 
@@ -169,46 +165,28 @@ def test_contrast_of_a_large_image_uses_its_exact_mean() -> None:
     for factor in (0.3, 1.7):
         operations = Operations.one(Operation.CONTRAST, np.ones(1, np.bool_), factor)
         floats = planes_of(image).float().mul_(factor).add_(mean, alpha=1.0 - factor)
-        result = run_pointwise(image, operations, 0, None, planes=False, out=None)
+        result = run_pointwise(image, operations, 0, None, planes=False)
         assert torch.equal(planes_of(result), floats.clamp_(0, 255).to(torch.uint8))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_rows_that_lie_apart(channels: int) -> None:
-    """A view of a larger image is changed in place, and nothing else of it."""
     rng, size = np.random.default_rng(channels), (45, 61)
     operations = programs(rng, 30, size)
     for i in range(30):
         around = rng.integers(0, 256, (60, 90, channels), np.uint8)
-        before, view = around.copy(), around[7:52, 11:72]
-        height, width = size
-        pointwise._run_operations(
-            view.ctypes.data, height, width, channels, view.strides[0],
-            operations.codes.ctypes.data, operations.factors.ctypes.data, operations.codes.shape[1],
-            operations.tables.ctypes.data, operations.values.ctypes.data, i, None,
-        )  # fmt: skip
-        wanted = expected(planes_of(before[7:52, 11:72]), operations, i).permute(1, 2, 0).numpy()
-        before[7:52, 11:72] = wanted
-        assert np.array_equal(around, before)
+        view = around[7:52, 11:72]
+        result = run_pointwise(view, operations, i, None, planes=False)
+        assert torch.equal(planes_of(result), expected(planes_of(view), operations, i))
 
 
 def test_a_box_is_erased_within_the_image_alone() -> None:
     boxes = np.array([[-2, 3, 4, 9], [3, -1, 9, 3]])
     operations = Operations.erase(np.ones(2, np.bool_), boxes, np.full((2, 1), 9.0))
     image = np.zeros((5, 6, 1), np.uint8)
-    first, second = (run_pointwise(image, operations, i, None, planes=False, out=None)[..., 0] for i in range(2))
+    first, second = (run_pointwise(image, operations, i, None, planes=False)[..., 0] for i in range(2))
     assert (first[:2, 3:] == 9).all() and first.sum() == 6 * 9
     assert (second[3:, :2] == 9).all() and second.sum() == 4 * 9
-
-
-def test_a_stop_flag_ends_the_work() -> None:
-    image, stop = np.full((64, 64, 3), 9, np.uint8), np.ones(1, np.int32)
-    operations = Operations.one(Operation.BRIGHTNESS, np.ones(1, np.bool_), 2.0)
-    pointwise._run_operations(
-        image.ctypes.data, 64, 64, 3, 192, operations.codes.ctypes.data, operations.factors.ctypes.data, 1,
-        operations.tables.ctypes.data, operations.values.ctypes.data, 0, stop.ctypes.data,
-    )  # fmt: skip
-    assert (image == 9).all()
 
 
 @pytest.mark.parametrize("planes", [True, False], ids=["planes", "interleaved"])
@@ -220,7 +198,4 @@ def test_a_table_of_each_type(dtype: str, channels: int, planes: bool) -> None:
     for size in SIZES:
         image = rng.integers(0, 256, (*size, channels), np.uint8)
         wanted = np.stack([table[channel][image[..., channel]] for channel in range(channels)], 0 if planes else 2)
-        out = np.full(wanted.shape, 255, dtype)
-        assert run_pointwise(image, NOTHING, 0, table, planes=planes, out=out) is out
-        assert np.array_equal(out, wanted)
-        assert np.array_equal(run_pointwise(image, NOTHING, 0, table, planes=planes, out=None), wanted)
+        assert np.array_equal(run_pointwise(image, NOTHING, 0, table, planes=planes), wanted)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpuflow.execute.warp import warp
+from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
 from gpuflow.pipeline.warp_parameters import Border
+from tests.execute.kernels.references import warp_reference
 from tests.images import photo
 from tests.running import warped
 
@@ -33,10 +34,19 @@ MAPS = {
 }
 
 
-def run(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], lookup: Lookup) -> NDArray[np.uint8]:
-    out = np.full((*size, image.shape[2]), 77, np.uint8)
-    warp(image, np.array(matrix, np.float64), (0, 0, *size), lookup, out)
-    return out
+def run(
+    image: NDArray[np.uint8],
+    matrix: Any,
+    size: tuple[int, int],
+    lookup: Lookup,
+    shown: tuple[int, int, int, int] | None = None,
+) -> NDArray[np.uint8]:
+    """shown: the part of the result that is not black; by default all of it."""
+    box, part = np.array([[0, 0, *image.shape[:2]]]), np.array([shown or (0, 0, *size)])
+    height, width = np.array(size)[:, None]
+    matrices = np.array([matrix], np.float64)
+    warping = Warping(box=box, matrix=matrices, height=height, width=width, shown=part, misfits=(), lookup=lookup)
+    return warp_reference(image, warping, 0)
 
 
 def exact(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], lookup: Lookup) -> NDArray[np.float64]:
@@ -63,9 +73,8 @@ def test_large_results_have_no_seams(lookup: Lookup) -> None:
 def test_a_part_of_the_result_is_that_of_the_whole(lookup: Lookup) -> None:
     image = photo(60, 70)
     for matrix in (MAPS["turned"], MAPS["perspective"], [[-1, 0, 40], [0, 1, -9], [0, 0, 1]]):
-        whole, part = run(image, matrix, (64, 64), lookup), np.zeros((20, 31, 3), np.uint8)
-        warp(image, np.array(matrix, np.float64), (9, 17, 20, 31), lookup, part)
-        apart = np.abs(part.astype(int) - whole[9:29, 17:48])
+        whole, part = run(image, matrix, (64, 64), lookup), run(image, matrix, (64, 64), lookup, (9, 17, 20, 31))
+        apart = np.abs(part[9:29, 17:48].astype(int) - whole[9:29, 17:48])
         assert apart.max() <= (1 if lookup.interpolation == "bilinear" else 0)
         assert np.count_nonzero(apart) < 0.02 * apart.size  # the last bit of a place in float32 may round a level
 
@@ -122,7 +131,5 @@ def test_a_result_may_have_more_rows_than_15_bits_count() -> None:
     image, rows = np.random.default_rng(0).integers(0, 256, (20, 20, 3), np.uint8), 40_000
     lookup = Lookup("nearest", "constant", (0.0,) * 3)
     matrix = np.array([[1, 0.0001, 0], [0, 20 / rows, 0], [0, 0, 1]])
-    out, middle = np.empty((rows, 20, 3), np.uint8), np.empty((200, 20, 3), np.uint8)
-    warp(image, matrix, (0, 0, rows, 20), lookup, out)
-    warp(image, matrix, (20_000, 0, 200, 20), lookup, middle)
-    assert np.array_equal(out[20_000:20_200], middle) and len(np.unique(out)) > 100
+    out, middle = (run(image, matrix, (rows, 20), lookup, shown) for shown in (None, (20_000, 0, 200, 20)))
+    assert np.array_equal(out[20_000:20_200], middle[20_000:20_200]) and len(np.unique(out)) > 100

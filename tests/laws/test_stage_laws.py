@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gpuflow.errors import ConfigError
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.one_image import run_pointwise
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import OpaqueStep, WarpStep
 from gpuflow.stages import (
@@ -304,7 +304,7 @@ def one_by_one(pipeline: s.Pipeline, data: bytes, keys: s.Keys) -> torch.Tensor 
             coefficients = stage.draw(keys.stage(stage.stage_name, turn))
             operations = stage.operations(coefficients, *size_of(image))
             assert operations is not None
-            image = torch.from_numpy(run_pointwise(pixels, operations, 0, None, planes=False, out=None))
+            image = torch.from_numpy(run_pointwise(pixels, operations, 0, None, planes=False))
             image = image.permute(2, 0, 1)
             continue
         if isinstance(stage, s.Opaque):

@@ -59,11 +59,12 @@ static void warped(const struct image *image, uint8_t *out) {
     double matrix[9] = {between(-2, 2), between(-2, 2), between(-40, 90), between(-2, 2), between(-2, 2),
                         between(-40, 90), 0, 0, 1};
     int64_t part[4] = {below(5), below(5), 1 + below(MOST_SIDE), 1 + below(MOST_SIDE)};
-    uint8_t fill[4] = {9, 200, 50};
     if (below(2))
         matrix[6] = between(-0.01, 0.01), matrix[7] = between(-0.01, 0.01);
-    int interpolation = (int)below(2), border = (int)below(4), as_torchvision = matrix[6] == 0 && below(2);
-    warp_image(image, matrix, part, interpolation, border, fill, as_torchvision, out, part[3] * image->channels, &stop);
+    struct view view = {below(2), below(4), 0, {9, 200, 50}};
+    view.as_torchvision = matrix[6] == 0 && below(2);
+    struct image result = {out, part[2], part[3], image->channels, part[3] * image->channels};
+    warp_image(&(struct warp){image, &result, matrix, part[0], part[1], &view}, &stop);
 }
 
 /* Sets weights that are symmetric, some of them tiny. */
@@ -79,7 +80,9 @@ static void filtered(const struct image *image, uint8_t *out) {
     int64_t high = draw_weights(rows), wide = draw_weights(columns);
     struct local_filter filter = {rows, columns, high, wide, below(2) ? 0 : between(-1, 1),
                                   below(2) ? 0 : between(0, 3), below(2)};
-    filter_image(image, &filter, out, image->pitch, &stop);
+    struct image result = *image;
+    result.pixels = out;
+    filter_image(image, &filter, &result, &stop);
 }
 
 static void colored(const struct image *image, uint8_t *out) {

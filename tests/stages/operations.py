@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.one_image import run_pointwise
 from gpuflow.pipeline import stage as s
 from tests.images import photo
 from tests.running import RGB, keys_of
@@ -35,7 +35,7 @@ def run_all(stage: s.Pointwise, image: NDArray[np.uint8], count: int) -> tuple[N
     drawn = stage.draw(keys_of(count).stage(stage.stage_name, 0))
     operations = stage.operations(drawn, *(np.full(count, side) for side in image.shape[:2]))
     assert operations is not None
-    results = [run_pointwise(image.copy(), operations, i, None, planes=False, out=None) for i in range(count)]
+    results = [run_pointwise(image.copy(), operations, i, None, planes=False) for i in range(count)]
     return drawn, torch.from_numpy(np.stack(results)).permute(0, 3, 1, 2)
 
 

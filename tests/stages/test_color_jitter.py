@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.one_image import run_pointwise
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.validate import trace
 from gpuflow.stages import CenterCrop, ColorJitter, Decode, Normalize
@@ -37,7 +37,7 @@ def by_torchvision(image: torch.Tensor, order: tuple[int, ...], values: tuple[fl
 def apply(pixels: np.ndarray[Any, Any], order: tuple[int, ...], values: tuple[float, ...]) -> torch.Tensor:
     one = np.array([1])
     operations = ALL.operations(np.array([[*order, *values, 1]], np.float64), one, one)
-    out = run_pointwise(pixels, operations, 0, None, planes=False, out=None)
+    out = run_pointwise(pixels, operations, 0, None, planes=False)
     return torch.from_numpy(out).permute(2, 0, 1)
 
 

@@ -16,8 +16,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from gpuflow.execute.kernels import color
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
+from gpuflow.execute.one_image import run_pointwise
 from gpuflow.execute.packing import send_all
-from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise
 from gpuflow.stages import STAGES, ColorJitter, Normalize
 from tests.execute.kernels.quick_interpreter import use_few_slices
@@ -154,8 +154,8 @@ def as_stages() -> Iterator[Case]:
     table = normalize.table()
     expected = []
     for i, image in enumerate(images.numpy().copy()):
-        one = run_pointwise(image, parts[0], i, None, planes=False, out=None)
-        expected.append(torch.from_numpy(run_pointwise(one, parts[1], i, table, planes=True, out=None)))
+        one = run_pointwise(image, parts[0], i, None, planes=False)
+        expected.append(torch.from_numpy(run_pointwise(one, parts[1], i, table, planes=True)))
     out = batch(count, 3, SIZES[1], torch.float32, "nchw")
     plan = send_all(adjust_plan_of(np.arange(count), joined), out.device)
     adjust(images, plan, joined, torch.from_numpy(table), out)

@@ -15,13 +15,13 @@ from triton.runtime.interpreter import InterpreterBuilder
 from gpuflow.execute.canvas import Canvas, tiles_of
 from gpuflow.execute.gpu_passes import plan_of
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
-from gpuflow.execute.warp import warp
 from gpuflow.pipeline.program import WarpStep
 from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.pipeline.warp_parameters import Border
 from gpuflow.stages import Affine, CenterCrop, Flip, Pad, Perspective, RandomCrop, Rotate, WarpAffine
 from tests.execute.kernels.interpret_color import fma
 from tests.execute.kernels.quick_interpreter import use_large_tiles
+from tests.execute.kernels.references import warp_reference
 from tests.execute.kernels.turned import in_memory
 from tests.host_stream import HostStream
 from tests.stages.policies import Fixed
@@ -67,8 +67,7 @@ def difference_of_policy(name: str) -> float:
         plan = torch.from_numpy(plan_of(tiles.draw, places[tiles.image], canvas.offsets(tiles)))
         warp_all(plan, torch.arange(256).to(torch.uint8).expand(3, 256).contiguous(), canvas.tile, lookup=part.warps)
         for i, (image, top) in enumerate(zip(images, canvas.tops.tolist(), strict=True)):
-            expected = np.empty_like(image)
-            warp(image, warping.matrix[i], (0, 0, *image.shape[:2]), part.warps, expected)
+            expected = warp_reference(image, warping, i)
             found = canvas.memory[top : top + image.shape[0], : image.shape[1]].numpy()
             most = max(most, int(np.abs(found.astype(int) - expected).max()))
     return float(most)
@@ -92,11 +91,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     warp_all(plan, table, out, lookup=key)
     expected = []
     for i, image in enumerate(images):
-        (y, x, box_h, box_w), (top, left, shown_h, shown_w) = warping.box[i], warping.shown[i]
-        box, levels = image[y : y + box_h, x : x + box_w], np.zeros((height, width, channels), np.uint8)
-        shown = int(top), int(left), int(shown_h), int(shown_w)
-        warp(box, warping.matrix[i], shown, key, levels[top : top + shown_h, left : left + shown_w])
-        seen = torch.from_numpy(levels).permute(2, 0, 1).long()
+        seen = torch.from_numpy(warp_reference(image, warping, i)).permute(2, 0, 1).long()
         expected.append(torch.stack([values[channel] for values, channel in zip(table, seen, strict=True)]))
     return float((out[rows.tolist()].float() - torch.stack(expected).float()).abs().max())
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from gpuflow.execute.local import run_filters
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.native_chunk import Records
+from gpuflow.execute.one_image import run_filters, run_pointwise, run_records
 from gpuflow.pipeline.local import Filters
 from gpuflow.pipeline.pointwise import Operations
+from gpuflow.pipeline.program import Warping
 
 
 def adjust_reference(images: torch.Tensor, operations: Operations, table: torch.Tensor) -> torch.Tensor:
     """The reference for `adjust`: the CPU's operations, one image at a time; [N, C, H, W]."""
     results = []
     for i, pixels in enumerate(images.numpy()):
-        image = torch.from_numpy(run_pointwise(pixels, operations, i, None, planes=False, out=None)).permute(2, 0, 1)
+        image = torch.from_numpy(run_pointwise(pixels, operations, i, None, planes=False)).permute(2, 0, 1)
         results.append(torch.stack([values[plane.long()] for values, plane in zip(table, image, strict=True)]))
     return torch.stack(results)
 
@@ -26,6 +29,14 @@ def smooth_reference(images: torch.Tensor, filters: Filters, table: torch.Tensor
         image = torch.from_numpy(run_filters(pixels, filters, i)).permute(2, 0, 1)
         results.append(torch.stack([values[plane.long()] for values, plane in zip(table, image, strict=True)]))
     return torch.stack(results)
+
+
+def warp_reference(image: NDArray[np.uint8], warping: Warping, i: int) -> NDArray[np.uint8]:
+    """The reference for `warp_all`: the CPU's result for image [H, W, C] of sample i."""
+    records = Records()
+    records.add_warping(warping)
+    size = warping.height[i], warping.width[i], image.shape[2]
+    return run_records(records, i, image, np.empty(size, np.uint8))
 
 
 def sample_reference(

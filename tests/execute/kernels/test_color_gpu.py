@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpuflow.execute.one_image import run_pointwise
 from gpuflow.execute.packing import send_all
-from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.stage import Keys, Operations
 from gpuflow.stages import ColorJitter, Normalize
 
@@ -68,10 +68,7 @@ def test_equal_to_the_cpus_stages(name: str, channels: int) -> None:
     images = pictures(count, channels)
     drawn = stage.draw(Keys(0, 0, np.arange(count)).stage("color_jitter", 0))
     operations = operations_of(stage, drawn)
-    results = [
-        run_pointwise(image, operations, i, tail.table(), planes=True, out=None)
-        for i, image in enumerate(images.numpy())
-    ]
+    results = [run_pointwise(image, operations, i, tail.table(), planes=True) for i, image in enumerate(images.numpy())]
     expected = torch.from_numpy(np.stack(results))
     for layout in ("nchw", "nhwc"):
         out = memory(count, channels, "float32", layout)

@@ -1,0 +1,48 @@
+"""Runs native steps on one image at a time: the reference for the GPU's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.execute.native_chunk import Inputs, Records, in_rows, run_chunk
+from gpuflow.pipeline.local import Filters
+from gpuflow.pipeline.pointwise import Operations
+
+__all__ = ["run_filters", "run_pointwise", "run_records"]
+
+
+def run_pointwise(
+    image: NDArray[np.uint8], operations: Operations, i: int, table: NDArray[Any] | None, *, planes: bool
+) -> NDArray[Any]:
+    """Run sample i's operations on its image [H, W, C], then look levels up in a table, if there is one.
+
+    Args:
+        image: is not changed. C is 1, or 3: red, green, blue.
+        operations: of all samples.
+        table: [C, 256] in the result's dtype.
+        planes: the result of the table is [C, H, W], and [H, W, C] otherwise.
+    """
+    records, shape = Records(), image.shape
+    records.add_operations(operations)
+    if table is None:
+        return run_records(records, i, image, np.empty(shape, np.uint8))
+    records.add_table(table, planes)
+    return run_records(records, i, image, np.empty((shape[2], *shape[:2]) if planes else shape, table.dtype))
+
+
+def run_filters(image: NDArray[np.uint8], filters: Filters, i: int) -> NDArray[np.uint8]:
+    """Return sample i's result for its image [H, W, C], which is not changed."""
+    records = Records()
+    records.add_filters(filters)
+    return run_records(records, i, image, np.empty(image.shape, np.uint8))
+
+
+def run_records(records: Records, i: int, image: NDArray[np.uint8], out: NDArray[Any]) -> NDArray[Any]:
+    """Run sample i's steps on its image [H, W, C], and return `out`, which receives the result."""
+    inputs, image = Inputs(i + 1), in_rows(image)
+    inputs.set_pixels(i, image, (0, 0))
+    run_chunk(inputs, [(records, np.broadcast_to(out, (i + 1, *out.shape)))], "rgb", only=i)
+    return out
