@@ -37,14 +37,14 @@ OPENCV_COST = "crops of JPEGs take 1.3 times as long, small ones of large photog
 """What decoding whole images costs, against the regions that crops need (measured on 500x375 and 3000x2000 pixels)."""
 REMEDY = "pip install --force-reinstall 'pillow>=10.4', whose wheel has libjpeg-turbo, and preload no other libjpeg"
 """What to do if no libjpeg-turbo can be used."""
-_DONE, _NO_MEMORY = 0, 2
-"""Values of jpeg_status in native/jpeg.h."""
+_DONE, _NO_MEMORY = 0, 1
+"""Values of native/image.h."""
 _SYSTEM = "libjpeg.so.62"
 _Region, _int = INTEGER * 4, ctypes.c_int
 
 _open = function("gpuflow_open_jpeg", ctypes.c_char_p, ctypes.c_char_p, INTEGER, result=_int)
 _decode = function(
-    "gpuflow_decode_jpeg", POINTER, INTEGER, _int, INTEGER, INTEGER, _Region, POINTER, INTEGER, result=_int
+    "gpuflow_decode_jpeg", POINTER, INTEGER, _int, INTEGER, INTEGER, _Region, POINTER, INTEGER, POINTER, result=_int
 )
 _accept = function("gpuflow_accept_jpeg", POINTER, INTEGER, INTEGER, INTEGER, result=_int)
 
@@ -100,6 +100,7 @@ class LibjpegTurbo:
             _Region(y, x, height, width),
             pixels.ctypes.data,
             pitch,
+            None,
         )
         return pixels.reshape(height, width, -1) if _is_done(status) else None
 

@@ -13,14 +13,14 @@
 #include <string.h>
 #include <time.h>
 
-/* What becomes of a sample, besides the values of image.h: libjpeg-turbo refused it, or it is being worked on. */
-enum { REFUSED = 3, RUNNING };
+/* What becomes of a sample, besides the values of image.h: it is being worked on. */
+enum { RUNNING = REFUSED + 1 };
 
 /* The kinds of steps. */
 enum { RESAMPLE, OPERATE, LOOK_UP, WARP, FILTER };
 
 /* EXIF orientations from SWAPPED on swap height and width; these then reverse the order of rows, or of columns. */
-enum { UPRIGHT = 1, SWAPPED = 5 };
+enum { UPRIGHT = 1, SWAPPED = 5, COLUMNS_AT_ONCE = 32 };
 static const int REVERSES_ROWS[9] = {[3] = 1, [4] = 1, [7] = 1, [8] = 1};
 static const int REVERSES_COLUMNS[9] = {[2] = 1, [3] = 1, [6] = 1, [7] = 1};
 
@@ -101,16 +101,29 @@ static void copy_image(const struct image *from, const struct image *to) {
         memcpy(to->pixels + y * to->pitch, from->pixels + y * from->pitch, (size_t)(from->width * from->channels));
 }
 
-/* Applies an EXIF orientation (JEITA CP-3451, tag 0x0112). */
+/* Copies pixels that lie `step` bytes apart. channels: a constant, so that no function is called for a pixel. */
+INLINE void copy_line(const uint8_t *from, int64_t step, int64_t count, int64_t channels, uint8_t *to) {
+    for (int64_t i = 0; i < count; i++)
+        memcpy(to + i * channels, from + i * step, (size_t)channels);
+}
+
+/* Applies an EXIF orientation (JEITA CP-3451, tag 0x0112), of swapped sides to a few columns at a time: they stay in the
+ * cache. */
 static void turn_image(const struct image *from, int64_t orientation, const struct image *to) {
-    for (int64_t y = 0; y < to->height; y++) {
-        for (int64_t x = 0; x < to->width; x++) {
-            int64_t row = REVERSES_ROWS[orientation] ? to->height - 1 - y : y;
-            int64_t column = REVERSES_COLUMNS[orientation] ? to->width - 1 - x : x;
-            const uint8_t *pixel = orientation >= SWAPPED
-                                       ? from->pixels + column * from->pitch + row * from->channels
-                                       : from->pixels + row * from->pitch + column * from->channels;
-            memcpy(to->pixels + y * to->pitch + x * to->channels, pixel, (size_t)from->channels);
+    const int is_swapped = orientation >= SWAPPED;
+    const int64_t forward = is_swapped ? from->pitch : from->channels;
+    const int64_t step = REVERSES_COLUMNS[orientation] ? -forward : forward;
+    const int64_t most = is_swapped ? COLUMNS_AT_ONCE : to->width;
+    for (int64_t x = 0; x < to->width; x += most) {
+        const int64_t count = at_most(to->width - x, most);
+        const int64_t column = REVERSES_COLUMNS[orientation] ? to->width - 1 - x : x;
+        for (int64_t y = 0; y < to->height; y++) {
+            const int64_t row = REVERSES_ROWS[orientation] ? to->height - 1 - y : y;
+            const uint8_t *pixels = is_swapped ? pixel_at(from, column, row) : pixel_at(from, row, column);
+            if (from->channels == 3)
+                copy_line(pixels, step, count, 3, pixel_at(to, y, x));
+            else
+                copy_line(pixels, step, count, 1, pixel_at(to, y, x));
         }
     }
 }
@@ -126,19 +139,10 @@ static int load_image(const struct chunk *chunk, const struct input *input, stru
     *image = new_image(buffers, DECODED, region[2], region[3], chunk->color == JPEG_GRAY ? 1 : 3);
     if (!image->pixels)
         return NO_MEMORY;
-    switch (decode_jpeg(input->data, input->size, (int)chunk->color, input->height, input->width, region, image->pixels,
-                        image->pitch, chunk->stop)) {
-    case JPEG_DONE:
-        break;
-    case JPEG_NO_MEMORY:
-        return NO_MEMORY;
-    case JPEG_STOPPED:
-        return STOPPED;
-    default:
-        return REFUSED;
-    }
-    if (input->orientation == UPRIGHT)
-        return DONE;
+    int status = gpuflow_decode_jpeg(input->data, input->size, (int)chunk->color, input->height, input->width, region,
+                                     image->pixels, image->pitch, chunk->stop);
+    if (status != DONE || input->orientation == UPRIGHT)
+        return status;
     const int is_swapped = input->orientation >= SWAPPED;
     struct image turned = new_image(buffers, TURNED, is_swapped ? image->width : image->height,
                                     is_swapped ? image->height : image->width, image->channels);
@@ -201,10 +205,7 @@ static int run_step(const struct step *step, int64_t sample, const struct state 
     }
     case FILTER: {
         const struct local_filter *filter = (const struct local_filter *)step->parameters + sample;
-        if (filter->rows)
-            return filter_image(image, filter, result, stop);
-        copy_image(image, result);
-        return DONE;
+        return filter_image(image, filter, result, stop);
     }
     default:
         copy_image(image, result);
@@ -225,15 +226,14 @@ static int make_output(const struct chunk *chunk, const struct output *output, i
     int status = DONE, next = FIRST;
     for (int64_t i = 0; i < output->count && status == DONE; i++) {
         const struct step *step = &output->steps[i];
-        const int is_last = i + 1 == output->count;
         if (step->kind == LOOK_UP) {
             const struct table *table = step->parameters;
             look_up_levels(&state.image, table->numbers, table->item_bytes, (int)table->planes, slot);
-            continue;
+            return DONE;
         }
-        if (!is_last && is_idle(step, sample))
+        if (is_idle(step, sample))
             continue;
-        if (!is_last && step->kind == OPERATE && !state.is_shared) {
+        if (step->kind == OPERATE && !state.is_shared) {
             run_operations(&state.image, step->parameters, sample, chunk->stop);
             status = is_stopped(chunk->stop) ? STOPPED : DONE;
             continue;
@@ -241,7 +241,7 @@ static int make_output(const struct chunk *chunk, const struct output *output, i
         int64_t size[2], channels = state.image.channels;
         size_after(step, sample, &state.image, size);
         struct image result = {slot, size[0], size[1], channels, size[1] * channels};
-        if (!is_last)
+        if (i + 1 < output->count)
             result = new_image(buffers, next, size[0], size[1], channels);
         if (!result.pixels)
             return NO_MEMORY;
@@ -252,11 +252,10 @@ static int make_output(const struct chunk *chunk, const struct output *output, i
             state.top = state.left = 0;
         next = next == FIRST ? SECOND : FIRST;
     }
-    if (!output->count) {
-        const struct image *image = &state.image;
+    const struct image *image = &state.image;
+    if (status == DONE && image->pixels != slot)
         copy_image(image, &(struct image){slot, image->height, image->width, image->channels,
                                           image->width * image->channels});
-    }
     return status;
 }
 
@@ -331,8 +330,4 @@ void gpuflow_run_chunk(struct chunk *chunk, int64_t count, int64_t only) {
 /* NULL if no thread can be started. */
 struct pool *gpuflow_new_pool(int64_t threads) {
     return new_pool(threads, free_buffers);
-}
-
-void gpuflow_free_pool(struct pool *pool) {
-    free_pool(pool);
 }

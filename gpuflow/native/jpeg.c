@@ -9,7 +9,9 @@
  */
 
 #define _GNU_SOURCE
+#include "image.h"
 #include "jpeg.h"
+
 #include <dlfcn.h>
 #include <setjmp.h>
 #include <stdio.h>
@@ -124,7 +126,7 @@ __attribute__((noreturn)) static void leave(struct job *job, int status) {
 
 static void on_error(void *c) {
     struct job *job = ((struct decompressor *)c)->client;
-    leave(job, job->errors.code == OUT_OF_MEMORY ? JPEG_NO_MEMORY : JPEG_REFUSED);
+    leave(job, job->errors.code == OUT_OF_MEMORY ? NO_MEMORY : REFUSED);
 }
 
 static void on_message(void *c, int level) {
@@ -148,10 +150,10 @@ static void on_reset(void *c) {
 /* Called for each row that is read, and for each row of blocks of each scan of a file with several scans. */
 static void on_progress(void *c) {
     struct job *job = ((struct decompressor *)c)->client;
-    if (job->stop && __atomic_load_n(job->stop, __ATOMIC_RELAXED))
-        leave(job, JPEG_STOPPED);
+    if (job->stop && is_stopped(job->stop))
+        leave(job, STOPPED);
     if (job->c.scan > MOST_SCANS)
-        leave(job, JPEG_REFUSED);
+        leave(job, REFUSED);
 }
 
 static void create(struct job *job) {
@@ -172,9 +174,9 @@ static void start(struct job *job, unsigned scale) {
     create(job);
     job->library->set_source(c, job->data, (unsigned long)job->bytes);
     if (job->library->read_header(c, 1) != HEADER_OK || c->bits != 8 || c->file_color < GRAY || c->file_color > YCC)
-        leave(job, JPEG_REFUSED);
+        leave(job, REFUSED);
     if (c->image_height != job->height || c->image_width != job->width)
-        leave(job, JPEG_REFUSED);
+        leave(job, REFUSED);
     /* Of several scans all coefficients are kept, 2 bytes each; sides are filled up to at most 32 pixels more. */
     c->memory->most = (long)(6 * (job->height + 32) * (job->width + 32)) + (1 << 20);
     job->progress.monitor = on_progress;
@@ -182,18 +184,18 @@ static void start(struct job *job, unsigned scale) {
     c->color = colors[job->color];
     c->scale_denominator = scale;
     if (!job->library->start(c) || c->channels != (job->color == JPEG_GRAY ? 1 : 3))
-        leave(job, JPEG_REFUSED);
+        leave(job, REFUSED);
 }
 
 static void read_rows(struct job *job, uint8_t **rows, unsigned count) {
     if (job->library->read(&job->c, rows, count) < 1)
-        leave(job, JPEG_REFUSED);
+        leave(job, REFUSED);
 }
 
 static uint8_t *new_row(struct job *job) {
     job->scratch = malloc((size_t)job->c.width * (size_t)job->c.channels + UNALIGNED);
     if (!job->scratch)
-        leave(job, JPEG_NO_MEMORY);
+        leave(job, NO_MEMORY);
     return job->scratch + UNALIGNED;
 }
 
@@ -260,33 +262,27 @@ static int run(struct job *job, const int64_t *region, uint8_t *out, int64_t pit
         read_region(job, region, out, pitch);
     else
         read_all(job);
-    return JPEG_DONE;
+    return DONE;
 }
 
 static int run_job(struct job *job, const int64_t *region, uint8_t *out, int64_t pitch) {
     job->library = __atomic_load_n(&opened, __ATOMIC_ACQUIRE);
     if (!job->library || job->height < 1 || job->width < 1 || job->height > MOST_SIDE || job->width > MOST_SIDE)
-        return JPEG_REFUSED;
+        return REFUSED;
     int status = run(job, region, out, pitch);
     job->library->destroy(&job->c);
     free(job->scratch);
     return status;
 }
 
-int decode_jpeg(const uint8_t *data, int64_t bytes, int color, int64_t height, int64_t width, const int64_t *region,
-                uint8_t *out, int64_t pitch, const int32_t *stop) {
+int gpuflow_decode_jpeg(const uint8_t *data, int64_t bytes, int color, int64_t height, int64_t width,
+                        const int64_t *region, uint8_t *out, int64_t pitch, const int32_t *stop) {
     struct job job = {.data = data, .bytes = bytes, .color = color, .height = height, .width = width, .stop = stop};
     return run_job(&job, region, out, pitch);
 }
 
-/* The function for Python, which does not stop it. */
-int gpuflow_decode_jpeg(const uint8_t *data, int64_t bytes, int color, int64_t height, int64_t width,
-                        const int64_t *region, uint8_t *out, int64_t pitch) {
-    return decode_jpeg(data, bytes, color, height, width, region, out, pitch, NULL);
-}
-
-/* JPEG_DONE if a whole file of this size decodes without an error or a warning. It takes two thirds of the time of
- * decode_jpeg, because only luma is decoded, at an eighth of the size. */
+/* DONE if a whole file of this size decodes without an error or a warning. It takes two thirds of the time of
+ * gpuflow_decode_jpeg, because only luma is decoded, at an eighth of the size. */
 int gpuflow_accept_jpeg(const uint8_t *data, int64_t bytes, int64_t height, int64_t width) {
     struct job job = {.data = data, .bytes = bytes, .color = JPEG_GRAY, .height = height, .width = width};
     return run_job(&job, NULL, NULL, 0);

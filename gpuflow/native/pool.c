@@ -120,11 +120,11 @@ struct pool *new_pool(int64_t threads, void (*release)(void *memory)) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (pool->count)
         return pool;
-    free_pool(pool);
+    gpuflow_free_pool(pool);
     return NULL;
 }
 
-void free_pool(struct pool *pool) {
+void gpuflow_free_pool(struct pool *pool) {
     pthread_mutex_lock(&pool->lock);
     pool->is_ending = 1;
     pthread_cond_broadcast(&pool->change);

@@ -18,7 +18,7 @@ void run_in_threads(int64_t threads, item_work work, void (*release)(void *memor
 struct pool *new_pool(int64_t threads, void (*release)(void *memory));
 
 /* Ends the threads once they have done all jobs, and frees the pool. */
-void free_pool(struct pool *pool);
+void gpuflow_free_pool(struct pool *pool);
 
 /* Has the threads work on items 0 to count - 1 of a job, and waits until all are done. Items of jobs that were given
  * earlier come first, so that no thread is idle while a job ends. Several threads may call this at a time. */

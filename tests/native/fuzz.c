@@ -23,7 +23,6 @@ void gpuflow_baseline(int64_t *, int64_t, int64_t, int64_t);
 void gpuflow_complete(const int64_t *, int64_t, int64_t, uint8_t *);
 int gpuflow_open_jpeg(const char *, char *, int64_t);
 int gpuflow_accept_jpeg(const uint8_t *, int64_t, int64_t, int64_t);
-int gpuflow_decode_jpeg(const uint8_t *, int64_t, int, int64_t, int64_t, const int64_t *, uint8_t *, int64_t);
 
 enum { FILE_KIND, HEIGHT, WIDTH, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS }; /* as in header_scan.c */
 enum { BASELINE = 1, LAST_OPERATION = 9, MATRIX = 6, ERASE = 7, HUE = 3, TABLE = 5 }; /* as in color.c */
@@ -263,11 +262,11 @@ static void read_jpeg(struct runner *r) {
         const int64_t row = region[3] * (color == JPEG_GRAY ? 1 : 3), pitch = row + (below(r, 2) ? 0 : below(r, 70));
         const int64_t bytes = (region[2] - 1) * pitch + row;
         uint8_t *out = memset(block(r, bytes), 7, (size_t)bytes);
-        const int decoded = gpuflow_decode_jpeg(file.bytes, file.size, color, height, width, region, out, pitch);
-        done[ACCEPTED] = status == JPEG_DONE;
-        done[DECODED_REGIONS] = decoded == JPEG_DONE;
+        const int decoded = gpuflow_decode_jpeg(file.bytes, file.size, color, height, width, region, out, pitch, NULL);
+        done[ACCEPTED] = status == DONE;
+        done[DECODED_REGIONS] = decoded == DONE;
         add_to_hash(r, &status, sizeof status);
-        if (decoded == JPEG_DONE)
+        if (decoded == DONE)
             add_to_hash(r, out, bytes);
     }
     for (int i = 0; i < COUNTERS; i++)
