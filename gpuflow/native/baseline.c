@@ -193,24 +193,21 @@ INLINE int read_dc_block(struct bits *b, const struct scan *s, int place, int *b
     return 1;
 }
 
+/* across, down: coded units of the picture. Those of a scan of one component are single blocks. */
 INLINE int read_dc_scan(struct bits *b, const struct scan *s, int64_t across, int64_t down) {
-    int before[3] = {0};
-    struct component *c = s->components[0];
-    if (s->count == 1) {
-        for (int64_t row = 0; row < c->rows; row++)
-            for (int64_t column = 0; column < c->columns; column++)
-                if (!read_dc_block(b, s, 0, &before[0], row * c->pitch + column) || left_of(b) < 0)
-                    return 0;
-        return 1;
+    int before[3] = {0}, is_single = s->count == 1;
+    if (is_single) {
+        across = s->components[0]->columns;
+        down = s->components[0]->rows;
     }
     for (int64_t row = 0; row < down; row++)
         for (int64_t column = 0; column < across; column++)
             for (int i = 0; i < s->count; i++) {
-                c = s->components[i];
-                for (int y = 0; y < c->down; y++)
-                    for (int x = 0; x < c->across; x++)
-                        if (!read_dc_block(b, s, i, &before[i],
-                                           (row * c->down + y) * c->pitch + column * c->across + x) ||
+                const struct component *c = s->components[i];
+                int wide = is_single ? 1 : c->across, high = is_single ? 1 : c->down;
+                for (int y = 0; y < high; y++)
+                    for (int x = 0; x < wide; x++)
+                        if (!read_dc_block(b, s, i, &before[i], (row * high + y) * c->pitch + column * wide + x) ||
                             left_of(b) < 0)
                             return 0;
             }
@@ -508,13 +505,15 @@ INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct 
 
 /* --- writing ----------------------------------------------------------------------------------------------------- */
 
-/* Annex K.3: counts of codes of 1 to 16 bits, then symbols; of DC and AC coefficients, luma and chroma. */
-static const uint8_t dc_counts[2][16] = {{0, 1, 5, 1, 1, 1, 1, 1, 1}, {0, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1}};
-static const uint8_t dc_symbols[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
-static const uint8_t ac_counts[2][16] = {{0, 2, 1, 3, 3, 2, 4, 3, 5, 5, 4, 4, 0, 0, 1, 0x7d},
-                                         {0, 2, 1, 2, 4, 4, 3, 4, 7, 5, 4, 4, 0, 1, 2, 0x77}};
-static const uint8_t ac_symbols[2][162] = {
-    {0x01, 0x02, 0x03, 0x00, 0x04, 0x11, 0x05, 0x12, 0x21, 0x31, 0x41, 0x06, 0x13, 0x51, 0x61, 0x07, 0x22, 0x71,
+/* Annex K.3, as segments have tables: class and number, counts of codes of 1 to 16 bits, and symbols; of DC and AC
+ * coefficients, luma and chroma. */
+enum { DC_BYTES = 17 + 12, AC_BYTES = 17 + 162 };
+static const uint8_t dc_tables[2][DC_BYTES] = {
+    {0x00, 0, 1, 5, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11},
+    {0x01, 0, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}};
+static const uint8_t ac_tables[2][AC_BYTES] = {
+    {0x10, 0, 2, 1, 3, 3, 2, 4, 3, 5, 5, 4, 4, 0, 0, 1, 0x7d,
+     0x01, 0x02, 0x03, 0x00, 0x04, 0x11, 0x05, 0x12, 0x21, 0x31, 0x41, 0x06, 0x13, 0x51, 0x61, 0x07, 0x22, 0x71,
      0x14, 0x32, 0x81, 0x91, 0xa1, 0x08, 0x23, 0x42, 0xb1, 0xc1, 0x15, 0x52, 0xd1, 0xf0, 0x24, 0x33, 0x62, 0x72,
      0x82, 0x09, 0x0a, 0x16, 0x17, 0x18, 0x19, 0x1a, 0x25, 0x26, 0x27, 0x28, 0x29, 0x2a, 0x34, 0x35, 0x36, 0x37,
      0x38, 0x39, 0x3a, 0x43, 0x44, 0x45, 0x46, 0x47, 0x48, 0x49, 0x4a, 0x53, 0x54, 0x55, 0x56, 0x57, 0x58, 0x59,
@@ -523,7 +522,8 @@ static const uint8_t ac_symbols[2][162] = {
      0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xb2, 0xb3, 0xb4, 0xb5, 0xb6, 0xb7, 0xb8, 0xb9, 0xba, 0xc2, 0xc3,
      0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xd2, 0xd3, 0xd4, 0xd5, 0xd6, 0xd7, 0xd8, 0xd9, 0xda, 0xe1, 0xe2,
      0xe3, 0xe4, 0xe5, 0xe6, 0xe7, 0xe8, 0xe9, 0xea, 0xf1, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7, 0xf8, 0xf9, 0xfa},
-    {0x00, 0x01, 0x02, 0x03, 0x11, 0x04, 0x05, 0x21, 0x31, 0x06, 0x12, 0x41, 0x51, 0x07, 0x61, 0x71, 0x13, 0x22,
+    {0x11, 0, 2, 1, 2, 4, 4, 3, 4, 7, 5, 4, 4, 0, 1, 2, 0x77,
+     0x00, 0x01, 0x02, 0x03, 0x11, 0x04, 0x05, 0x21, 0x31, 0x06, 0x12, 0x41, 0x51, 0x07, 0x61, 0x71, 0x13, 0x22,
      0x32, 0x81, 0x08, 0x14, 0x42, 0x91, 0xa1, 0xb1, 0xc1, 0x09, 0x23, 0x33, 0x52, 0xf0, 0x15, 0x62, 0x72, 0xd1,
      0x0a, 0x16, 0x24, 0x34, 0xe1, 0x25, 0xf1, 0x17, 0x18, 0x19, 0x1a, 0x26, 0x27, 0x28, 0x29, 0x2a, 0x35, 0x36,
      0x37, 0x38, 0x39, 0x3a, 0x43, 0x44, 0x45, 0x46, 0x47, 0x48, 0x49, 0x4a, 0x53, 0x54, 0x55, 0x56, 0x57, 0x58,
@@ -557,11 +557,11 @@ INLINE uint64_t with_value(uint64_t code, int value, int size) {
     return ((code >> COUNT_BITS << size | low) << COUNT_BITS) + (code & COUNT) + (uint64_t)size;
 }
 
-static void make_codes_of(uint32_t *codes, const uint8_t *counts, const uint8_t *symbols) {
+static void make_codes_of(uint32_t *codes, const uint8_t *table) {
     uint32_t code = 0;
-    for (uint32_t count = 1, place = 0; count <= 16; count++, code <<= 1)
-        for (int i = 0; i < counts[count - 1]; i++)
-            codes[symbols[place++]] = code++ << COUNT_BITS | count;
+    for (uint32_t count = 1, place = 17; count <= 16; count++, code <<= 1)
+        for (int i = 0; i < table[count]; i++)
+            codes[table[place++]] = code++ << COUNT_BITS | count;
 }
 
 static void make_small(struct codes *codes) {
@@ -574,8 +574,8 @@ static void make_small(struct codes *codes) {
 
 static void make_codes(void) {
     for (int i = 0; i < 2; i++) {
-        make_codes_of(written[i].of_difference, dc_counts[i], dc_symbols);
-        make_codes_of(written[i].of, ac_counts[i], ac_symbols[i]);
+        make_codes_of(written[i].of_difference, dc_tables[i]);
+        make_codes_of(written[i].of, ac_tables[i]);
         make_small(&written[i]);
     }
 }
@@ -651,7 +651,7 @@ static uint8_t *put_marker(uint8_t *to, int marker, int length) {
     return put_bytes(to, bytes, 4);
 }
 
-enum { MOST_HEADER = 20 + 3 * 69 + 19 + 2 * (21 + 12) + 2 * (21 + 162) + 14 };
+enum { MOST_HEADER = 20 + 3 * 69 + 19 + 2 * (4 + DC_BYTES) + 2 * (4 + AC_BYTES) + 14 };
 
 static uint8_t *write_header(const struct headers *h, uint8_t *to) {
     static const uint8_t start[20] = {0xFF, 0xD8, 0xFF, 0xE0, 0, 16, 'J', 'F', 'I', 'F', 0, 1, 1, 0, 0, 1, 0, 1, 0, 0};
@@ -676,12 +676,8 @@ static uint8_t *write_header(const struct headers *h, uint8_t *to) {
         to = put_bytes(to, one, 3);
     }
     for (int kind = 0; kind < (h->count > 1 ? 2 : 1); kind++) {
-        to = put_marker(to, 0xC4, 19 + 12);
-        *to++ = (uint8_t)kind;
-        to = put_bytes(put_bytes(to, dc_counts[kind], 16), dc_symbols, 12);
-        to = put_marker(to, 0xC4, 19 + 162);
-        *to++ = (uint8_t)(16 | kind);
-        to = put_bytes(put_bytes(to, ac_counts[kind], 16), ac_symbols[kind], 162);
+        to = put_bytes(put_marker(to, 0xC4, 2 + DC_BYTES), dc_tables[kind], DC_BYTES);
+        to = put_bytes(put_marker(to, 0xC4, 2 + AC_BYTES), ac_tables[kind], AC_BYTES);
     }
     to = put_marker(to, 0xDA, 6 + 2 * h->count);
     *to++ = (uint8_t)h->count;
@@ -762,23 +758,22 @@ __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt"))) static int64_t rewrite_fas
                                                                                   const int64_t *file) {
     return rewrite(m, file, 1);
 }
+#endif
 
 /* The fastest one for this processor. All that have BMI have LZCNT; the first Zen processors have a slow pdep.
  * most: as in baseline.py. */
 static rewriter *choose(int64_t most) {
-    if (most < 1 || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("popcnt"))
-        return rewrite_anywhere;
-    if (most < 2 || !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("avx2") || __builtin_cpu_is("znver1") ||
-        __builtin_cpu_is("znver2"))
-        return rewrite_by_counts;
-    return rewrite_fast;
-}
-#else
-static rewriter *choose(int64_t most) {
-    (void)most;
-    return rewrite_anywhere;
-}
+    rewriter *fastest = rewrite_anywhere;
+#if defined(__x86_64__)
+    if (most > 0 && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt"))
+        fastest = rewrite_by_counts;
+    if (most > 1 && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx2") &&
+        !__builtin_cpu_is("znver1") && !__builtin_cpu_is("znver2"))
+        fastest = rewrite_fast;
 #endif
+    (void)most;
+    return fastest;
+}
 
 static void release(void *memory) {
     struct memory *m = memory;
