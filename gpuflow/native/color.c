@@ -109,10 +109,9 @@ struct position {
 };
 
 static struct position start_of(const struct image *image, const int32_t *stop) {
-    struct position position = {image, image->width, image->height, 0, 0, stop};
     if (image->pitch == image->width * image->channels)
-        position.width *= position.height, position.height = 1;
-    return position;
+        return (struct position){image, image->width * image->height, 1, 0, 0, stop};
+    return (struct position){image, image->width, image->height, 0, 0, stop};
 }
 
 /* The number of pixels in the next block, and its first one. 0 at the end, and once the work is to stop. */
@@ -216,19 +215,16 @@ static int64_t luma_of_block(planes levels, int64_t count) {
  * pixels, in a way that depends on the processor and on the number of threads. */
 static float mean_luma(const struct image *image, const struct pending *pending, const int32_t *stop) {
     int64_t sum = 0;
-    if (image->channels == 1) {
-        int64_t counts[MOST_CHANNELS][LEVELS];
-        count_levels(image, pending, stop, counts);
-        for (int i = 0; i < LEVELS; i++)
-            sum += i * counts[0][i];
-    } else {
-        planes levels;
-        uint8_t *pixels;
-        struct position position = start_of(image, stop);
-        for (int64_t count; (count = next_block(&position, &pixels));) {
-            load(pixels, count, pending, levels);
-            sum += luma_of_block(levels, count);
-        }
+    planes levels;
+    uint8_t *pixels;
+    struct position position = start_of(image, stop);
+    for (int64_t count; (count = next_block(&position, &pixels));) {
+        for (int64_t i = 0; image->channels == 1 && i < count; i++)
+            sum += pending->tables[0][pixels[i]];
+        if (image->channels == 1)
+            continue;
+        load(pixels, count, pending, levels);
+        sum += luma_of_block(levels, count);
     }
     return (float)sum / (float)(image->height * image->width);
 }

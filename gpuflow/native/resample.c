@@ -235,14 +235,6 @@ static int filter_down(const struct axis *axis, int64_t first, const struct rows
     return DONE;
 }
 
-/* The part of a result that begins at column `begin`. */
-static struct image columns_of(const struct image *image, int64_t begin, int64_t count) {
-    struct image part = *image;
-    part.pixels += begin * image->channels;
-    part.width = count;
-    return part;
-}
-
 static int filter_by_axes(const struct image *box, const struct axis *across, const struct axis *down,
                           const struct image *result, const int32_t *stop) {
     const struct passes *passes = FASTEST(passes);
@@ -259,7 +251,9 @@ static int filter_by_axes(const struct image *box, const struct axis *across, co
         part.count = at_most(columns, across->count - begin);
         part.first += begin;
         part.weights += begin * across->stride;
-        const struct image target = columns_of(result, begin, part.count);
+        struct image target = *result;
+        target.pixels = pixel_at(result, 0, begin);
+        target.width = part.count;
         status = filter_across(box, &part, needed, &memory, passes, stop);
         if (status == DONE)
             status = filter_down(down, needed[0], &memory, &target, passes, stop);
@@ -343,7 +337,7 @@ static int copy_pixels(const struct image *box, const struct resampling *geometr
 static void fill_image(const struct image *image, const uint8_t *levels) {
     for (int64_t y = 0; y < image->height; y++)
         for (int64_t x = 0; x < image->width; x++)
-            memcpy(image->pixels + y * image->pitch + x * image->channels, levels, (size_t)image->channels);
+            memcpy(pixel_at(image, y, x), levels, (size_t)image->channels);
 }
 
 int resample(const struct image *box, const struct resampling *geometry, const struct filter *filter,
