@@ -52,7 +52,7 @@ def _function(name: str, *parameters: Any) -> Callable[..., None]:
     return lambda values, *arguments: (short if values <= _SHORT_CALL else long)(*arguments)
 
 
-_random_numbers = _function("gpuflow_random_numbers", POINTER, INTEGER, INTEGER, WORD, WORD, INTEGER, POINTER)
+_random_numbers = _function("gpuflow_random_numbers", POINTER, INTEGER, INTEGER, WORD, WORD, POINTER)
 _permute = _function("gpuflow_permute", POINTER, INTEGER, WORD, WORD, WORD, WORD)
 
 
@@ -121,7 +121,7 @@ class StageKeys:
         positions = np.ascontiguousarray(self.positions, np.int64)
         numbers = np.empty((len(positions), 4 * blocks))
         shape = len(positions), blocks
-        _random_numbers(numbers.size, positions.ctypes.data, *shape, self.epoch, self.key, 1, numbers.ctypes.data)
+        _random_numbers(numbers.size, positions.ctypes.data, *shape, self.epoch, self.key, numbers.ctypes.data)
         return numbers
 
 

@@ -24,11 +24,8 @@ def test_the_first_numbers_are_the_same_however_many_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 7, 2**32 - 1, 2**32 + 5, 2**63 - 1])
-@pytest.mark.parametrize("fast", [0, 1])
-def test_numbers_are_those_of_the_reference(epoch: int, fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the code for this processor and for any, in calls that keep the interpreter and calls that release it."""
-    draw = rng._random_numbers
-    monkeypatch.setattr(rng, "_random_numbers", lambda *arguments: draw(*arguments[:6], fast, arguments[7]))
+def test_numbers_are_those_of_the_reference(epoch: int) -> None:
+    """In calls that keep the interpreter and calls that release it."""
     key = 2**64 - 3
     for places in (1, 3, 50, 400):
         positions = np.random.default_rng(epoch % 97).integers(0, 2**63 - 1, places)
