@@ -53,8 +53,7 @@ struct bits {
 
 struct memory {
     int16_t *blocks;
-    uint64_t *masks;
-    int64_t count; /* of blocks */
+    int64_t count; /* of blocks; a mask for each follows them */
     uint8_t *data;
     int64_t size;
     struct table tables[2][MOST_TABLES]; /* as `huffman` of `struct headers` */
@@ -375,21 +374,20 @@ static int has_room(struct memory *m, struct picture *p) {
         count += p->components[i].pitch * p->components[i].lines;
     if (count > MOST_BLOCKS)
         return 0;
+    const size_t bytes = (size_t)count * (64 * sizeof *m->blocks + sizeof(uint64_t));
     if (m->count < count) {
         free(m->blocks);
-        free(m->masks);
-        m->blocks = malloc((size_t)count * 64 * sizeof *m->blocks);
-        m->masks = malloc((size_t)count * sizeof *m->masks);
-        m->count = m->blocks && m->masks ? count : 0;
+        m->blocks = malloc(bytes);
+        m->count = m->blocks ? count : 0;
     }
     if (!m->count)
         return 0;
-    memset(m->blocks, 0, (size_t)count * 64 * sizeof *m->blocks);
-    memset(m->masks, 0, (size_t)count * sizeof *m->masks);
+    memset(m->blocks, 0, bytes);
+    uint64_t *masks = (uint64_t *)(m->blocks + 64 * count);
     for (int i = 0; i < p->headers.count; i++) {
         struct component *c = &p->components[i];
         c->blocks = m->blocks + 64 * used;
-        c->masks = m->masks + used;
+        c->masks = masks + used;
         used += c->pitch * c->lines;
     }
     return 1;
@@ -780,7 +778,6 @@ static void release(void *memory) {
     if (!m)
         return;
     free(m->blocks);
-    free(m->masks);
     free(m->data);
     free(m);
 }

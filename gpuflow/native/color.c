@@ -455,20 +455,14 @@ static void run(struct image *image, const struct operations *operations, int64_
 }
 
 static void look_up(const struct image *image, const void *table, int64_t item_bytes, int planes, void *out) {
-    switch (item_bytes) {
-    case 1:
+    if (item_bytes == 1)
         look_up_image(image, table, 1, planes, out);
-        break;
-    case 2:
+    else if (item_bytes == 2)
         look_up_image(image, table, 2, planes, out);
-        break;
-    case 4:
+    else if (item_bytes == 4)
         look_up_image(image, table, 4, planes, out);
-        break;
-    case 8:
+    else
         look_up_image(image, table, 8, planes, out);
-        break;
-    }
 }
 
 extern const struct color_functions VARIANT(color);

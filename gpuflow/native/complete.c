@@ -195,25 +195,23 @@ static int read_block(struct bits *b, const struct table *dc, const struct table
     return 1;
 }
 
+/* places: where intervals begin. data: follow them. size: bytes of both. */
 struct memory {
+    int64_t *places, size;
     uint8_t *data;
-    int64_t size, *places, count;
     struct table tables[4];
 };
 
 /* Makes room for a file's data, and for where the intervals between restart markers begin. 0 if there is no memory. */
 static int has_room(struct memory *m, int64_t size, int64_t places) {
+    size += places * (int64_t)sizeof *m->places;
     if (m->size < size) {
-        free(m->data);
-        m->data = malloc((size_t)size);
-        m->size = m->data ? size : 0;
-    }
-    if (m->count < places) {
         free(m->places);
-        m->places = malloc((size_t)places * sizeof *m->places);
-        m->count = m->places ? places : 0;
+        m->places = malloc((size_t)size);
+        m->size = m->places ? size : 0;
     }
-    return m->data && m->places;
+    m->data = m->places ? (uint8_t *)(m->places + places) : NULL;
+    return m->data != NULL;
 }
 
 /* Copies compressed data without stuffed zeros and restart markers, and notes where intervals begin, and their end.
@@ -288,10 +286,10 @@ static struct memory *kept; /* of a thread that has ended, or NULL: building its
 
 static void release(void *memory) {
     struct memory *m = memory, *none = NULL;
-    int is_small = m && m->size + m->count * (int64_t)sizeof *m->places <= MOST_KEPT;
-    if (!m || (is_small && __atomic_compare_exchange_n(&kept, &none, m, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)))
+    if (!m)
         return;
-    free(m->data);
+    if (m->size <= MOST_KEPT && __atomic_compare_exchange_n(&kept, &none, m, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+        return;
     free(m->places);
     free(m);
 }
