@@ -219,12 +219,13 @@ static float mean_luma(const struct image *image, const struct pending *pending,
     uint8_t *pixels;
     struct position position = start_of(image, stop);
     for (int64_t count; (count = next_block(&position, &pixels));) {
-        for (int64_t i = 0; image->channels == 1 && i < count; i++)
-            sum += pending->tables[0][pixels[i]];
-        if (image->channels == 1)
-            continue;
-        load(pixels, count, pending, levels);
-        sum += luma_of_block(levels, count);
+        if (image->channels == 1) {
+            for (int64_t i = 0; i < count; i++)
+                sum += pending->tables[0][pixels[i]];
+        } else {
+            load(pixels, count, pending, levels);
+            sum += luma_of_block(levels, count);
+        }
     }
     return (float)sum / (float)(image->height * image->width);
 }
@@ -406,7 +407,8 @@ static void change_by_levels(const struct image *image, struct pending *pending,
 
 static void operate(struct image *image, struct pending *pending, const int32_t *stop, enum operation operation,
                     double factor, const struct operations *operations) {
-    const int colored = image->channels == MOST_CHANNELS;
+    static void (*const changes[])(planes, int64_t, numbers) = {
+        [SATURATION] = saturate, [HUE] = shift_hue, [GRAYSCALE] = make_gray};
     const float numbers[] = {(float)factor, (float)(1.0 - factor)};
     switch (operation) {
     case BRIGHTNESS:
@@ -416,16 +418,10 @@ static void operate(struct image *image, struct pending *pending, const int32_t 
         blend(pending, factor, mean_luma(image, pending, stop));
         break;
     case SATURATION:
-        if (colored)
-            change_pixels(image, pending, stop, saturate, numbers);
-        break;
     case HUE:
-        if (colored)
-            change_pixels(image, pending, stop, shift_hue, numbers);
-        break;
-    case GRAYSCALE:
-        if (colored)
-            change_pixels(image, pending, stop, make_gray, numbers);
+    case GRAYSCALE: /* gray images stay as they are */
+        if (image->channels == MOST_CHANNELS)
+            change_pixels(image, pending, stop, changes[operation], numbers);
         break;
     case TABLE:
         for (int64_t channel = 0; channel < image->channels; channel++)

@@ -144,21 +144,9 @@ static uint32_t read_number(const uint8_t *at, int bytes, int is_little) {
     return value;
 }
 
-/* Bytes of an integer of a type of EXIF data; 0 for types from which no orientation is read, by Pillow neither. */
-static int integer_bytes(uint32_t kind) {
-    switch (kind) {
-    case 6: /* SBYTE */
-        return 1;
-    case 3: /* SHORT */
-    case 8: /* SSHORT */
-        return 2;
-    case 4: /* LONG */
-    case 9: /* SLONG */
-        return 4;
-    default:
-        return 0;
-    }
-}
+/* Bytes of an integer of a type of EXIF data (SHORT, LONG, SBYTE, SSHORT, SLONG); 0 for types from which no orientation
+ * is read, by Pillow neither. */
+static const uint8_t INTEGER_BYTES[] = {[3] = 2, [4] = 4, [6] = 1, [8] = 2, [9] = 4};
 
 /* The orientation that EXIF data give, which are a TIFF block; 1 if they give none, or are malformed. */
 static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
@@ -173,7 +161,8 @@ static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
         return 1;
     int64_t entries = read_number(at + begin, 2, is_little);
     for (int64_t i = 0, entry = begin + 2; i < entries && size - entry >= 4; i++, entry += 12) {
-        int bytes = integer_bytes(read_number(at + entry + 2, 2, is_little));
+        uint32_t kind = read_number(at + entry + 2, 2, is_little);
+        int bytes = kind < sizeof INTEGER_BYTES ? INTEGER_BYTES[kind] : 0;
         if (read_number(at + entry, 2, is_little) == ORIENTATION_TAG && bytes) {
             if (size - entry < 8 + bytes)
                 return 1;
@@ -185,7 +174,10 @@ static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
 }
 
 static void read_file(const uint8_t *file, int64_t size, int reads_orientation, int64_t most_scans, int64_t *found) {
-    struct headers h = {0};
+    struct headers h; /* not all is cleared, which would take a sixth of the time */
+    memset(h.quantisation, 0, sizeof h.quantisation);
+    memset(h.huffman, 0, sizeof h.huffman);
+    h.count = h.interval = h.is_progressive = 0;
     const uint8_t *at = file + 2, *end = file + size;
     int64_t orientation = 0; /* of the first EXIF segment; later ones may continue its data */
     if (size < LEAST_BYTES || file[0] != 0xFF || file[1] != 0xD8)

@@ -81,7 +81,7 @@ enum { GRAY = 1, YCC = 3, RGB = 6, BGR = 8 }; /* J_COLOR_SPACE */
 /* MARGIN: columns on each side of a region. Interpolation of chroma reads one, but libjpeg does not interpolate chroma
  * that is one sample wide, and two make a region wider. SMOOTHED: the number of a block's first coefficients that libjpeg
  * estimates from blocks farther away than MARGIN, if their lowest bits are missing. */
-enum { MARGIN = 2, SMOOTHED = 10, MOST_SCANS = 100, MOST_SIDE = 65500, ROWS = 8 };
+enum { MARGIN = 2, SMOOTHED = 10, MOST_SCANS = 100, MOST_SIDE = 65500 };
 
 /* Rows are skipped in steps, between which `stop` is read. A step is a whole number of coded units for each sampling
  * that encoders write. */
@@ -187,8 +187,8 @@ static void start(struct job *job, unsigned scale) {
         leave(job, REFUSED);
 }
 
-static void read_rows(struct job *job, uint8_t **rows, unsigned count) {
-    if (job->library->read(&job->c, rows, count) < 1)
+static void read_row(struct job *job, uint8_t *row) {
+    if (job->library->read(&job->c, &row, 1) < 1)
         leave(job, REFUSED);
 }
 
@@ -230,17 +230,9 @@ static void read_region(struct job *job, const int64_t *region, uint8_t *out, in
     uint8_t *row = c->width == width && c->row == y ? NULL : new_row(job);
     while (c->row < end) {
         int64_t at = c->row - y;
-        if (row) {
-            read_rows(job, &row, 1);
-            if (at >= 0)
-                memcpy(out + at * pitch, row + (x - left) * c->channels, (size_t)(width * c->channels));
-            continue;
-        }
-        uint8_t *rows[ROWS];
-        int64_t count = end - c->row < ROWS ? end - c->row : ROWS;
-        for (int64_t i = 0; i < count; i++)
-            rows[i] = out + (at + i) * pitch;
-        read_rows(job, rows, (unsigned)count);
+        read_row(job, row ? row : out + at * pitch);
+        if (row && at >= 0)
+            memcpy(out + at * pitch, row + (x - left) * c->channels, (size_t)(width * c->channels));
     }
     if (end == job->height)
         job->library->finish(c); /* reads up to the end marker */
@@ -249,7 +241,7 @@ static void read_region(struct job *job, const int64_t *region, uint8_t *out, in
 static void read_all(struct job *job) {
     uint8_t *row = new_row(job);
     while (job->c.row < job->c.height)
-        read_rows(job, &row, 1);
+        read_row(job, row);
     job->library->finish(&job->c);
 }
 

@@ -100,14 +100,9 @@ struct mask_map {
 };
 
 static inline int64_t place_at(const void *places, int64_t kind, int64_t at) {
-    switch (kind) {
-    case INT32:
+    if (kind == INT32)
         return ((const int32_t *)places)[at];
-    case INT64:
-        return ((const int64_t *)places)[at];
-    default:
-        return at;
-    }
+    return kind == INT64 ? ((const int64_t *)places)[at] : at;
 }
 
 INLINE void apply_row(const struct mask_map *map, int64_t row, int64_t kind, const uint8_t *mask, uint8_t fill,
