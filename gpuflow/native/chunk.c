@@ -107,8 +107,8 @@ INLINE void copy_line(const uint8_t *from, int64_t step, int64_t count, int64_t 
         memcpy(to + i * channels, from + i * step, (size_t)channels);
 }
 
-/* Applies an EXIF orientation (JEITA CP-3451, tag 0x0112), of swapped sides to a few columns at a time: they stay in the
- * cache. */
+/* Applies an EXIF orientation (JEITA CP-3451, tag 0x0112). Swapped sides are copied a few columns at a time, which stay
+ * in the cache. */
 static void turn_image(const struct image *from, int64_t orientation, const struct image *to) {
     const int is_swapped = orientation >= SWAPPED;
     const int64_t forward = is_swapped ? from->pitch : from->channels;

@@ -4,8 +4,8 @@
 
 enum { MOST_TABLES = 4 };
 
-/* What the segments of a file have said until now. quantisation, huffman: the byte before each table, with its class and
- * number, or NULL; huffman[0]: of first coefficients. count: of components, 0 before the frame header. interval: coded
+/* What the segments of a file have said until now. quantisation, huffman: where each table begins, at its class and
+ * number, or NULL; huffman[0]: of DC coefficients. count: of components, 0 before the frame header. interval: coded
  * units between two restart markers, or 0. */
 struct headers {
     const uint8_t *quantisation[MOST_TABLES], *huffman[2][MOST_TABLES];

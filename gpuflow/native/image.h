@@ -20,8 +20,8 @@ INLINE uint8_t *pixel_at(const struct image *image, int64_t y, int64_t x) {
 INLINE int64_t at_least(int64_t value, int64_t least) { return value < least ? least : value; }
 INLINE int64_t at_most(int64_t value, int64_t most) { return value > most ? most : value; }
 
-/* What functions that may fail return. STOPPED: their caller asked them to stop. REFUSED: libjpeg-turbo gave an error or
- * a warning, or none is open; OpenCV then decides whether the file is bad. */
+/* What functions that may fail return. STOPPED: their caller asked them to stop. REFUSED: libjpeg-turbo gave an error
+ * or a warning, or none is open; OpenCV then decides whether the file is bad. */
 enum { DONE, NO_MEMORY, STOPPED, REFUSED };
 
 enum { ROWS_BETWEEN_CHECKS = 64 };

@@ -7,8 +7,8 @@ enum { ROUNDS = 10, TURNS = 8 }; /* of Philox; of the permutation, as in rng.py 
 static const uint64_t FACTOR_A = 0xD2511F53, FACTOR_C = 0xCD9E8D57;
 static const uint32_t STEP_FIRST = 0x9E3779B9, STEP_SECOND = 0xBB67AE85; /* of the two halves of the key */
 
-/* Writes `blocks` blocks of four numbers for each sample, [count, blocks, 4], by Philox4x32-10: each has 32 random bits,
- * in [0, 1). */
+/* Writes `blocks` blocks of four numbers in [0, 1) for each sample, [count, blocks, 4], by Philox4x32-10. Each number
+ * has 32 random bits. */
 void gpuflow_random_numbers(const int64_t *positions, int64_t count, int64_t blocks, uint64_t epoch, uint64_t key,
                             double *numbers) {
     for (int64_t i = 0; i < count; i++) {
