@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpuflow.config.models import Config, RunSpec
-from gpuflow.pipeline.program import NativeStep
-from gpuflow.pipeline.views import programs_of
+from gpuflow.pipeline.program import NativeStep, Program
+from gpuflow.pipeline.views import AnyProgram, programs_of
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.sources.offered import Offered
 
@@ -25,9 +25,6 @@ _REMOTE_READERS, _GPU_READERS, _MORE_GPU_READERS = 16, 2, 3
 _FEWEST_CORES_FOR_MORE_GPU_READERS = 12
 """With these a third reader lets the cores rewrite progressive files while others are read: 22,700 instead of 18,200
 photographs a second if 20% are progressive, and no difference if none are (experiments/real_data/NOTES.md)."""
-_FEW_THREADS = 4
-"""Up to this many threads, a service starts no processes. With more, processes answered more requests before an image
-was one native call (measured in experiments/service)."""
 _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started for Python code, which takes seconds."""
 _CORES_FOR_TRAINING = 3
@@ -58,29 +55,33 @@ def parts_in_python(config: Config, name: str) -> list[str]:
 
     They are stages without a native form, decoders of a preset or of `decode.formats`, and sources of other packages.
     """
-    program = config.any_program(name)
+    parts = _stages_in_python(config.any_program(name))
+    parts += [f"source.{spec.kind}" for spec in config.source.sources if isinstance(spec, Offered)]
+    return list(dict.fromkeys(parts))
+
+
+def _stages_in_python(program: AnyProgram) -> list[str]:
     decoder, steps = program.decoder, [step for one in programs_of(program) for step in one.steps]
     parts = [step.stage.stage_name for step in steps if not isinstance(step, NativeStep)]
     if decoder.library is not None:
         parts.append(f"decode by {decoder.library}")
     if decoder.formats:
         parts.append(f"decode of {', '.join(decoder.formats)}")
-    parts += [f"source.{spec.kind}" for spec in config.source.sources if isinstance(spec, Offered)]
-    return list(dict.fromkeys(parts))
+    return parts
 
 
-def serving_processes_of(run: RunSpec, images: int) -> int:
+def serving_processes_of(run: RunSpec, program: Program, images: int) -> int:
     """Processes that preprocess where the CPU decodes what is served; where `run.processes` is auto, one for each
-    thread, as for a loader whose source is large: a service runs for long, so their start does not count.
+    thread if Python code runs for each image, as for a loader of many samples: a service runs for long.
 
     images: that the model's instances run on at once, all of their batches together. Processes decode a batch between
-    two runs of the model, so more than these would have nothing to do, and for few images threads, which decode ahead
-    of the model, do as much.
+    two runs of the model, so more than these would have nothing to do, and for one image at a time threads, which
+    decode ahead of the model, do as much.
     """
     if run.processes != "auto":
         return min(run.processes, threads_of(run))
     processes = min(threads_of(run), images)
-    return 0 if processes <= _FEW_THREADS else processes
+    return processes if processes > 1 and _stages_in_python(program) else 0
 
 
 def decode_processes_of(

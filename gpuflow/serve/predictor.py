@@ -156,11 +156,11 @@ class Predictor:
         self.formats = first_stage.formats if isinstance(first_stage, Decoder) else ()
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
-        first, last = (dict(node.parameters) for node in (graph.nodes[0], graph.nodes[-1]))
+        last = dict(graph.nodes[-1].parameters)
         self.gives_images = last["backend"] in (MODEL, PREDICT)
         self._has_model = bool(engines) or not self.gives_images
         self._batch = int(last.get("batch", 1))
-        self._window = _ROUNDS_AHEAD * (int(first["instance_num"]) + int(last["instance_num"]) * self._batch)
+        self._window = _ROUNDS_AHEAD * graph.at_once
         self._running = RunningGraph(graph, engines)
 
     def __reduce__(self) -> NoReturn:
@@ -321,7 +321,7 @@ class Predictor:
         return self._running.batches
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image, while requests go on.
+        """Have what decodes decode gpuflow's own test image, while requests go on.
 
         Raises:
             DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
@@ -335,7 +335,7 @@ class Predictor:
             "file": self._graph.origin,
             "preprocessing": self.preprocessing,
             "image": str(self.image),
-            "threads": int(first["instance_num"]),
+            "threads": int(first.get("threads", first["instance_num"])),
             "processes": int(first.get("processes", 0)),
             "engines": self._described,
         }
@@ -537,7 +537,7 @@ def chain_here(
         model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run, images_at_a_time(model)),
+        processes=serving_processes_of(config.run, program, images_at_a_time(model)),
         device=device,
         platform=platform,
         gpu_decodes=device != "cpu" and gpu_decodes(program),

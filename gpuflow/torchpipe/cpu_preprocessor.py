@@ -1,13 +1,15 @@
-"""Preprocessing on many cores where a model is served: worker processes decode a batch's images.
+"""Preprocesses a service's images on the CPU: a batch is one native call, or worker processes share its images.
 
-So threads that decode do not take the interpreter from those that launch the model and that answer; with more than
-four threads, processes answered more requests (measured in experiments/service, before an image was one native call).
-They get the encoded bytes and give the pixels through memory that they share with this process.
+Processes are for stages that run Python code for each image, and keep the model out of the memory of decoders. They get
+the encoded bytes and give the pixels through memory that they share with this process.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute import cpu_workers
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_workers import DecodeRequest, Setup
@@ -23,7 +25,7 @@ from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.buffers import BytePool, SlotPool
-from gpuflow.runtime.memory import shared
+from gpuflow.runtime.memory import heap, shared
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload
@@ -32,43 +34,68 @@ __all__ = ["CpuPreprocessor"]
 
 _START_SECONDS, _RESTART_SECONDS = 30.0, 10.0
 _KEPT_BATCHES = 4
+_LONGEST_SECONDS = 60.0
+"""A decoder that takes longer for an image hangs: one of 50 million pixels takes about four seconds."""
 
 
 class CpuPreprocessor:
     """Encoded images to images, several at a time. Any thread may call any method.
 
-    Waits until the worker processes have started, for half a minute at most. What no worker can do, the caller's
-    thread does. Workers that are lost are started again, at most every ten seconds.
+    With processes it waits until they have started, for half a minute at most. What no worker can do, this process
+    does. Workers that are lost are started again, at most every ten seconds.
 
     Args:
         program: of the block `serve`.
         batch: how many files `run` gets at most.
-        processes: to start, one at least.
+        threads: that share the files of a call. One file is preprocessed by the thread that calls `run`.
+        processes: that do so instead; 0 for none.
+        device: of the images that `run` returns.
     """
 
-    def __init__(self, program: Program, *, batch: int, processes: int) -> None:
-        self._program = program
-        self._runners = CpuRunner(program)
-        self._bytes = BytePool(make=shared)
+    def __init__(
+        self,
+        program: Program,
+        *,
+        batch: int,
+        threads: int,
+        processes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._program, self._threads, self._device = program, threads, device
+        self._alone, self._together = CpuRunner(program), CpuRunner(program, threads if threads > 1 else 0)
+        self._running: dict[int, tuple[float, int]] = {}
+        """When the call on each thread began, and its number of files."""
+        make = shared if processes else heap
+        self._bytes = BytePool(make=make)
         dtype = np.dtype(STORAGE[program.result.dtype])
-        self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=shared)
-        self._pool = WorkerPool(
-            cpu_workers.__name__,
-            connections=[1] * processes,
-            setup=Setup(program),
-            task="decode",
-            restart_seconds=_RESTART_SECONDS,
-        )
-        self._pool.wait_until_ready(_START_SECONDS)
+        self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=make)
+        self._pool: WorkerPool | None = None
+        if processes:
+            self._pool = WorkerPool(
+                cpu_workers.__name__,
+                connections=[1] * processes,
+                setup=Setup(program),
+                task="decode",
+                restart_seconds=_RESTART_SECONDS,
+            )
+            self._pool.wait_until_ready(_START_SECONDS)
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         """For each file its image [1, C, H, W], or why it is bad. The images are rows of one batch in memory.
 
         Raises what preprocessing one of them raises besides that.
         """
+        thread = threading.get_ident()
+        self._running[thread] = time.monotonic(), len(files)
+        try:
+            return self._run_all(files)
+        finally:
+            del self._running[thread]
+
+    def _run_all(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         payload = Payload.of(files, self._bytes.acquire)
         slots = self._slots.acquire(len(files))
-        parts = _parts(len(files), max(1, self._pool.counts()["at_work"]))
+        parts = _parts(len(files), 1 if self._pool is None else max(1, self._pool.counts()["at_work"]))
         requests = [(part, self._begin(payload, part, slots)) for part in parts]
         faults: list[BadSampleError | None] = [None] * len(files)
         errors: list[Exception] = []
@@ -89,11 +116,13 @@ class CpuPreprocessor:
         self._bytes.release(payload.buffer)
         if errors:
             raise errors[0]
-        batch = as_batch(slots, self._program.result)
+        batch = as_batch(slots, self._program.result).to(self._device)
         return [batch[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
 
     def _begin(self, payload: Payload, part: slice, slots: NDArray[Any]) -> Pending | None:
         """Have a worker decode a part of the files, if one is free."""
+        if self._pool is None:
+            return None
 
         def send(worker: WorkerConnection) -> bool:
             sizes = payload.sizes[part]
@@ -105,28 +134,39 @@ class CpuPreprocessor:
     def check(self) -> None:
         """Have each worker that is idle, and this process, decode gpuflow's own test image. One that fails is killed.
 
-        Raises DecoderError where this process fails.
+        Raises DecoderError if this process fails twice, or has decoded for longer than any image takes.
         """
+        for begun, files in list(self._running.values()):
+            seconds = time.monotonic() - begun
+            if seconds > _LONGEST_SECONDS * math.ceil(files / self._threads):
+                raise DecoderError(f"a decoder has worked on {files} image(s) for {seconds:.0f} s; restart the service")
 
         def exchange(worker: WorkerConnection) -> None:
             worker.send(None)
             worker.answer()
 
-        self._pool.each_idle(exchange)
-        self._runners.check()
+        if self._pool is not None:
+            self._pool.each_idle(exchange)
+        try:
+            self._alone.check()
+        except DecoderError:  # which has discarded the decoders that the runner had
+            self._alone.check()
 
     def _run(self, payload: Payload, part: slice, slots: NDArray[Any]) -> list[BadSampleError | None]:
-        """A part of the files on this thread."""
+        """A part of the files in this process."""
         use_torch_threads(1)
         samples = payload.take(range(part.start, part.stop))
-        return self._runners.run(samples, _keys(len(samples)), slots[part])
+        runner = self._together if len(samples) > 1 else self._alone
+        return runner.run(samples, _keys(len(samples)), slots[part])
 
     def close(self) -> None:
-        """Kill the workers and free the memory."""
-        self._pool.close()
+        """Kill the workers, end the threads and free the memory."""
+        if self._pool is not None:
+            self._pool.close()
         self._bytes.clear()
         self._slots.clear()
-        self._runners.clear()
+        self._alone.clear()
+        self._together.clear()
 
 
 def _parts(count: int, most: int) -> Iterator[slice]:

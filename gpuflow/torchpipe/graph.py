@@ -49,6 +49,8 @@ short, and their Python parts cannot run at the same time. As two nodes they wou
 batches, and each would wait for the other."""
 DEFAULT_BATCH = 16
 _DEFAULT_TIMEOUT_MS = 2.0
+_CPU_INSTANCES = 4
+"""Largest number of batches that are decoded at the same time: each waits for its slowest image."""
 _GPU_INSTANCES = 2
 """Largest number of instances that preprocess on a GPU for a model that torchpipe runs."""
 _PRESET_INSTANCES = 4
@@ -86,6 +88,15 @@ class Graph:
         """Whether some node runs torchpipe's own operators."""
         return any(dict(node.parameters)["backend"] not in OURS for node in self.nodes)
 
+    @property
+    def at_once(self) -> int:
+        """How many images the nodes work on at a time."""
+        images = 0
+        for node in (dict(node.parameters) for node in self.nodes):
+            threads = node.get("threads") if node["backend"] == PREPROCESS else None
+            images += int(threads or node["instance_num"]) * (1 if threads else int(node.get("batch", 1)))
+        return images
+
     def as_dict(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """Parameters by node name, as `torchpipe.pipe` takes them; a new dict each time, because that changes it.
 
@@ -109,13 +120,13 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
     """
     from gpuflow.config.resources import serving_processes_of, threads_of
 
-    model = config.serve_block().model
+    model, program = config.serve_block().model, config.programs["serve"]
     return chain(
-        config.programs["serve"],
+        program,
         model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run, images_at_a_time(model)),
+        processes=serving_processes_of(config.run, program, images_at_a_time(model)),
         device=device,
     )
 
@@ -137,7 +148,7 @@ def chain(
         program: of the block `serve`.
         model: its `model`; None if it has none or the caller brings the model.
         origin: the configuration's file.
-        threads: instances that preprocess.
+        threads: that preprocess if neither the GPU nor processes do.
         device: where the model runs.
         platform: that an engine built by torchpipe is tied to; without it the engine is not cached.
         gpu_decodes: whether this GPU can run the program; used unless the stages set `backend: cpu`.
@@ -164,10 +175,13 @@ def chain(
         if on_gpu or (processes and preset is None):
             both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(_timeout_ms(model)))}
             if not on_gpu:
-                both["processes"] = str(processes)
+                both |= {"threads": str(threads), "processes": str(processes)}
             node = Node(name="serve", parameters=tuple(both.items()))
             return Graph(nodes=(node,), origin=origin, preprocessing=fingerprint)
-        images = {"device": "cpu", "on_error": "pass"}
+        batch = max(threads, int(last["batch"]))
+        images = {"device": "cpu", "on_error": "pass", "batch": str(batch), "threads": str(threads)}
+        if preset is None:
+            threads = min(threads, _CPU_INSTANCES)
     if preset is not None:
         first = {"backend": PRESET_OPERATORS[preset.name], **preset_parameters(preset)}
         if is_preset_on_gpu(preset):

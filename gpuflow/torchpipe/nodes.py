@@ -7,30 +7,26 @@ stays empty, because torchpipe fails a whole batch for an exception that a node 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, DecoderError, PredictorError
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import use_torch_threads
-from gpuflow.sources import Payload
 from gpuflow.torchpipe.adapter import keep_thread_state
+from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import program_from_json
-from gpuflow.torchpipe.request_queue import Backlog, Request, RequestQueue, callers, joined
+from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -39,16 +35,10 @@ __all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Preprocess
 
 Item = MutableMapping[str, Any]
 
-_MAX_BATCH = 2
-"""Images that an instance accepts at once. With 1, torchpipe blocks the caller until an instance is free."""
 _FILE_THREADS = 16
 """The largest number of threads that check or rewrite the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
 _EMPTY, _CANCELLED = torch.empty(0, device="cpu"), PredictorError("cancelled")
-_LONGEST_DECODE_SECONDS = 60.0
-"""A decoder that takes longer for an image hangs: one of 50 million pixels takes about four seconds."""
-_ONE = Keys(0, 0, np.zeros(1, np.int64))
-"""The random keys of one image, which serving stages do not use."""
 
 
 class Preprocessor(Protocol):
@@ -68,42 +58,39 @@ class Session:
     """State that the instances of one graph's nodes share.
 
     engines: one for each instance of the model; none if the graph ends with images. batches: how often the model ran,
-    by batch size. queue: of the model's node where a `RunningGraph` forms its batches; None where torchpipe does.
-    undecoded: the requests that wait for a separate node, which takes one for each item that torchpipe gives it.
+    by batch size. queue, undecoded: of the model's node, and of a separate node that decodes before it, where a
+    `RunningGraph` forms their batches; None where torchpipe does. preprocessor: of all instances.
     """
 
     queue: RequestQueue | None = None
+    undecoded: RequestQueue | None = None
+    preprocessor: Preprocessor | None = None
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
-        self.undecoded = Backlog()
         self.batches: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._nodes: list[PreprocessNode | ModelNode] = []
-        self._preprocessors: list[Preprocessor | None] = []
+        self._nodes: list[ModelNode] = []
 
-    def add_node(self, node: PreprocessNode | ModelNode) -> None:
+    def add_node(self, node: ModelNode) -> None:
         self._nodes.append(node)
 
     def count_batch(self, images: int) -> None:
         with self._lock:
             self.batches[images] += 1
 
-    def preprocessor(self, make: Callable[[], Preprocessor | None]) -> Preprocessor | None:
-        """The preprocessor that all instances share, made by the first; None if each instance has its own decoder."""
+    def open_preprocessor(self, make: Callable[[], Preprocessor]) -> None:
+        """Make the preprocessor, unless another instance has done so."""
         with self._lock:
-            if not self._preprocessors:
-                self._preprocessors.append(make())
-            return self._preprocessors[0]
+            self.preprocessor = self.preprocessor or make()
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image. Raises DecoderError if one fails, and
-        PredictorError if an instance of the model keeps failing."""
+        """Have the preprocessor decode gpuflow's own test image. Raises DecoderError if that fails, and PredictorError
+        if an instance of the model keeps failing."""
         for node in tuple(self._nodes):
             node.check()
-        for preprocessor in tuple(self._preprocessors):
-            if preprocessor is not None:
-                preprocessor.check()
+        if (preprocessor := self.preprocessor) is not None:
+            preprocessor.check()
 
     def close(self) -> None:
         """Release engines and buffers; no item may be in flight. torchpipe never frees the nodes themselves."""
@@ -111,12 +98,10 @@ class Session:
             node.release()
         for engine in self.engines:
             engine.close()
-        for preprocessor in self._preprocessors:
-            if preprocessor is not None:
-                preprocessor.close()
+        if self.preprocessor is not None:
+            self.preprocessor.close()
         self._nodes.clear()
-        self._preprocessors.clear()
-        self.engines = ()
+        self.engines, self.preprocessor = (), None
 
 
 SESSIONS: dict[str, Session] = {}
@@ -155,8 +140,9 @@ def _program(parameters: Mapping[str, str]) -> Program:
 class PreprocessNode:
     """Encoded bytes to an image [1, C, H, W] in the pipeline's dtype and layout, by the code that validation runs.
 
-    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session. processes: if given, worker
-    processes preprocess batches of at most `batch` instead of this thread, and the images are on the CPU.
+    Parameters: stages (JSON), batch, device of the image, on_error: `pass` or `raise`, session. threads: that share the
+    images of a batch on the CPU; all cores by default. processes: if given, worker processes do that instead, and the
+    images are on the CPU.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -164,33 +150,27 @@ class PreprocessNode:
         keep_thread_state()
         use_torch_threads(1)
         program = _program(parameters)
-        processes = int(parameters.get("processes", 0))
-        self._spec, self._device = program.result, torch.device("cpu" if processes else parameters["device"])
-        self._raises = parameters["on_error"] == "raise"
-        self._program, self._lock, self._begun = program, threading.Lock(), math.inf
-        self._runner: CpuRunner | None = CpuRunner(program)
-        on_gpu = self._device.type == "cuda"
-        session = _session(parameters, program) if on_gpu or processes or "session" in parameters else None
-        batch = int(parameters.get("batch", _MAX_BATCH))
-        self._batched: Preprocessor | None = None
-        self._session = session
-        if session is not None:
-            session.add_node(self)
-            if on_gpu:
-                self._batched = session.preprocessor(partial(_gpu_preprocessor, program, batch, self._device))
-            elif processes:
-                self._batched = session.preprocessor(partial(_cpu_preprocessor, program, batch, processes))
-        self._accepted = 1 if self._raises else _MAX_BATCH
+        batch, processes = int(parameters.get("batch", 1)), int(parameters.get("processes", 0))
+        threads = int(parameters.get("threads", 0)) or available_threads()
+        device = torch.device("cpu" if processes else parameters["device"])
+        self._program, self._raises = program, parameters["on_error"] == "raise"
+        self._batch = 1 if self._raises else batch
+        self._session = _session(parameters, program)
+        on_cpu = partial(CpuPreprocessor, program, batch=batch, threads=threads, processes=processes, device=device)
+        if device.type == "cuda":
+            self._session.open_preprocessor(lambda: _gpu_preprocessor(program, batch, device) or on_cpu())
+        else:
+            self._session.open_preprocessor(on_cpu)
 
     def max(self) -> int:
-        return self._accepted
+        return self._batch
 
     def forward(self, items: Sequence[Item]) -> None:
-        queue = self._session.queue if self._session is not None else None
-        if self._session is not None and queue is not None:
+        items, queue = list(items), self._session.undecoded
+        if queue is not None:
             for item in items:
                 item["result"] = _EMPTY
-            self._decode(self._session.undecoded.take(len(items)), queue)
+            queue.work([item["requests"] for item in items], self._decode)
             return
         wanted = []
         for item in items:
@@ -209,8 +189,10 @@ class PreprocessNode:
                     raise image
             _write(item, image)
 
-    def _decode(self, requests: Sequence[Request], queue: RequestQueue) -> None:
+    def _decode(self, requests: Sequence[Request]) -> None:
         """Decode requests and queue them for the model. An error is the answer to its request."""
+        queue = self._session.queue
+        assert queue is not None
         files = {request: data for request in requests if (data := request.take_data()) is not None}
         for request, image in zip(files, self.images(list(files.values())), strict=True):
             request.image = None if isinstance(image, Exception) else image
@@ -224,70 +206,33 @@ class PreprocessNode:
         """Each file's image [1, C, H, W], or its error. Raises nothing.
 
         If several files at a time raise an exception, each half of them is run again, so that only the file that raises
-        it gets it. Such a file is bad if it is so on this thread.
+        it gets it. Such a file is bad if it is so on the CPU.
         """
-        if self._batched is None or not files:
-            return [self._image(data) for data in files]
+        preprocessor = self._session.preprocessor
+        assert preprocessor is not None, "a graph that was closed gets no items"
+        if not files:
+            return []
         try:
-            return self._batched.run(files)
+            return preprocessor.run(files)
         except BaseException as error:  # a caller waits for each item, so every error becomes an answer
             if len(files) > 1:
                 half = len(files) // 2
                 return [*self.images(files[:half]), *self.images(files[half:])]
-            on_this_thread = self._image(files[0])
-            return [on_this_thread if isinstance(on_this_thread, BadSampleError) else _failed(error)]
+            return [self._fault(files[0]) or _failed(error)]
 
-    def _image(self, data: bytes) -> torch.Tensor | Exception:
-        assert self._runner is not None, "a graph that was closed gets no items"
-        slots = np.empty((1, *slot_shape(self._spec)), STORAGE[self._spec.dtype])
-        try:
-            with self._lock:
-                self._begun = time.monotonic()
-                try:
-                    (fault,) = self._runner.run(Payload.of([data]), _ONE, slots)
-                finally:
-                    self._begun = math.inf
-            return fault if fault is not None else as_batch(slots, self._spec).to(self._device)
-        except BaseException as error:  # as above
-            return _failed(error)
-
-    def check(self) -> None:
-        """Decode gpuflow's own test image, with a new runner if this one fails. A node that is decoding works.
-
-        Raises DecoderError if both fail, or if the node has decoded one image for longer than any takes.
-        """
-        if not self._lock.acquire(blocking=False):  # an image is being decoded, or another check runs
-            if (seconds := time.monotonic() - self._begun) > _LONGEST_DECODE_SECONDS:
-                raise DecoderError(f"a decoder has decoded one image for {seconds:.0f} s; restart the service")
-            return
-        try:
-            if self._runner is None or self._batched is not None:
-                return
-            try:
-                self._runner.check()
-            except DecoderError:
-                self._runner = CpuRunner(self._program)
-                self._runner.check()
-        finally:
-            self._lock.release()
-
-    def release(self) -> None:
-        self._runner = self._batched = None
+    def _fault(self, data: bytes) -> BadSampleError | None:
+        """Why a file is bad on the CPU, alone."""
+        with suppress(BaseException):
+            (image,) = CpuPreprocessor(self._program, batch=1, threads=1).run([data])
+            return image if isinstance(image, BadSampleError) else None
+        return None
 
 
-def _failed(error: BaseException) -> Exception:
-    """The answer to an exception of preprocessing: a bad image as it is, all else as a fault of the predictor."""
-    if isinstance(error, BadSampleError):
-        return error
+def _failed(error: BaseException) -> PredictorError:
+    """The answer to an exception of preprocessing."""
     failed = PredictorError(f"preprocessing failed: {error!r}")
     failed.__cause__ = error
     return failed
-
-
-def _cpu_preprocessor(program: Program, batch: int, processes: int) -> Preprocessor:
-    from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
-
-    return CpuPreprocessor(program, batch=batch, processes=processes)
 
 
 def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Preprocessor | None:
@@ -345,7 +290,7 @@ class ModelNode:
         else:
             for item in items:
                 item["result"] = _EMPTY
-            self._run_requests([item["requests"] for item in items], queue)
+            queue.work([item["requests"] for item in items], self._run_measured, seconds=self._patience)
 
     def _run_items(self, items: Sequence[Item]) -> None:
         """A batch that torchpipe formed."""
@@ -354,21 +299,11 @@ class ModelNode:
         for item, answer in zip(items, self.answer(images, requests), strict=True):
             _write(item, answer)
 
-    def _run_requests(self, parts: Sequence[Sequence[Request]], queue: RequestQueue) -> None:
-        """Each part as a batch or within one, then what waits in the queue, until nothing is left."""
-        queue.mark_started(len(parts))
-        *first, batch = joined(parts, self._batch)
-        for each in first:
-            self._run_measured(each, queue)
-        while batch:
-            arrived = queue.arrived
-            self._run_measured(batch, queue)
-            batch = queue.next_batch(arrived=arrived + callers(batch), seconds=self._patience)
-
-    def _run_measured(self, batch: Sequence[Request], queue: RequestQueue) -> None:
-        begun = time.monotonic()
+    def _run_measured(self, batch: Sequence[Request]) -> None:
+        queue, begun = self._session.queue, time.monotonic()
         self._run_batch(batch)
-        queue.measured(len(batch), time.monotonic() - begun)
+        if queue is not None:
+            queue.measured(len(batch), time.monotonic() - begun)
 
     def _run_batch(self, batch: Sequence[Request]) -> None:
         """Run the model on requests that another node decoded."""
@@ -418,7 +353,7 @@ class ModelNode:
         wanted = [self._engine is None or as_image for as_image in as_images]
         rows = [row for row, image_wanted in enumerate(wanted) if not image_wanted]
         answers = {
-            row: image.to(self._device, copy=image.is_cuda)[0]  # preprocessing reuses its memory
+            row: image.to(self._device, copy=True)[0]  # its memory is that of a batch, and is used again
             for row, image in enumerate(images)
             if wanted[row]
         }

@@ -359,9 +359,13 @@ class RequestQueue:
         """Add a request that a node before this one decoded, or the whole group once the last one of it is decoded."""
         self._add_ready([request] if request.group is None else request.group.report(request, decoded=True))
 
+    def remove(self, request: Request) -> None:
+        """Remove a request that has ended, if it waits here."""
+        self._backlog.discard(request)
+
     def discard(self, request: Request) -> None:
         """Remove a request that has ended before the model ran. Its group, if it has one, does not wait for it."""
-        self._backlog.discard(request)
+        self.remove(request)
         if request.group is not None:
             self._add_ready(request.group.report(request, decoded=False))
 
@@ -381,6 +385,23 @@ class RequestQueue:
     def measured(self, images: int, seconds: float) -> None:
         """Record how long an instance took for a batch of this size."""
         self._backlog.measured(images, seconds)
+
+    def work(
+        self, parts: Sequence[Sequence[Request]], run: Callable[[Sequence[Request]], object], *, seconds: float = 0.0
+    ) -> None:
+        """Run what torchpipe gave an instance, each part as a batch or within one, then what waits here, until nothing
+        is left.
+
+        seconds: for which callers with an answer may send again before the next batch is run.
+        """
+        self.mark_started(len(parts))
+        *first, batch = joined(parts, self._batch)
+        for each in first:
+            run(each)
+        while batch:
+            arrived = self.arrived
+            run(batch)
+            batch = self.next_batch(arrived=arrived + callers(batch), seconds=seconds)
 
     def mark_started(self, items: int) -> None:
         """An instance received this many items from torchpipe. It is busy until `next_batch` returns none."""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -30,7 +30,7 @@ from gpuflow.torchpipe.adapter import (
 )
 from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, RequestQueue
+from gpuflow.torchpipe.request_queue import AnswerRate, Backlog, Request, RequestGroup, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -96,6 +96,12 @@ def _start_batch(pipe: Pipe, requests: Sequence[Request]) -> None:
     pipe.start({"data": b"", "requests": requests})
 
 
+def _queue(pipe: Pipe, node: Mapping[str, str]) -> RequestQueue:
+    """The queue before a node that `pipe` begins with."""
+    start = partial(_start_batch, pipe)
+    return RequestQueue(start, instances=int(node["instance_num"]), batch=int(node["batch"]))
+
+
 class RunningGraph:
     """A graph that torchpipe runs. Any thread may submit.
 
@@ -129,6 +135,7 @@ class RunningGraph:
         in_two = not graph.native and head["backend"] == PREPROCESS
         if in_two:
             del head["next"]
+            turn_off_batching(head)
         try:
             if in_two:
                 (first, second) = ({key: node} for key, node in nodes.items())
@@ -139,15 +146,15 @@ class RunningGraph:
             del SESSIONS[name]
             raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
         # torchpipe reports errors of its own operators only to the thread that waits in the call.
-        callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
-        self._callers = DaemonPool(min(callers, _MAX_CALLERS), "serve") if graph.native else None
-        self._rate = AnswerRate(callers)
+        self._callers = DaemonPool(min(graph.at_once, _MAX_CALLERS), "serve") if graph.native else None
+        self._waiting = Backlog()  # for these threads
+        self._rate = AnswerRate(graph.at_once)
         self._native_head = head["backend"] not in OURS
-        self._decodes_first = in_two
         self._batch = 1 if graph.native else int(last["batch"])
         if not graph.native:
-            start, instances = partial(_start_batch, model), int(last["instance_num"])
-            self._session.queue = RequestQueue(start, instances=instances, batch=self._batch)
+            self._session.queue = _queue(model, last)
+        if in_two:
+            self._session.undecoded = _queue(self._pipe, head)
         self._preset = graph.preset
         # An unreferenced graph has no request in flight, so its session can be closed.
         self._release = weakref.finalize(self, _close_session, name)
@@ -221,19 +228,17 @@ class RunningGraph:
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Pass the requests of one group, or a single one, to torchpipe or to the queue before it."""
-        if not self._decodes_first and self._session.queue is not None:
-            self._session.queue.add(requests)
+        if (queue := self._session.undecoded or self._session.queue) is not None:
+            queue.add(requests)
             return
+        assert self._callers is not None
         for request in requests:
-            self._session.undecoded.add([request])
-            if self._callers is None:
-                self._pipe.start({"data": b""})
-            else:
-                self._callers.submit(self._call)
+            self._waiting.add([request])
+            self._callers.submit(self._call)
 
     def _call(self) -> None:
         """Run the next request and wait. For graphs with torchpipe's own operators, which do not answer requests."""
-        for request in self._session.undecoded.take(1):
+        for request in self._waiting.take(1):
             self._run(request)
 
     def _run(self, request: Request) -> None:
@@ -261,7 +266,7 @@ class RunningGraph:
             request.set_result(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image. One that is decoding works.
+        """Have what decodes decode gpuflow's own test image.
 
         Raises:
             DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
@@ -277,7 +282,9 @@ class RunningGraph:
                 ) from error
 
     def _done(self, request: Request) -> None:
-        self._session.undecoded.discard(request)
+        self._waiting.discard(request)
+        if self._session.undecoded is not None:
+            self._session.undecoded.remove(request)
         if self._session.queue is not None:
             self._session.queue.discard(request)
         with self._idle:
@@ -295,8 +302,8 @@ class RunningGraph:
     @property
     def newest_first(self) -> bool:
         """Whether callers gave up in the last seconds, so that a new request does not wait for those before it."""
-        queue = self._session.queue
-        return self._session.undecoded.newest_first or (queue is not None and queue.newest_first)
+        queues = (self._waiting, self._session.undecoded, self._session.queue)
+        return any(queue is not None and queue.newest_first for queue in queues)
 
     def seconds_for(self, images: int) -> float:
         """Predict how long the graph takes to answer this number of images by its recent rate.

@@ -9,29 +9,29 @@ import pytest
 
 from gpuflow.config import ModelSpec, RunSpec
 from gpuflow.config.resources import check_threads_of, readers_of, serving_processes_of
+from gpuflow.stages import CenterCrop, Decode, Resize
 from gpuflow.torchpipe.graph import images_at_a_time
+from tests.running import program_of
 
 
 @pytest.mark.parametrize(
-    ("threads", "processes", "images", "expected"),
+    ("decoder", "threads", "processes", "images", "expected"),
     [
-        (2, "auto", 16, 0),
-        (4, "auto", 16, 0),
-        (5, "auto", 16, 5),
-        (16, "auto", 16, 16),
-        (16, "auto", 64, 16),
-        (16, "auto", 8, 8),
-        (16, "auto", 4, 0),
-        (16, "auto", 1, 0),
-        (16, 0, 16, 0),
-        (16, 3, 1, 3),
-        (2, 8, 16, 2),
+        (Decode(), 16, "auto", 16, 0),
+        (Decode(), 16, 3, 1, 3),
+        (Decode(), 2, 8, 16, 2),
+        (Decode(formats=("tiff",)), 1, "auto", 16, 0),
+        (Decode(formats=("tiff",)), 2, "auto", 16, 2),
+        (Decode(formats=("tiff",)), 16, "auto", 8, 8),
+        (Decode(formats=("tiff",)), 16, "auto", 1, 0),
+        (Decode(formats=("tiff",)), 16, 0, 16, 0),
     ],
 )
 def test_how_many_processes_decode_for_a_service(
-    threads: int, processes: int | Literal["auto"], images: int, expected: int
+    decoder: Decode, threads: int, processes: int | Literal["auto"], images: int, expected: int
 ) -> None:
-    assert serving_processes_of(RunSpec(threads=threads, processes=processes), images) == expected
+    program = program_of(decoder, Resize(shorter=8), CenterCrop(size=8), serving=True)
+    assert serving_processes_of(RunSpec(threads=threads, processes=processes), program, images) == expected
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 0), (11, 0), (12, 6), (16, 8), (27, 13)])

@@ -129,7 +129,7 @@ class ServingProcesses:
     program = "served"
 
     def __init__(self) -> None:
-        self._preprocessor = CpuPreprocessor(SERVED, batch=16, processes=2)
+        self._preprocessor = CpuPreprocessor(SERVED, batch=16, threads=2, processes=2)
 
     def run(self, numbers: Sequence[int]) -> list[Outcome]:
         found = self._preprocessor.run([POOL[number] for number in numbers])
@@ -341,7 +341,7 @@ def bombed_service(data: bytes) -> object:
 
 def bombed_service_processes(data: bytes) -> object:
     pytest.importorskip("torchpipe")
-    preprocessor = CpuPreprocessor(BOMB, batch=16, processes=2)
+    preprocessor = CpuPreprocessor(BOMB, batch=16, threads=2, processes=2)
     try:
         return preprocessor.run([data])[0]
     finally:

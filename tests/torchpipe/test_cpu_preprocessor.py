@@ -1,10 +1,12 @@
-"""Preprocessing by processes where a model is served: the pixels of threads, also when a process is lost."""
+"""Preprocessing on the CPU where a model is served, by threads and by processes: the pixels of one thread."""
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +18,17 @@ import pytest
 import torch
 
 import gpuflow.serve
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, DecoderError
+from gpuflow.execute.cpu import CpuRunner
 from gpuflow.parity.images import hostile_images
 from gpuflow.pipeline import stage as s
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor, _parts
-from tests.datasets import Entries, await_children, children, jpeg, program, write_config
+from tests.datasets import Entries, await_children, children, jpeg, nothing_left_behind, program, write_config
+from tests.hostile import BAD, HOSTILE
 from tests.images import jpeg as jpeg_of
 from tests.images import photo
-from tests.running import images, program_of
+from tests.running import images, program_of, run
 from tests.serve.fakes import mean_color
 
 STAGES: Entries = [
@@ -36,9 +40,9 @@ STAGES: Entries = [
 DATA = [jpeg(i % 3, i) for i in range(12)]
 
 
-@pytest.fixture(scope="module")
-def preprocessor() -> Iterator[CpuPreprocessor]:
-    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=2)
+@pytest.fixture(scope="module", params=[0, 2], ids=["threads", "processes"])
+def preprocessor(request: pytest.FixtureRequest) -> Iterator[CpuPreprocessor]:
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=3, processes=request.param)
     yield preprocessor
     preprocessor.close()
 
@@ -73,9 +77,72 @@ def test_many_threads_get_their_own_images(preprocessor: CpuPreprocessor) -> Non
         assert all(pool.map(ask, range(60)))
 
 
+def test_files_of_all_formats_and_bad_ones_are_what_each_gives_alone(preprocessor: CpuPreprocessor) -> None:
+    files = [*HOSTILE.values(), *(data for data, _ in BAD.values())]
+    alone = [run(program(STAGES), [data]) for data in files]
+
+    def ask(seed: int) -> None:
+        numbers = random.Random(seed).sample(range(len(files)), 1 + seed % 16)
+        for number, image in zip(numbers, preprocessor.run([files[i] for i in numbers]), strict=True):
+            pixels, (fault,) = alone[number]
+            if fault is None:
+                assert isinstance(image, torch.Tensor) and torch.equal(image, pixels)
+            else:
+                assert isinstance(image, BadSampleError) and str(image) == str(fault)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(48)))
+
+
+def test_threads_end_and_memory_is_freed() -> None:
+    def native_threads() -> int:
+        return sum("gpuflow_native" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+    before = native_threads()
+    with nothing_left_behind():
+        preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=3)
+        preprocessor.run(list(HOSTILE.values())[:16])
+        assert native_threads() == before + 3
+        preprocessor.close()
+    assert native_threads() == before
+
+
+@pytest.mark.parametrize(("files", "seconds"), [(1, 60), (3, 120)])
+def test_a_decoder_that_is_busy_works_unless_it_never_ends(
+    files: int, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image takes less than a minute, and two threads share those of a call."""
+    now, entered, go_on = [1000.0], threading.Event(), threading.Event()
+
+    def hang(runner: object, payload: object, keys: object, slots: object) -> list[None]:
+        entered.set()
+        assert go_on.wait(30)
+        return [None] * files
+
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=2)
+    monkeypatch.setattr("gpuflow.torchpipe.cpu_preprocessor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(CpuRunner, "run", hang)
+    decoding = threading.Thread(target=preprocessor.run, args=(DATA[:files],))
+    decoding.start()
+    try:
+        assert entered.wait(30)
+        now[0] += seconds
+        preprocessor.check()
+        now[0] += 1
+        with pytest.raises(
+            DecoderError, match=f"has worked on {files} image.* for {seconds + 1} s; restart the service"
+        ):
+            preprocessor.check()
+    finally:
+        go_on.set()
+        decoding.join(30)
+    preprocessor.check()
+    preprocessor.close()
+
+
 def test_a_killed_process_spoils_nothing(caplog: pytest.LogCaptureFixture) -> None:
     before, whole = children(), expected(DATA)
-    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=2)
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=2, processes=2)
     mine = sorted(children() - before)
     with caplog.at_level(logging.WARNING):
         for process in mine:
@@ -112,7 +179,7 @@ class OutOfMemory(s.Opaque):
 
 def test_what_a_stage_raises_for_one_image_is_a_fault_of_that_image() -> None:
     before = children()
-    preprocessor = CpuPreprocessor(program(REFLECT), batch=16, processes=2)
+    preprocessor = CpuPreprocessor(program(REFLECT), batch=16, threads=2, processes=2)
     mine, whole = children() - before, images(program(REFLECT), LARGE)
     for place in (0, 5, 12):
         found = preprocessor.run([*LARGE[:place], SMALL, *LARGE[place:]])
@@ -128,7 +195,7 @@ def test_what_a_stage_raises_for_one_image_is_a_fault_of_that_image() -> None:
 def test_an_exception_of_one_file_is_raised_and_costs_no_process() -> None:
     stages = Decode(), OutOfMemory(), Resize(shorter=40), CenterCrop(size=32), Normalize()
     before = children()
-    preprocessor = CpuPreprocessor(program_of(*stages), batch=16, processes=2)
+    preprocessor = CpuPreprocessor(program_of(*stages), batch=16, threads=2, processes=2)
     mine, whole = children() - before, images(program_of(*stages), LARGE)
     for place in (0, 12):
         with pytest.raises(MemoryError, match="none left"):
@@ -142,7 +209,7 @@ def test_an_exception_of_one_file_is_raised_and_costs_no_process() -> None:
 def test_processes_that_were_killed_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuflow.torchpipe.cpu_preprocessor._RESTART_SECONDS", 0.2)
     before, whole = children(), expected(DATA)
-    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=2)
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=2, processes=2)
     for _ in range(2):
         mine = children() - before
         for process in mine:
@@ -159,7 +226,7 @@ def test_processes_that_were_killed_are_started_again(monkeypatch: pytest.Monkey
 
 def test_processes_are_not_started_again_too_often() -> None:
     before = children()
-    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=1)
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=2, processes=1)
     seen = set[int]()
     for _ in range(3):
         mine = children() - before
@@ -181,7 +248,7 @@ def test_a_program_that_cannot_be_told_is_run_by_threads(
 
     monkeypatch.setattr("gpuflow.runtime.worker_pool.pickle.dumps", refuse)
     with caplog.at_level(logging.WARNING):
-        preprocessor = CpuPreprocessor(program(STAGES), batch=4, processes=1)
+        preprocessor = CpuPreprocessor(program(STAGES), batch=4, threads=2, processes=1)
     assert "cannot pickle this stage; threads decode instead" in caplog.text
     assert torch.equal(torch.cat(preprocessor.run(DATA[:3])), expected(DATA[:3]))  # type: ignore[arg-type]
     preprocessor.close()

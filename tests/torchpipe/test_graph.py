@@ -28,6 +28,7 @@ STAGES_JSON = (
     '["center_crop", {"size": 24, "rounding": "nearest"}], '
     '["normalize", {"mean": "imagenet", "std": "imagenet", "dtype": "float32", "layout": "nchw"}]]'
 )
+PYTHON = {"torchvision": {"name": "Grayscale", "num_output_channels": 3}}
 PRESET = {"preset": "torchpipe_cpu", "height": 20, "width": 30, "stages": [{"normalize": {}}]}
 
 
@@ -45,6 +46,8 @@ def test_the_dict_is_preprocessing_then_the_model(tmp_path: Path) -> None:
             "batching_timeout": "1",
             "device": "cpu",
             "on_error": "pass",
+            "batch": "8",
+            "threads": "3",
             "stages": STAGES_JSON,
             "instance_num": "3",
             "next": "model",
@@ -94,8 +97,7 @@ def test_with_backend_cpu_all_threads_decode_and_batches_go_to_the_gpu(tmp_path:
     stages = [{"decode": {"backend": "cpu"}}, *VAL[1:]]
     nodes = lowered(tmp_path, {"stages": stages, "model": {**FILE, "batch": 8}}, device="cuda").as_dict()
     preprocess = nodes["preprocess"]
-    assert (preprocess["device"], preprocess["instance_num"]) == ("cpu", "3")
-    assert "batch" not in preprocess
+    assert (preprocess["device"], preprocess["threads"], preprocess["batch"]) == ("cpu", "3", "8")
     assert nodes["model"]["device"] == "cuda"
 
 
@@ -109,24 +111,24 @@ def test_one_node_preprocesses_by_processes_and_runs_the_model(device: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("threads", "model", "processes"),
+    ("threads", "model", "stage", "processes"),
     [
-        (4, {}, None),
-        (8, {}, "8"),
-        (8, {"batch": 6}, "6"),
-        (8, {"batch": 2}, None),
-        (8, {"batch": 2, "instances": 3}, "6"),
+        (8, {}, [], None),
+        (8, {}, [PYTHON], "8"),
+        (2, {}, [PYTHON], "2"),
+        (1, {}, [PYTHON], None),
+        (8, {"batch": 2, "instances": 3}, [PYTHON], "6"),
+        (8, {"batch": 1}, [PYTHON], None),
     ],
 )
-def test_auto_chooses_processes_from_five_threads_on(
-    threads: int, model: dict[str, int], processes: str | None, tmp_path: Path
+def test_auto_chooses_processes_for_stages_that_run_python_code(
+    threads: int, model: dict[str, int], stage: list[Any], processes: str | None, tmp_path: Path
 ) -> None:
-    """If a batch has enough images for them, and the CPU decodes."""
-    serve = {"stages": list(VAL), "model": {**FILE, **model}}
+    """If a batch has images for several processes, and the CPU decodes."""
+    serve = {"stages": [*VAL[:-1], *stage, VAL[-1]], "model": {**FILE, **model}}
     nodes = lowered(tmp_path, serve, f"run.threads={threads}").as_dict()
     assert list(nodes) == (["preprocess", "model"] if processes is None else ["serve"])
     assert nodes.get("serve", {}).get("processes") == processes
-    assert "processes" not in lowered(tmp_path, serve, f"run.threads={threads}", device="cuda").as_dict()["serve"]
 
 
 def test_without_processes_if_the_gpu_decodes(tmp_path: Path) -> None:
@@ -141,7 +143,8 @@ def test_all_threads_decode_if_the_gpu_cannot(via: str, images_on: str) -> None:
     model = ModelSpec.model_validate({**FILE, "engine": "tensorrt", "via": via})
     graph = chain(stages, model, origin="x.yaml", threads=5, device="cuda", gpu_decodes=False)
     preprocess = graph.as_dict()["preprocess"]
-    assert (preprocess["device"], preprocess["instance_num"], preprocess["next"]) == (images_on, "5", "model")
+    threads = preprocess.get("threads", preprocess["instance_num"])
+    assert (preprocess["device"], threads, preprocess["next"]) == (images_on, "5", "model")
     assert graph.preprocessing == stages.pipeline.fingerprint
 
 
@@ -168,7 +171,7 @@ def test_timeouts_are_whole_milliseconds_and_never_0(given: float, passed: str, 
 
 def test_threads_are_the_cores_unless_the_file_says_otherwise(tmp_path: Path) -> None:
     graph = lowered(tmp_path, {"stages": list(VAL), "model": FILE}, "run.threads=auto", "run.processes=0")
-    assert graph.as_dict()["preprocess"]["instance_num"] == str(available_threads())
+    assert graph.as_dict()["preprocess"]["threads"] == str(available_threads())
 
 
 def test_without_a_model_the_graph_ends_with_the_images(tmp_path: Path) -> None:

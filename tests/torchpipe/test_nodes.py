@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, ConfigError, DecoderError, PredictorError
+from gpuflow.errors import BadSampleError, ConfigError, PredictorError
 from gpuflow.pipeline.stage import Stage
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from gpuflow.torchpipe import nodes as serve_nodes
@@ -45,7 +45,8 @@ def no_sessions() -> Iterator[None]:
 
 def preprocess_node(on_thread: OnThread, stages: Sequence[Stage] = STAGES, **parameters: str) -> PreprocessNode:
     node = PreprocessNode()
-    on_thread(node.init, {"stages": stages_to_json(stages), "device": "cpu", "on_error": "pass", **parameters})
+    given = {"stages": stages_to_json(stages), "device": "cpu", "on_error": "pass", "batch": "8", "session": "test"}
+    on_thread(node.init, {**given, **parameters})
     return node
 
 
@@ -121,7 +122,7 @@ def test_an_exception_of_one_of_several_files_leaves_the_others(on_thread: OnThr
         (bad, BadSampleError, reason),
         (GOOD, PredictorError, f"preprocessing failed: {error!r}"),
     ):
-        node._batched = fragile = Fragile(error, refused)
+        SESSIONS["test"].preprocessor = fragile = Fragile(error, refused)
         files = [b"1" * (i + 1) for i in range(8)]
         files[5] = refused
         found = on_thread(node.images, files)
@@ -132,7 +133,7 @@ def test_an_exception_of_one_of_several_files_leaves_the_others(on_thread: OnThr
 
 def test_a_node_that_raises_takes_one_image_at_a_time(on_thread: OnThread) -> None:
     node = preprocess_node(on_thread, on_error="raise")
-    assert (node.max(), preprocess_node(on_thread).max()) == (1, 2)
+    assert (node.max(), preprocess_node(on_thread).max()) == (1, 8)
     with pytest.raises(BadSampleError) as caught:
         on_thread(node.forward, [item_of(b"")])
     assert str(caught.value) == "decode: empty: the file has no bytes"
@@ -267,65 +268,6 @@ def test_a_model_that_keeps_failing_is_reported_until_it_works(clock: Clock) -> 
     SESSIONS["test"].check()
 
 
-@pytest.fixture
-def checked_node(on_thread: OnThread) -> Any:
-    """A node that decodes and that its session checks."""
-    SESSIONS["test"] = Session([])
-    return preprocess_node(on_thread, session="test")
-
-
-def test_a_decoder_that_is_busy_works_unless_it_never_ends(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, checked_node: Any
-) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    class Slow:
-        def run(self, files: Any, keys: Any, slots: Any) -> list[None]:
-            entered.set()
-            assert go_on.wait(30)
-            return [None]
-
-        def check(self) -> None:
-            pass
-
-    monkeypatch.setattr(checked_node, "_runner", Slow())
-    decoding = threading.Thread(target=checked_node.images, args=([GOOD],))
-    decoding.start()
-    try:
-        assert entered.wait(30)
-        SESSIONS["test"].check()
-        clock.now += 61
-        with pytest.raises(DecoderError, match="has decoded one image for 61 s; restart the service"):
-            SESSIONS["test"].check()
-    finally:
-        go_on.set()
-        decoding.join(30)
-    SESSIONS["test"].check()
-
-
-def test_two_checks_at_once_find_no_fault_long_after_the_last_image(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, checked_node: Any
-) -> None:
-    assert isinstance(checked_node.images([GOOD])[0], torch.Tensor)
-    clock.now += 3600
-    entered, go_on = threading.Event(), threading.Event()
-
-    class SlowCheck:
-        def check(self) -> None:
-            entered.set()
-            assert go_on.wait(30)
-
-    monkeypatch.setattr(checked_node, "_runner", SlowCheck())
-    checking = threading.Thread(target=SESSIONS["test"].check)
-    checking.start()
-    try:
-        assert entered.wait(30)
-        SESSIONS["test"].check()
-    finally:
-        go_on.set()
-        checking.join(30)
-
-
 def test_logits_may_be_modified() -> None:
     with torch.inference_mode():
         constant = torch.zeros(1, 3)
@@ -406,11 +348,12 @@ def test_closing_releases_engines_and_buffers(on_thread: OnThread) -> None:
     engine = FakeEngine()
     model = model_node(engine)
     preprocess = preprocess_node(on_thread, session="test")
+    preprocessor = weakref.ref(SESSIONS["test"].preprocessor)
     SESSIONS["test"].close()
-    assert engine.closed
+    assert engine.closed and preprocessor() is None
     assert SESSIONS["test"].engines == ()
     with pytest.raises(AssertionError):
-        preprocess._image(GOOD)
+        preprocess.images([GOOD])
     assert model._engine is None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,8 +25,8 @@ from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
 from gpuflow.torchpipe.running_graph import RunningGraph, register
 from tests.datasets import Entries, deadline, jpeg, program, python, write_config
 from tests.forking import Forked, Interpreter
-from tests.hostile import BAD
-from tests.running import program_of
+from tests.hostile import BAD, HOSTILE
+from tests.running import images, program_of, run
 from tests.serve.fakes import Break, FakeEngine, Gate, Nap, mean_color
 
 STAGES: Entries = ({"decode": {}}, {"resize": {"shorter": 20}}, {"center_crop": {"size": 16}}, {"normalize": {}})
@@ -234,6 +236,69 @@ def test_submitting_does_not_wait_for_a_free_instance() -> None:
     gate.open()
     assert len(wait(futures, timeout=20).done) == 120
     assert running.close(20)
+
+
+def test_images_that_wait_together_are_decoded_by_one_call() -> None:
+    gate, engine, calls = Gate(), FakeEngine(), list[int]()
+    running = start([engine], threads=1)
+    preprocessor = running._session.preprocessor
+    assert preprocessor is not None
+
+    class Slow:
+        def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+            calls.append(len(files))
+            gate(len(files))
+            return preprocessor.run(files)
+
+        check, close = preprocessor.check, preprocessor.close
+
+    running._session.preprocessor = Slow()
+    first = submit(running, DATA[0])
+    assert gate.reached.wait(timeout=20)
+    rest = [submit(running, data) for data in DATA[1:]]
+    gate.open()
+    wait([first, *rest], timeout=20)
+    assert calls == [1, 5]
+    whole = mean_color(images(program(STAGES), DATA))
+    assert torch.allclose(torch.stack([future.result(0) for future in (first, *rest)]), whole)
+    assert running.close(20)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_many_callers_with_files_of_all_kinds_get_their_own_answers(closes: bool) -> None:
+    """Also those whose requests are in work, or wait, while the graph is closed."""
+    files = [*HOSTILE.values(), *(data for data, _ in BAD.values())]
+    alone = [run(program(STAGES), [data]) for data in files]
+    running, begun = start([FakeEngine(before=Nap(0.001))]), threading.Barrier(9)
+
+    def ask(caller: int) -> int:
+        rng, answers = random.Random(caller), 0
+        for turn in range(12):
+            numbers = rng.sample(range(len(files)), rng.randint(1, 6))
+            if turn == 3:
+                begun.wait(60)
+            futures = []
+            with suppress(PredictorError) if closes else nullcontext():
+                futures = [submit(running, files[number], wants_image=True) for number in numbers]
+            if not futures:
+                break
+            for number, future in zip(numbers, futures, strict=True):
+                pixels, (fault,) = alone[number]
+                if fault is None:
+                    assert torch.equal(future.result(60), pixels[0])
+                else:
+                    assert str(future.exception(60)) == str(fault)
+                answers += 1
+        return answers
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, caller) for caller in range(8)]
+        begun.wait(60)
+        if closes:
+            assert running.close(60)
+        answers = [each.result(120) for each in asking]
+    assert all(answers)
+    assert running.close(20) and running.in_flight == 0
 
 
 def test_a_bad_image_among_good_ones() -> None:
