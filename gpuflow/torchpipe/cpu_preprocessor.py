@@ -147,10 +147,11 @@ class CpuPreprocessor:
 
         if self._pool is not None:
             self._pool.each_idle(exchange)
-        try:
-            self._alone.check()
-        except DecoderError:  # which has discarded the decoders that the runner had
-            self._alone.check()
+        for runner in (self._alone, self._together):
+            try:
+                runner.check()
+            except DecoderError:  # which has discarded the decoders that the runner had
+                runner.check()
 
     def _run(self, payload: Payload, part: slice, slots: NDArray[Any]) -> list[BadSampleError | None]:
         """A part of the files in this process."""

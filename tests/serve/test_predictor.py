@@ -574,7 +574,7 @@ def test_a_node_with_all_threads_preprocesses_if_the_gpu_cannot(
     monkeypatch.setattr(gpu_backend, "find_nvjpeg", find_nvjpeg)
     monkeypatch.setattr(gpu_backend, "BatchedDecoder", decoder)
     stages = [{"decode": {"backend": backend}}, *first, *VAL[1:]]
-    path = write_config(tmp_path / "x.yaml", "photos", serve={"stages": stages}, run={"threads": 3})
+    path = write_config(tmp_path / "x.yaml", "photos", serve={"stages": stages}, run={"threads": 3, "processes": 0})
     config = read_config(path, STAGES)
     graph = chain_here(config, config.programs["serve"], None, device="cuda:1")
     found = [(node["device"], node["instance_num"]) for node in graph.as_dict().values()]
