@@ -384,9 +384,9 @@ class RunSpec(_Block):
         readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes (3 from 12
             threads on).
         processes: worker processes that read and decode instead of the threads; `auto`: one for each thread, from two
-            threads and 10,000 samples on, where Python code runs for each image, else none; and for a service where the
-            CPU decodes, where there are more than four threads. Where a GPU decodes: the most that decode the files
-            that it does not take; `auto`: all cores but three.
+            threads and 10,000 samples on, where Python code runs for each image, else none. A service where the CPU
+            decodes counts as many samples. Where a GPU decodes: the most that decode the files that it does not take;
+            `auto`: all cores but three.
         decoder_calls: how many chunks of images a GPU's decoder gets at a time; `auto`: two while the GPU waits for
             batches most of its time. Two load more images, which slows a training whose steps are no CUDA graphs.
         prefetch: finished batches that wait for the training loop.

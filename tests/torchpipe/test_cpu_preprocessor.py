@@ -47,6 +47,11 @@ def preprocessor(request: pytest.FixtureRequest) -> Iterator[CpuPreprocessor]:
     preprocessor.close()
 
 
+def at_work(preprocessor: CpuPreprocessor) -> int:
+    assert preprocessor._pool is not None
+    return preprocessor._pool.counts()["at_work"]
+
+
 def expected(files: list[bytes]) -> torch.Tensor:
     return images(program(STAGES), files)
 
@@ -201,7 +206,7 @@ def test_an_exception_of_one_file_is_raised_and_costs_no_process() -> None:
         with pytest.raises(MemoryError, match="none left"):
             preprocessor.run([*LARGE[:place], SMALL, *LARGE[place:]])
         assert torch.equal(torch.cat(preprocessor.run(LARGE)), whole)  # type: ignore[arg-type]
-        assert children() - before == mine and preprocessor._pool.counts()["at_work"] == 2
+        assert children() - before == mine and at_work(preprocessor) == 2
     preprocessor.close()
     await_children(0, before)
 
@@ -215,8 +220,8 @@ def test_processes_that_were_killed_are_started_again(monkeypatch: pytest.Monkey
         for process in mine:
             os.kill(process, signal.SIGKILL)
         limit = time.monotonic() + 180
-        while preprocessor._pool.counts()["at_work"] < 2 or children() & mine:
-            assert time.monotonic() < limit, preprocessor._pool.counts()
+        while at_work(preprocessor) < 2 or children() & mine:
+            assert time.monotonic() < limit
             assert torch.equal(torch.cat(preprocessor.run(DATA)), whole)  # type: ignore[arg-type]
             preprocessor.check()
             time.sleep(0.05)  # leaves the cores to the processes that start

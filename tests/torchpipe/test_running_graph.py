@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import torch
 from gpuflow.decode.preset import CANNOT_DECODE, Preset
 from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
 from gpuflow.torchpipe.running_graph import RunningGraph, register
 from tests.datasets import Entries, deadline, jpeg, program, python, write_config
@@ -238,21 +239,17 @@ def test_submitting_does_not_wait_for_a_free_instance() -> None:
     assert running.close(20)
 
 
-def test_images_that_wait_together_are_decoded_by_one_call() -> None:
+def test_images_that_wait_together_are_decoded_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, engine, calls = Gate(), FakeEngine(), list[int]()
     running = start([engine], threads=1)
-    preprocessor = running._session.preprocessor
-    assert preprocessor is not None
+    preprocess = cast(CpuPreprocessor, running._session.preprocessor)._run_all
 
-    class Slow:
-        def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
-            calls.append(len(files))
-            gate(len(files))
-            return preprocessor.run(files)
+    def slow(files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        calls.append(len(files))
+        gate(len(files))
+        return preprocess(files)
 
-        check, close = preprocessor.check, preprocessor.close
-
-    running._session.preprocessor = Slow()
+    monkeypatch.setattr(running._session.preprocessor, "_run_all", slow)
     first = submit(running, DATA[0])
     assert gate.reached.wait(timeout=20)
     rest = [submit(running, data) for data in DATA[1:]]
