@@ -70,18 +70,9 @@ def _stages_in_python(program: AnyProgram) -> list[str]:
     return parts
 
 
-def serving_processes_of(run: RunSpec, program: Program, images: int) -> int:
-    """Processes that preprocess where the CPU decodes what is served; where `run.processes` is auto, one for each
-    thread if Python code runs for each image, as for a loader of many samples: a service runs for long.
-
-    images: that the model's instances run on at once, all of their batches together. Processes decode a batch between
-    two runs of the model, so more than these would have nothing to do, and for one image at a time threads, which
-    decode ahead of the model, do as much.
-    """
-    if run.processes != "auto":
-        return min(run.processes, threads_of(run))
-    processes = min(threads_of(run), images)
-    return processes if processes > 1 and _stages_in_python(program) else 0
+def serving_processes_of(run: RunSpec, program: Program) -> int:
+    """Processes that preprocess where the CPU decodes what is served: as for a loader of many samples."""
+    return processes_of(run, _WORTH_PROCESSES, in_python=bool(_stages_in_python(program)))
 
 
 def decode_processes_of(

@@ -40,7 +40,7 @@ from gpuflow.pipeline.stage import Decoder, ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.serve.matrices import matrices_of, require_known_moves
-from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain, images_at_a_time
+from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
 from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked, unchanged
 
 if TYPE_CHECKING:
@@ -537,7 +537,7 @@ def chain_here(
         model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run, program, images_at_a_time(model)),
+        processes=serving_processes_of(config.run, program),
         device=device,
         platform=platform,
         gpu_decodes=device != "cpu" and gpu_decodes(program),

@@ -85,20 +85,14 @@ class CpuPreprocessor:
 
         Raises what preprocessing one of them raises besides that.
         """
-        thread = threading.get_ident()
-        self._running[thread] = time.monotonic(), len(files)
-        try:
-            return self._run_all(files)
-        finally:
-            del self._running[thread]
-
-    def _run_all(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         payload = Payload.of(files, self._bytes.acquire)
         slots = self._slots.acquire(len(files))
         parts = _parts(len(files), 1 if self._pool is None else max(1, self._pool.counts()["at_work"]))
         requests = [(part, self._begin(payload, part, slots)) for part in parts]
         faults: list[BadSampleError | None] = [None] * len(files)
         errors: list[Exception] = []
+        thread = threading.get_ident()
+        self._running[thread] = time.monotonic(), len(files)
         requests.sort(key=lambda request: request[1] is None)  # this process does its parts while the workers do others
         try:
             while requests:
@@ -113,6 +107,8 @@ class CpuPreprocessor:
                 if pending is not None:
                     pending.abandon()
             raise
+        finally:
+            del self._running[thread]
         self._bytes.release(payload.buffer)
         if errors:
             raise errors[0]

@@ -35,7 +35,6 @@ __all__ = [
     "Graph",
     "Node",
     "chain",
-    "images_at_a_time",
     "lower",
     "preset_parameters",
     "program_from_json",
@@ -50,7 +49,8 @@ batches, and each would wait for the other."""
 DEFAULT_BATCH = 16
 _DEFAULT_TIMEOUT_MS = 2.0
 _CPU_INSTANCES = 4
-"""Largest number of batches that are decoded at the same time: each waits for its slowest image."""
+"""Largest number of batches that threads decode at the same time: each waits for its slowest image. Of processes, which
+share a batch, none would be free for another one."""
 _GPU_INSTANCES = 2
 """Largest number of instances that preprocess on a GPU for a model that torchpipe runs."""
 _PRESET_INSTANCES = 4
@@ -126,7 +126,7 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
         model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run, program, images_at_a_time(model)),
+        processes=serving_processes_of(config.run, program),
         device=device,
     )
 
@@ -142,7 +142,7 @@ def chain(
     gpu_decodes: bool = True,
     processes: int = 0,
 ) -> Graph:
-    """The graph that preprocesses and then runs the model: one node if a GPU or processes preprocess, otherwise two.
+    """The graph that preprocesses and then runs the model: one node if a GPU preprocesses, otherwise two.
 
     Args:
         program: of the block `serve`.
@@ -171,17 +171,15 @@ def chain(
             threads = min(threads, _GPU_INSTANCES)
     else:
         last = _model_parameters(model, device, stages)
-        on_gpu = device != "cpu" and gpu_decodes
-        if on_gpu or (processes and preset is None):
+        if device != "cpu" and gpu_decodes:
             both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(_timeout_ms(model)))}
-            if not on_gpu:
-                both |= {"threads": str(threads), "processes": str(processes)}
             node = Node(name="serve", parameters=tuple(both.items()))
             return Graph(nodes=(node,), origin=origin, preprocessing=fingerprint)
         batch = max(threads, int(last["batch"]))
         images = {"device": "cpu", "on_error": "pass", "batch": str(batch), "threads": str(threads)}
         if preset is None:
-            threads = min(threads, _CPU_INSTANCES)
+            threads = 1 if processes else min(threads, _CPU_INSTANCES)
+            images |= {"processes": str(processes)} if processes else {}
     if preset is not None:
         first = {"backend": PRESET_OPERATORS[preset.name], **preset_parameters(preset)}
         if is_preset_on_gpu(preset):
@@ -214,11 +212,6 @@ def _model_parameters(model: ModelSpec | None, device: str, stages: str) -> dict
 
 def _timeout_ms(model: ModelSpec | None) -> float:
     return _DEFAULT_TIMEOUT_MS if model is None else model.timeout_ms
-
-
-def images_at_a_time(model: ModelSpec | None) -> int:
-    """How many images all instances of a model run on at once; of None, a model that the caller brings."""
-    return DEFAULT_BATCH if model is None else model.batch * model.instances
 
 
 def preset_parameters(preset: Preset) -> dict[str, str]:

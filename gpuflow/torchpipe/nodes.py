@@ -141,8 +141,7 @@ class PreprocessNode:
     """Encoded bytes to an image [1, C, H, W] in the pipeline's dtype and layout, by the code that validation runs.
 
     Parameters: stages (JSON), batch, device of the image, on_error: `pass` or `raise`, session. threads: that share the
-    images of a batch on the CPU; all cores by default. processes: if given, worker processes do that instead, and the
-    images are on the CPU.
+    images of a batch on the CPU; all cores by default. processes: that do so instead, if given.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -152,7 +151,7 @@ class PreprocessNode:
         program = _program(parameters)
         batch, processes = int(parameters.get("batch", 1)), int(parameters.get("processes", 0))
         threads = int(parameters.get("threads", 0)) or available_threads()
-        device = torch.device("cpu" if processes else parameters["device"])
+        device = torch.device(parameters["device"])
         self._program, self._raises = program, parameters["on_error"] == "raise"
         self._batch = 1 if self._raises else batch
         self._session = _session(parameters, program)
@@ -199,8 +198,7 @@ class PreprocessNode:
             request.release_data()
             if isinstance(image, Exception):
                 request.set_result(image)
-            elif not request.ended:
-                queue.add_decoded(request)
+        queue.add_decoded([request for request in files if not request.ended])
 
     def images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | Exception]:
         """Each file's image [1, C, H, W], or its error. Raises nothing.

@@ -11,9 +11,10 @@ import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, final
 
 import torch
@@ -275,8 +276,7 @@ class Backlog:
                     late += part
             for request in (*taken, *late):
                 self._parts.pop(request, None)
-        for request in late:
-            request.drop()
+        drop(late)
         return taken[::-1] if newest_first else taken
 
     def _remove_late(self, now: float) -> list[Request]:
@@ -305,8 +305,7 @@ class Backlog:
 class RequestQueue:
     """Requests that arrived while all instances of a node were busy. Any thread may call any method.
 
-    Requests that are added together are one batch, or part of one. A request that is cancelled must be discarded: it
-    leaves the queue at once.
+    The requests of a part are in one batch. A request that is cancelled must be discarded: it leaves the queue at once.
 
     torchpipe has its own queue. But while that queue holds an item and no instance is free, torchpipe's thread
     polls it without a pause, and each caller that adds a request waits for the same lock, for as long as the batching
@@ -318,7 +317,7 @@ class RequestQueue:
         instances: of the node.
         batch: its largest batch.
 
-    arrived: how often requests have been added so far.
+    arrived: how many parts have been added so far.
     """
 
     def __init__(self, start: Callable[[Sequence[Request]], object], *, instances: int, batch: int) -> None:
@@ -328,36 +327,44 @@ class RequestQueue:
         self._backlog = Backlog()
         self._arrival, self._awaited = threading.Condition(), set[int]()
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Start an instance with one request or with those of one group, or let them wait. Raises what `start` does.
+    def add(self, *parts: Sequence[Request]) -> None:
+        """Share parts, single requests or those of one group, among the instances that are free, or let them wait.
 
-        Drops them if their deadline has passed.
+        Drops those whose deadline has passed. Raises what `start` does.
         """
-        assert 1 <= len(requests) <= self._batch
-        if min(request.deadline for request in requests) < time.monotonic():
-            for request in requests:
-                request.drop()
-            return
-        with self._arrival:
-            starts = self._started < self._free
-            if starts:
-                self._started += 1
+        assert all(1 <= len(part) <= self._batch for part in parts)
+        now, wanted, starting = time.monotonic(), deque[Sequence[Request]](), list[list[Request]]()
+        for part in parts:
+            if min(request.deadline for request in part) >= now:
+                wanted.append(part)
             else:
-                self._backlog.add(requests)
-            self.arrived += 1
-            if self.arrived in self._awaited or len(self._backlog) >= self._batch:
+                drop(part)
+        with self._arrival:
+            self.arrived += len(wanted)
+            arrived = range(self.arrived - len(wanted) + 1, self.arrived + 1)
+            while wanted and self._started < self._free:
+                share = math.ceil(sum(map(len, wanted)) / (self._free - self._started))
+                batch = list(wanted.popleft())
+                while wanted and len(batch) + len(wanted[0]) <= min(share, self._batch):
+                    batch += wanted.popleft()
+                starting.append(batch)
+                self._started += 1
+            for part in wanted:
+                self._backlog.add(part)
+            if not self._awaited.isdisjoint(arrived) or len(self._backlog) >= self._batch:
                 self._arrival.notify_all()
-        if starts:
+        while starting:
             try:
-                self._start(requests)
+                self._start(starting.pop(0))
             except BaseException:
                 with self._arrival:
-                    self._started -= 1
+                    self._started -= 1 + len(starting)
                 raise
 
-    def add_decoded(self, request: Request) -> None:
-        """Add a request that a node before this one decoded, or the whole group once the last one of it is decoded."""
-        self._add_ready([request] if request.group is None else request.group.report(request, decoded=True))
+    def add_decoded(self, requests: Sequence[Request]) -> None:
+        """Add requests that a node before this one decoded, of a group all once the last one is decoded."""
+        groups = [[one] if one.group is None else one.group.report(one, decoded=True) for one in requests]
+        self._add_ready([group for group in groups if group])
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended, if it waits here."""
@@ -366,15 +373,14 @@ class RequestQueue:
     def discard(self, request: Request) -> None:
         """Remove a request that has ended before the model ran. Its group, if it has one, does not wait for it."""
         self.remove(request)
-        if request.group is not None:
-            self._add_ready(request.group.report(request, decoded=False))
+        if request.group is not None and (ready := request.group.report(request, decoded=False)):
+            self._add_ready([ready])
 
-    def _add_ready(self, requests: Sequence[Request]) -> None:
+    def _add_ready(self, parts: Sequence[Sequence[Request]]) -> None:
         try:
-            if requests:
-                self.add(requests)
+            self.add(*parts)
         except Exception as error:  # a caller waits for each request, so every error becomes an answer
-            for request in requests:
+            for request in chain.from_iterable(parts):
                 request.set_result(PredictorError(f"the model cannot be started: {error!r}"))
 
     @property
@@ -412,7 +418,7 @@ class RequestQueue:
     def next_batch(self, *, arrived: int, seconds: float) -> list[Request]:
         """The requests that a busy instance runs next; empty if none waits, which frees the instance.
 
-        Waits until requests have been added `arrived` times or the batch is full, but no longer than `seconds`.
+        Waits until `arrived` parts have been added or the batch is full, but no longer than `seconds`.
         """
         with self._arrival:
             self._awaited.add(arrived)
@@ -424,6 +430,11 @@ class RequestQueue:
                 if batch or not self._backlog:
                     self._free += not batch
                     return batch
+
+
+def drop(requests: Sequence[Request]) -> None:
+    for request in requests:
+        request.drop()
 
 
 def callers(requests: Sequence[Request]) -> int:

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -91,14 +90,12 @@ def _close_session(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
-def _start_batch(pipe: Pipe, requests: Sequence[Request]) -> None:
-    """Pass requests to a node that takes further ones from the session's RequestQueue, without waiting for them."""
-    pipe.start({"data": b"", "requests": requests})
-
-
 def _queue(pipe: Pipe, node: Mapping[str, str]) -> RequestQueue:
-    """The queue before a node that `pipe` begins with."""
-    start = partial(_start_batch, pipe)
+    """The queue before a node that `pipe` begins with, and that takes requests from there."""
+
+    def start(requests: Sequence[Request]) -> None:
+        pipe.start({"data": b"", "requests": requests})
+
     return RequestQueue(start, instances=int(node["instance_num"]), batch=int(node["batch"]))
 
 

@@ -7,31 +7,28 @@ from typing import Any, Literal
 
 import pytest
 
-from gpuflow.config import ModelSpec, RunSpec
+from gpuflow.config import RunSpec
 from gpuflow.config.resources import check_threads_of, readers_of, serving_processes_of
 from gpuflow.stages import CenterCrop, Decode, Resize
-from gpuflow.torchpipe.graph import images_at_a_time
 from tests.running import program_of
 
 
 @pytest.mark.parametrize(
-    ("decoder", "threads", "processes", "images", "expected"),
+    ("decoder", "threads", "processes", "expected"),
     [
-        (Decode(), 16, "auto", 16, 0),
-        (Decode(), 16, 3, 1, 3),
-        (Decode(), 2, 8, 16, 2),
-        (Decode(formats=("tiff",)), 1, "auto", 16, 0),
-        (Decode(formats=("tiff",)), 2, "auto", 16, 2),
-        (Decode(formats=("tiff",)), 16, "auto", 8, 8),
-        (Decode(formats=("tiff",)), 16, "auto", 1, 0),
-        (Decode(formats=("tiff",)), 16, 0, 16, 0),
+        (Decode(), 16, "auto", 0),
+        (Decode(), 16, 3, 3),
+        (Decode(), 2, 8, 2),
+        (Decode(formats=("tiff",)), 1, "auto", 0),
+        (Decode(formats=("tiff",)), 2, "auto", 2),
+        (Decode(formats=("tiff",)), 16, 0, 0),
     ],
 )
 def test_how_many_processes_decode_for_a_service(
-    decoder: Decode, threads: int, processes: int | Literal["auto"], images: int, expected: int
+    decoder: Decode, threads: int, processes: int | Literal["auto"], expected: int
 ) -> None:
     program = program_of(decoder, Resize(shorter=8), CenterCrop(size=8), serving=True)
-    assert serving_processes_of(RunSpec(threads=threads, processes=processes), program, images) == expected
+    assert serving_processes_of(RunSpec(threads=threads, processes=processes), program) == expected
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 0), (11, 0), (12, 6), (16, 8), (27, 13)])
@@ -51,8 +48,3 @@ def test_how_many_threads_read_where_a_gpu_decodes(threads: int, expected: int) 
     assert readers_of(config, gpu=False, remote=False) == 0 and readers_of(config, gpu=True, remote=True) == 16
     config.run = RunSpec(threads=threads, readers=1)
     assert readers_of(config, gpu=True, remote=True) == 1
-
-
-def test_how_many_images_a_model_runs_on_at_a_time() -> None:
-    assert images_at_a_time(None) == ModelSpec(file="m.onnx").batch == 16
-    assert images_at_a_time(ModelSpec(file="m.onnx", batch=8, instances=3)) == 24

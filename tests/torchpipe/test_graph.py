@@ -102,33 +102,24 @@ def test_with_backend_cpu_all_threads_decode_and_batches_go_to_the_gpu(tmp_path:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_one_node_preprocesses_by_processes_and_runs_the_model(device: str, tmp_path: Path) -> None:
+def test_processes_share_one_batch_after_the_other(device: str, tmp_path: Path) -> None:
     stages = [{"decode": {"backend": "cpu"}}, *VAL[1:]]
     serve = {"stages": stages, "model": {**FILE, "batch": 8, "instances": 1}}
-    node = lowered(tmp_path, serve, "run.processes=2", device=device).as_dict()["serve"]
-    assert (node["backend"], node["processes"], node["instance_num"]) == ("GpuflowPredict", "2", "1")
-    assert (node["device"], node["batch"], node["patience"]) == (device, "8", "2")
+    nodes = lowered(tmp_path, serve, "run.processes=2", device=device).as_dict()
+    node = nodes["preprocess"]
+    assert (node["device"], node["processes"], node["threads"], node["instance_num"]) == ("cpu", "2", "3", "1")
+    assert nodes["model"]["device"] == device
 
 
 @pytest.mark.parametrize(
-    ("threads", "model", "stage", "processes"),
-    [
-        (8, {}, [], None),
-        (8, {}, [PYTHON], "8"),
-        (2, {}, [PYTHON], "2"),
-        (1, {}, [PYTHON], None),
-        (8, {"batch": 2, "instances": 3}, [PYTHON], "6"),
-        (8, {"batch": 1}, [PYTHON], None),
-    ],
+    ("threads", "stage", "processes"), [(8, [], None), (8, [PYTHON], "8"), (2, [PYTHON], "2"), (1, [PYTHON], None)]
 )
 def test_auto_chooses_processes_for_stages_that_run_python_code(
-    threads: int, model: dict[str, int], stage: list[Any], processes: str | None, tmp_path: Path
+    threads: int, stage: list[Any], processes: str | None, tmp_path: Path
 ) -> None:
-    """If a batch has images for several processes, and the CPU decodes."""
-    serve = {"stages": [*VAL[:-1], *stage, VAL[-1]], "model": {**FILE, **model}}
+    serve = {"stages": [*VAL[:-1], *stage, VAL[-1]], "model": FILE}
     nodes = lowered(tmp_path, serve, f"run.threads={threads}").as_dict()
-    assert list(nodes) == (["preprocess", "model"] if processes is None else ["serve"])
-    assert nodes.get("serve", {}).get("processes") == processes
+    assert nodes["preprocess"].get("processes") == processes
 
 
 def test_without_processes_if_the_gpu_decodes(tmp_path: Path) -> None:

@@ -177,6 +177,28 @@ def test_a_list_starts_one_instance(started: Started) -> None:
     assert next_batch(queue) == [b"e", b"f", b"g"]
 
 
+def test_instances_that_are_free_share_what_arrives_together(started: Started) -> None:
+    queue = RequestQueue(started, instances=2, batch=3)
+    single = [Request(data, lambda request: None, wrap=lambda value: value) for data in (b"a", b"b", b"f", b"g")]
+    queue.add([single[0]], [single[1]], group_of(b"cde"), [single[2]], [single[3]])
+    assert started.given == [b"ab", b"cde"]
+    queue.mark_started(2)
+    assert next_batch(queue) == [b"f", b"g"]
+
+
+def test_an_error_of_torchpipe_frees_all_instances_that_would_start(started: Started) -> None:
+    queue = RequestQueue(started, instances=2, batch=4)
+    requests = [Request(data, lambda request: None, wrap=lambda value: value) for data in (b"a", b"b")]
+    started.refuses = True
+    queue.add_decoded(requests)
+    assert [str(request.future.exception(0)) for request in requests] == 2 * [
+        "the model cannot be started: RuntimeError('no')"
+    ]
+    started.refuses = False
+    add(queue, b"c", b"d")
+    assert started.given == [b"c", b"d"]
+
+
 def test_a_list_that_waits_is_never_divided(started: Started) -> None:
     queue = RequestQueue(started, instances=1, batch=4)
     add(queue, b"-")
@@ -239,12 +261,12 @@ def test_a_group_does_not_wait_for_members_that_have_ended(started: Started) -> 
         Request(data, queue.discard, wrap=lambda value: value, group=group, row=row)
         for row, data in enumerate((b"a", b"b", b"c", b"d"))
     ]
-    queue.add_decoded(members[1])
+    queue.add_decoded([members[1]])
     assert members[1].future.cancel()
-    queue.add_decoded(members[0])
+    queue.add_decoded([members[0]])
     assert members[2].future.cancel()
     assert started.given == []
-    queue.add_decoded(members[3])
+    queue.add_decoded([members[3]])
     assert started.given == [b"ad"]
 
 

@@ -242,14 +242,14 @@ def test_submitting_does_not_wait_for_a_free_instance() -> None:
 def test_images_that_wait_together_are_decoded_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, engine, calls = Gate(), FakeEngine(), list[int]()
     running = start([engine], threads=1)
-    preprocess = cast(CpuPreprocessor, running._session.preprocessor)._run_all
+    preprocess = cast(CpuPreprocessor, running._session.preprocessor).run
 
     def slow(files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         calls.append(len(files))
         gate(len(files))
         return preprocess(files)
 
-    monkeypatch.setattr(running._session.preprocessor, "_run_all", slow)
+    monkeypatch.setattr(running._session.preprocessor, "run", slow)
     first = submit(running, DATA[0])
     assert gate.reached.wait(timeout=20)
     rest = [submit(running, data) for data in DATA[1:]]
