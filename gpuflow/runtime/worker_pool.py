@@ -261,7 +261,7 @@ class WorkerPool:
 
     Args:
         module: what the workers run, see this module's docstring.
-        connections: requests that each worker takes at once; its length is the number of workers.
+        connections: requests that each worker takes at once; its length is the number of workers, which may be 0.
         setup: pickled for `prepare`.
         task: what they do, as a verb for log messages: `read` or `decode`.
         handshake: whether workers send READY, or else why they cannot start, before they take requests.
@@ -289,6 +289,8 @@ class WorkerPool:
         self._starting, self._starting_lock = list[WorkerConnection](), threading.Lock()
         self._refusals: set[str] = set()
         self._end = weakref.finalize(self, _end, self._servers, self._pid)
+        if not connections:
+            return
         try:
             self._setup = pickle.dumps(setup, pickle.HIGHEST_PROTOCOL)
             self._start(connections)

@@ -62,23 +62,22 @@ class CpuPreprocessor:
         device: torch.device | str = "cpu",
     ) -> None:
         self._program, self._threads, self._device = program, threads, device
-        self._alone, self._together = CpuRunner(program), CpuRunner(program, threads if threads > 1 else 0)
+        self._runners = CpuRunner(program), CpuRunner(program, threads if threads > 1 else 0)
+        """Of one file, and of several."""
         self._running: dict[int, tuple[float, int]] = {}
         """When the call on each thread began, and its number of files."""
         make = shared if processes else heap
         self._bytes = BytePool(make=make)
         dtype = np.dtype(STORAGE[program.result.dtype])
         self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=make)
-        self._pool: WorkerPool | None = None
-        if processes:
-            self._pool = WorkerPool(
-                cpu_workers.__name__,
-                connections=[1] * processes,
-                setup=Setup(program),
-                task="decode",
-                restart_seconds=_RESTART_SECONDS,
-            )
-            self._pool.wait_until_ready(_START_SECONDS)
+        self._pool = WorkerPool(
+            cpu_workers.__name__,
+            connections=[1] * processes,
+            setup=Setup(program),
+            task="decode",
+            restart_seconds=_RESTART_SECONDS,
+        )
+        self._pool.wait_until_ready(_START_SECONDS)
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         """For each file its image [1, C, H, W], or why it is bad. The images are rows of one batch in memory.
@@ -87,7 +86,7 @@ class CpuPreprocessor:
         """
         payload = Payload.of(files, self._bytes.acquire)
         slots = self._slots.acquire(len(files))
-        parts = _parts(len(files), 1 if self._pool is None else max(1, self._pool.counts()["at_work"]))
+        parts = _parts(len(files), max(1, self._pool.counts()["at_work"]))
         requests = [(part, self._begin(payload, part, slots)) for part in parts]
         faults: list[BadSampleError | None] = [None] * len(files)
         errors: list[Exception] = []
@@ -117,8 +116,6 @@ class CpuPreprocessor:
 
     def _begin(self, payload: Payload, part: slice, slots: NDArray[Any]) -> Pending | None:
         """Have a worker decode a part of the files, if one is free."""
-        if self._pool is None:
-            return None
 
         def send(worker: WorkerConnection) -> bool:
             sizes = payload.sizes[part]
@@ -141,9 +138,8 @@ class CpuPreprocessor:
             worker.send(None)
             worker.answer()
 
-        if self._pool is not None:
-            self._pool.each_idle(exchange)
-        for runner in (self._alone, self._together):
+        self._pool.each_idle(exchange)
+        for runner in self._runners:
             try:
                 runner.check()
             except DecoderError:  # which has discarded the decoders that the runner had
@@ -153,17 +149,15 @@ class CpuPreprocessor:
         """A part of the files in this process."""
         use_torch_threads(1)
         samples = payload.take(range(part.start, part.stop))
-        runner = self._together if len(samples) > 1 else self._alone
-        return runner.run(samples, _keys(len(samples)), slots[part])
+        return self._runners[len(samples) > 1].run(samples, _keys(len(samples)), slots[part])
 
     def close(self) -> None:
         """Kill the workers, end the threads and free the memory."""
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
         self._bytes.clear()
         self._slots.clear()
-        self._alone.clear()
-        self._together.clear()
+        for runner in self._runners:
+            runner.clear()
 
 
 def _parts(count: int, most: int) -> Iterator[slice]:

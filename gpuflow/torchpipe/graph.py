@@ -91,11 +91,8 @@ class Graph:
     @property
     def at_once(self) -> int:
         """How many images the nodes work on at a time."""
-        images = 0
-        for node in (dict(node.parameters) for node in self.nodes):
-            threads = node.get("threads") if node["backend"] == PREPROCESS else None
-            images += int(threads or node["instance_num"]) * (1 if threads else int(node.get("batch", 1)))
-        return images
+        nodes = [dict(node.parameters) for node in self.nodes]
+        return sum(int(n.get("threads") or int(n["instance_num"]) * int(n.get("batch", 1))) for n in nodes)
 
     def as_dict(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """Parameters by node name, as `torchpipe.pipe` takes them; a new dict each time, because that changes it.
@@ -176,10 +173,10 @@ def chain(
             node = Node(name="serve", parameters=tuple(both.items()))
             return Graph(nodes=(node,), origin=origin, preprocessing=fingerprint)
         batch = max(threads, int(last["batch"]))
-        images = {"device": "cpu", "on_error": "pass", "batch": str(batch), "threads": str(threads)}
+        images = {"device": "cpu", "on_error": "pass", "batch": str(batch)}
+        images |= {"threads": str(threads), "processes": str(processes)}
         if preset is None:
             threads = 1 if processes else min(threads, _CPU_INSTANCES)
-            images |= {"processes": str(processes)} if processes else {}
     if preset is not None:
         first = {"backend": PRESET_OPERATORS[preset.name], **preset_parameters(preset)}
         if is_preset_on_gpu(preset):

@@ -216,21 +216,12 @@ class PreprocessNode:
             if len(files) > 1:
                 half = len(files) // 2
                 return [*self.images(files[:half]), *self.images(files[half:])]
-            return [self._fault(files[0]) or _failed(error)]
-
-    def _fault(self, data: bytes) -> BadSampleError | None:
-        """Why a file is bad on the CPU, alone."""
-        with suppress(BaseException):
-            (image,) = CpuPreprocessor(self._program, batch=1, threads=1).run([data])
-            return image if isinstance(image, BadSampleError) else None
-        return None
-
-
-def _failed(error: BaseException) -> PredictorError:
-    """The answer to an exception of preprocessing."""
-    failed = PredictorError(f"preprocessing failed: {error!r}")
-    failed.__cause__ = error
-    return failed
+            failed = PredictorError(f"preprocessing failed: {error!r}")
+            failed.__cause__ = error
+            with suppress(BaseException):
+                images = CpuPreprocessor(self._program, batch=1, threads=1).run(files)
+                return [image if isinstance(image, BadSampleError) else failed for image in images]
+            return [failed]
 
 
 def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Preprocessor | None:

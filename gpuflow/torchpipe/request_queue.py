@@ -341,7 +341,6 @@ class RequestQueue:
                 drop(part)
         with self._arrival:
             self.arrived += len(wanted)
-            arrived = range(self.arrived - len(wanted) + 1, self.arrived + 1)
             while wanted and self._started < self._free:
                 share = math.ceil(sum(map(len, wanted)) / (self._free - self._started))
                 batch = list(wanted.popleft())
@@ -351,7 +350,7 @@ class RequestQueue:
                 self._started += 1
             for part in wanted:
                 self._backlog.add(part)
-            if not self._awaited.isdisjoint(arrived) or len(self._backlog) >= self._batch:
+            if min(self._awaited, default=math.inf) <= self.arrived or len(self._backlog) >= self._batch:
                 self._arrival.notify_all()
         while starting:
             try:

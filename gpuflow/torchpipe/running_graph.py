@@ -29,7 +29,7 @@ from gpuflow.torchpipe.adapter import (
 )
 from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import AnswerRate, Backlog, Request, RequestGroup, RequestQueue
+from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -142,16 +142,18 @@ class RunningGraph:
         except Exception as error:
             del SESSIONS[name]
             raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
-        # torchpipe reports errors of its own operators only to the thread that waits in the call.
-        self._callers = DaemonPool(min(graph.at_once, _MAX_CALLERS), "serve") if graph.native else None
-        self._waiting = Backlog()  # for these threads
         self._rate = AnswerRate(graph.at_once)
         self._native_head = head["backend"] not in OURS
         self._batch = 1 if graph.native else int(last["batch"])
-        if not graph.native:
-            self._session.queue = _queue(model, last)
+        self._callers: DaemonPool | None = None
+        if graph.native:  # torchpipe reports errors of its own operators only to the thread that waits in the call
+            count = min(graph.at_once, _MAX_CALLERS)
+            callers = self._callers = DaemonPool(count, "serve")
+            self._head = RequestQueue(lambda part: callers.submit(self._call, part), instances=count, batch=1)
+        else:
+            self._session.queue = self._head = _queue(model, last)
         if in_two:
-            self._session.undecoded = _queue(self._pipe, head)
+            self._session.undecoded = self._head = _queue(self._pipe, head)
         self._preset = graph.preset
         # An unreferenced graph has no request in flight, so its session can be closed.
         self._release = weakref.finalize(self, _close_session, name)
@@ -216,29 +218,19 @@ class RunningGraph:
             self._requests.update(requests)
         try:
             for begin in range(0, len(requests), self._batch):
-                self._begin(requests[begin : begin + self._batch])
+                self._head.add(requests[begin : begin + self._batch])
         except BaseException:
             for request in requests:
                 request.future.cancel()
             raise
         return [request.future for request in requests]
 
-    def _begin(self, requests: Sequence[Request]) -> None:
-        """Pass the requests of one group, or a single one, to torchpipe or to the queue before it."""
-        if (queue := self._session.undecoded or self._session.queue) is not None:
-            queue.add(requests)
-            return
-        assert self._callers is not None
-        for request in requests:
-            self._waiting.add([request])
-            self._callers.submit(self._call)
+    def _call(self, requests: Sequence[Request]) -> None:
+        """Run a request, then those that wait. For graphs with torchpipe's own operators, which answer no requests."""
+        self._head.work([requests], self._run)
 
-    def _call(self) -> None:
-        """Run the next request and wait. For graphs with torchpipe's own operators, which do not answer requests."""
-        for request in self._waiting.take(1):
-            self._run(request)
-
-    def _run(self, request: Request) -> None:
+    def _run(self, requests: Sequence[Request]) -> None:
+        (request,) = requests
         # A node of gpuflow's own takes the data from the request.
         data = request.take_data() if self._native_head else b""
         if data is None or request.ended:
@@ -279,9 +271,7 @@ class RunningGraph:
                 ) from error
 
     def _done(self, request: Request) -> None:
-        self._waiting.discard(request)
-        if self._session.undecoded is not None:
-            self._session.undecoded.remove(request)
+        self._head.remove(request)
         if self._session.queue is not None:
             self._session.queue.discard(request)
         with self._idle:
@@ -299,8 +289,8 @@ class RunningGraph:
     @property
     def newest_first(self) -> bool:
         """Whether callers gave up in the last seconds, so that a new request does not wait for those before it."""
-        queues = (self._waiting, self._session.undecoded, self._session.queue)
-        return any(queue is not None and queue.newest_first for queue in queues)
+        queue = self._session.queue
+        return self._head.newest_first or (queue is not None and queue.newest_first)
 
     def seconds_for(self, images: int) -> float:
         """Predict how long the graph takes to answer this number of images by its recent rate.

@@ -48,7 +48,6 @@ def preprocessor(request: pytest.FixtureRequest) -> Iterator[CpuPreprocessor]:
 
 
 def at_work(preprocessor: CpuPreprocessor) -> int:
-    assert preprocessor._pool is not None
     return preprocessor._pool.counts()["at_work"]
 
 

@@ -48,6 +48,7 @@ def test_the_dict_is_preprocessing_then_the_model(tmp_path: Path) -> None:
             "on_error": "pass",
             "batch": "8",
             "threads": "3",
+            "processes": "0",
             "stages": STAGES_JSON,
             "instance_num": "3",
             "next": "model",
@@ -112,14 +113,14 @@ def test_processes_share_one_batch_after_the_other(device: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("threads", "stage", "processes"), [(8, [], None), (8, [PYTHON], "8"), (2, [PYTHON], "2"), (1, [PYTHON], None)]
+    ("threads", "stage", "processes"), [(8, [], "0"), (8, [PYTHON], "8"), (2, [PYTHON], "2"), (1, [PYTHON], "0")]
 )
 def test_auto_chooses_processes_for_stages_that_run_python_code(
-    threads: int, stage: list[Any], processes: str | None, tmp_path: Path
+    threads: int, stage: list[Any], processes: str, tmp_path: Path
 ) -> None:
     serve = {"stages": [*VAL[:-1], *stage, VAL[-1]], "model": FILE}
     nodes = lowered(tmp_path, serve, f"run.threads={threads}").as_dict()
-    assert nodes["preprocess"].get("processes") == processes
+    assert nodes["preprocess"]["processes"] == processes
 
 
 def test_without_processes_if_the_gpu_decodes(tmp_path: Path) -> None:
