@@ -276,7 +276,7 @@ class Backlog:
                     late += part
             for request in (*taken, *late):
                 self._parts.pop(request, None)
-        drop(late)
+        _drop(late)
         return taken[::-1] if newest_first else taken
 
     def _remove_late(self, now: float) -> list[Request]:
@@ -338,7 +338,7 @@ class RequestQueue:
             if min(request.deadline for request in part) >= now:
                 wanted.append(part)
             else:
-                drop(part)
+                _drop(part)
         with self._arrival:
             self.arrived += len(wanted)
             while wanted and self._started < self._free:
@@ -431,7 +431,7 @@ class RequestQueue:
                     return batch
 
 
-def drop(requests: Sequence[Request]) -> None:
+def _drop(requests: Sequence[Request]) -> None:
     for request in requests:
         request.drop()
 
