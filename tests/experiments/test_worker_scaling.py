@@ -54,7 +54,8 @@ def test_an_arm_prints_metrics_of_the_table(arm: str, scripts: dict[str, Any], p
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     metrics = json.loads(done.stdout)
     assert set(metrics) <= set(scripts["run"].UNITS)
-    assert all(value > 0 for value in metrics.values()) and len(metrics) >= 3
+    cpu = metrics.pop("cpu_ms_per_image", 0)  # counted in ticks of 10 ms, fewer than one for a few small photographs
+    assert cpu >= 0 and all(value > 0 for value in metrics.values()) and len(metrics) >= 2
 
 
 def test_recipes_are_pipelines_with_transforms_of_torchvision(scripts: dict[str, Any]) -> None:
