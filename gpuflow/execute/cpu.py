@@ -30,9 +30,9 @@ from gpuflow.execute.native_chunk import (
     Inputs,
     NativePool,
     NativeSteps,
-    Records,
     in_rows,
     run_chunk,
+    run_records,
 )
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
@@ -110,10 +110,10 @@ class _Drawn:
                 case _:
                     assert_never(step)
         self.whole = lowered.whole.records(self.draws) if together and lowered.whole is not None else None
-        """The records of all steps."""
-        pairs = zip(lowered.each, [] if together else self.draws, strict=False)
-        self.each = [n.records([draw]) if n is not None and draw is not None else None for n, draw in pairs]
-        """The records of each step; None if it is not native, or its draws are not known."""
+        """Records of all steps at once, or None."""
+        pairs = [] if together else zip(lowered.each, self.draws, strict=True)
+        self.each = [None if steps is None or draw is None else steps.records([draw]) for steps, draw in pairs]
+        """Records of each step; None if it is not native, or its draws are not known."""
 
     @property
     def first(self) -> Resampling | Warping | None:
@@ -378,7 +378,7 @@ class CpuRunner:
             match step:
                 case ResamplingStep() | WarpStep() | PointwiseStep() | LocalStep():
                     assert records is not None
-                    image = self._run_native(image, origin, row, records, _room_for(step, draw, row, image, out))
+                    image = run_records(records, row, image, _room_for(step, draw, row, image, out), origin)
                 case ApplyStep(stage):
                     image = stage.apply(image, draw[row], out)
                 case OpaqueStep():
@@ -388,15 +388,6 @@ class CpuRunner:
             origin = (0, 0)
         if image is not slot:
             np.copyto(slot, image.reshape(slot.shape))
-
-    def _run_native(
-        self, image: NDArray[Any], origin: tuple[int, int], row: int, records: Records, out: NDArray[Any]
-    ) -> NDArray[Any]:
-        """Run one step's records on an image, whose draws are in this row, and return `out` with the result."""
-        inputs, image = Inputs(row + 1), in_rows(image)
-        inputs.set_pixels(row, image, origin)
-        run_chunk(inputs, [(records, np.broadcast_to(out, (row + 1, *out.shape)))], self._stage.color, only=row)
-        return out
 
 
 def _find_misfits(draws: Sequence[Any], faults: _Faults) -> None:

@@ -23,7 +23,18 @@ from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resam
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
 
-__all__ = ["DONE", "REFUSED", "RUNNING", "Inputs", "NativePool", "NativeSteps", "Records", "in_rows", "run_chunk"]
+__all__ = [
+    "DONE",
+    "REFUSED",
+    "RUNNING",
+    "Inputs",
+    "NativePool",
+    "NativeSteps",
+    "Records",
+    "in_rows",
+    "run_chunk",
+    "run_records",
+]
 
 _run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
 _new_pool = function("gpuflow_new_pool", INTEGER, result=POINTER)
@@ -122,7 +133,7 @@ class Records:
 
     @cached_property
     def place(self) -> tuple[int, int]:
-        """The address of the records, and their number. No record may be added any more."""
+        """Give the records memory, and return its address and their number. No record may be added any more."""
         return self._hold(self._rows, np.int64), len(self._rows)
 
     def _hold(self, values: Any, dtype: Any) -> int:
@@ -252,6 +263,20 @@ def run_chunk(
     if (statuses == STOPPED).any():
         raise LoaderError("the epoch was ended")
     return float(chunk[-1]) * 1e-9
+
+
+def run_records(
+    records: Records, i: int, image: NDArray[np.uint8], out: NDArray[Any], origin: tuple[int, int] = (0, 0)
+) -> NDArray[Any]:
+    """Run sample i's steps on the region of its image that begins at (top, left) = origin: [H, W, C].
+
+    Returns `out`, which receives the result. Raises what `run_chunk` raises.
+    """
+    inputs, image = Inputs(i + 1), in_rows(image)
+    inputs.set_pixels(i, image, origin)
+    slots = np.broadcast_to(out, (i + 1, *out.shape))
+    run_chunk(inputs, [(records, slots)], "rgb", only=i)  # the color is for encoded images
+    return out
 
 
 def _address_of(array: NDArray[Any]) -> int:

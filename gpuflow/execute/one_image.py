@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.execute.native_chunk import Inputs, Records, in_rows, run_chunk
+from gpuflow.execute.native_chunk import Records, run_records
 from gpuflow.pipeline.local import Filters
 from gpuflow.pipeline.pointwise import Operations
 
-__all__ = ["run_filters", "run_pointwise", "run_records"]
+__all__ = ["run_filters", "run_pointwise"]
 
 
 def run_pointwise(
@@ -38,11 +38,3 @@ def run_filters(image: NDArray[np.uint8], filters: Filters, i: int) -> NDArray[n
     records = Records()
     records.add_filters(filters)
     return run_records(records, i, image, np.empty(image.shape, np.uint8))
-
-
-def run_records(records: Records, i: int, image: NDArray[np.uint8], out: NDArray[Any]) -> NDArray[Any]:
-    """Run sample i's steps on its image [H, W, C], and return `out`, which receives the result."""
-    inputs, image = Inputs(i + 1), in_rows(image)
-    inputs.set_pixels(i, image, (0, 0))
-    run_chunk(inputs, [(records, np.broadcast_to(out, (i + 1, *out.shape)))], "rgb", only=i)
-    return out

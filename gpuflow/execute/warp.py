@@ -1,4 +1,4 @@
-"""How images are warped by projective maps: on the CPU, which is the reference for the GPU's kernel, by native/warp.c.
+"""Names borders and roundings of warps by projective maps, for native/warp.c and the GPU's kernel, which follows it.
 
 A result is at most one level from the exact one. `bilinear` computes as OpenCV 5 does, in float32, where coordinates
 are small enough for that; otherwise coordinates are computed in float64 and weights in float32. With a constant border,

@@ -90,7 +90,7 @@ class Graph:
 
     @property
     def at_once(self) -> int:
-        """How many images the nodes work on at a time."""
+        """Return how many images the nodes work on at a time."""
         nodes = [dict(node.parameters) for node in self.nodes]
         return sum(int(n.get("threads") or int(n["instance_num"]) * int(n.get("batch", 1))) for n in nodes)
 
@@ -139,7 +139,7 @@ def chain(
     gpu_decodes: bool = True,
     processes: int = 0,
 ) -> Graph:
-    """The graph that preprocesses and then runs the model: one node if a GPU preprocesses, otherwise two.
+    """Return the graph that preprocesses, then runs the model: one node if a GPU preprocesses, otherwise two.
 
     Args:
         program: of the block `serve`.

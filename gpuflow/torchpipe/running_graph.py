@@ -146,7 +146,7 @@ class RunningGraph:
         self._native_head = head["backend"] not in OURS
         self._batch = 1 if graph.native else int(last["batch"])
         self._callers: DaemonPool | None = None
-        if graph.native:  # torchpipe reports errors of its own operators only to the thread that waits in the call
+        if graph.native:  # an error of torchpipe's operators reaches only the thread that waits in the call
             count = min(graph.at_once, _MAX_CALLERS)
             callers = self._callers = DaemonPool(count, "serve")
             self._head = RequestQueue(lambda part: callers.submit(self._call, part), instances=count, batch=1)
