@@ -15,7 +15,6 @@ __all__ = [
     "parts_in_python",
     "processes_of",
     "readers_of",
-    "refused_processes_of",
     "serving_processes_of",
     "share_threads_of",
     "threads_of",
@@ -27,7 +26,6 @@ _FEWEST_CORES_FOR_MORE_GPU_READERS = 12
 photographs a second if 20% are progressive, and no difference if none are (experiments/real_data/NOTES.md)."""
 _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started for Python code, which takes seconds."""
-_CORES_FOR_TRAINING = 3
 _FEWEST_CORES_FOR_CHECKS, _CORES_FOR_ONE_CHECK_THREAD = 12, 2
 """A core checks 4,500 photographs of 65 kB a second, and a ResNet-18 on an H100 takes 12,000."""
 _CORES_FOR_ONE_SHARE_THREAD = 4
@@ -114,14 +112,6 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
 def gpu_readers_of(threads: int) -> int:
     """Where a GPU decodes and `run.readers` is auto: how many threads read, if `threads` may be used."""
     return _MORE_GPU_READERS if threads >= _FEWEST_CORES_FOR_MORE_GPU_READERS else _GPU_READERS
-
-
-def refused_processes_of(run: RunSpec) -> int:
-    """The largest number of processes that decode what the GPU's decoder does not take; with auto, most of the cores.
-
-    Three cores are left to the process that trains and to those that read.
-    """
-    return max(1, available_threads() - _CORES_FOR_TRAINING) if run.processes == "auto" else run.processes
 
 
 def check_threads_of(run: RunSpec) -> int:

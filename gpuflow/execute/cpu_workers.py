@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,21 +27,17 @@ __all__ = ["DecodeRequest", "Outcome", "ReadRequest", "Setup", "open_runner", "p
 
 _first_call = threading.Lock()
 """torch's first call in a forked process creates its thread pool again, which fails if two threads do it at once."""
-_turn = threading.Lock()
-"""Held while a worker of `Setup.one_at_a_time` decodes a request; its other connections hold the next ones."""
 
 
 class Setup(NamedTuple):
     """A worker's program, and how it works.
 
     source: read from by requests of type `ReadRequest`. idle: run only where a core is idle (SCHED_IDLE).
-    one_at_a_time: decode one request at a time, although the worker has several connections.
     """
 
     program: AnyProgram
     source: Source | None = None
     idle: bool = False
-    one_at_a_time: bool = False
 
 
 class ReadRequest(NamedTuple):
@@ -131,17 +127,16 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
     with suppress(DecoderError):  # the pool then does without this worker
         while runner is not None:
             request = connection.recv()
-            with _turn if setup.one_at_a_time else nullcontext():
-                encoded = connection.memory() if isinstance(request, DecodeRequest) else None
-                memory = None if request is None else connection.memory()
-                if request is not None and memory is None:
-                    continue
-                try:
-                    answer = _answer(setup, runner, pool, request, encoded, memory)
-                except DecoderError:
-                    raise
-                except Exception:
-                    answer = None
+            encoded = connection.memory() if isinstance(request, DecodeRequest) else None
+            memory = None if request is None else connection.memory()
+            if request is not None and memory is None:
+                continue
+            try:
+                answer = _answer(setup, runner, pool, request, encoded, memory)
+            except DecoderError:
+                raise
+            except Exception:
+                answer = None
             connection.send(answer)
 
 

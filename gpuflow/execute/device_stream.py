@@ -178,10 +178,6 @@ class ChunkRunner(Protocol):
     def set_gpu_wait(self, share: float) -> None:
         """Set the share of its time for which the consumer's GPU waits for batches, 0 to 1."""
 
-    @property
-    def is_starting(self) -> bool:
-        """Whether processes are starting that decode a part of the images."""
-
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
 
@@ -216,4 +212,4 @@ class ChunkRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """End processes and threads. Nothing may be prepared or launched any more."""
+        """End threads. Nothing may be prepared or launched any more."""

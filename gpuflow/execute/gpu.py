@@ -36,7 +36,6 @@ from gpuflow.execute import packing
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
 from gpuflow.execute.chunk_tables import ChunkTables
-from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
 from gpuflow.execute.decode_calls import AHEAD, DecodeCall, Undecoded, plan_calls
@@ -51,7 +50,7 @@ from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecod
 from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Resampling, Warping
-from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
+from gpuflow.pipeline.views import AnyProgram, outputs_of, slots_of, split
 from gpuflow.sources import Payload
 
 __all__ = ["GpuRunner", "Prepared"]
@@ -62,14 +61,6 @@ training, which are late, and a second call needs as much GPU memory as the firs
 _SETTLED = 256
 """The number of batches in a row for which the GPU must not have waited so long before memory for a second call is
 given back. Freeing it may wait for the GPU, as may allocating it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """Samples that the CPU has finished: rows [m], results uint8 [m, bytes of a slot] in pinned memory."""
-
-    rows: NDArray[np.int64]
-    results: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +173,7 @@ class Prepared:
     plans: for each output the first pass's resampling or warp of these rows.
     sizes [N, 3]: of all samples of the chunk that have a valid header, as `CpuRunner.run` has them.
     draws: for each output and each pass of it the random parameters for these rows.
-    others: the samples that the CPU decodes, finished or in progress, or None.
+    others: the samples that the CPU decodes, or None.
     faults: for each sample of the chunk None, or why it is bad.
     early: calls for earlier chunks that decode images of this one, too, each with this chunk's place among its chunks.
     """
@@ -196,7 +187,7 @@ class Prepared:
     plans: list[_Plan]
     sizes: NDArray[np.int64]
     draws: list[list[Any]]
-    others: _Finished | PendingImages | None
+    others: PendingImages | None
     faults: list[BadSampleError | None]
     early: list[tuple[_Call, int]] = field(default_factory=list)
 
@@ -215,13 +206,12 @@ class GpuRunner:
         decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a separate buffer.
         buffers: the number of such buffers at first, which is the number of chunks launched at once; `set_gpu_wait`
             adds more.
-        cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
         later_images: the largest number of images of later chunks that are decoded early, to fill up calls. Their
             results need memory until their chunk is launched.
+        threads: the number of threads of C code that work on the files of a chunk: they rewrite progressive files, and
+            decode what nvJPEG does not take.
         check_threads: the number of threads that check new files on the CPU, in each process that reads; 0 if the GPU
             checks them.
-        rewrite_threads: the number of threads that rewrite progressive files of one chunk, in this process or in the
-            one that reads it.
         decoder_calls: how many threads call nvJPEG at once; `auto`: two while the GPU waits most of its time.
 
     Raises:
@@ -239,17 +229,16 @@ class GpuRunner:
         backend: str,
         decode_bytes: int,
         buffers: int = BUFFERS,
-        cpu_pool: CpuDecodePool | None = None,
         later_images: int = 0,
+        threads: int = 1,
         check_threads: int = 0,
-        rewrite_threads: int = 1,
         decoder_calls: int | Literal["auto"] = "auto",
     ) -> None:
         self._program, self._device_stream = program, device_stream
         outputs = outputs_of(program)
         each_passes = tuple(tuple(passes[x.program]) for x in outputs)
-        self._decode_bytes, self._rewrite_threads = decode_bytes, rewrite_threads
-        self._cpu, self._cpu_pool = CpuRunner(program), cpu_pool
+        self._decode_bytes, self._threads = decode_bytes, threads
+        self._cpu = CpuDecodePool(program, threads=threads, make=self._pinned)
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
         self._checks = FileChecks(device_stream, check_threads)
@@ -264,7 +253,7 @@ class GpuRunner:
                 outputs,
                 each_passes,
                 threads=max(1, check_threads),
-                rewrite_threads=rewrite_threads,
+                rewrite_threads=threads,
                 with_regions=self._decodes_regions,
             )
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
@@ -298,11 +287,6 @@ class GpuRunner:
         if self._settled and self._settled % _SETTLED == 0:
             self._decoders.release_second()
             self._buffers.shrink(BUFFERS_FOR_ONE_CALL)
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether processes are starting that decode what nvJPEG does not take."""
-        return self._cpu_pool is not None and self._cpu_pool.is_starting
 
     def check(self) -> None:
         """Decode gpuflow's own test image with a GPU decoder and the CPU decoders. Raises DecoderError if one fails."""
@@ -350,14 +334,6 @@ class GpuRunner:
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
         others = np.flatnonzero(rest)
-        faults = headers.faults
-        work: _Finished | PendingImages | None = None
-        if len(others) and self._cpu_pool is not None:
-            work = self._cpu_pool.begin(payload, others, keys)
-        elif len(others):
-            work = self._finish(others, payload, keys, faults)
-        elif self._cpu_pool is not None:
-            self._cpu_pool.count(len(payload))
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
@@ -374,8 +350,8 @@ class GpuRunner:
             ],
             sizes=np.column_stack([headers.upright_sizes, headers.tags.astype(np.int64)]),
             draws=draws,
-            others=work,
-            faults=faults,
+            others=self._cpu.begin(payload, others, keys) if len(others) else None,
+            faults=headers.faults,
         )
 
     def _with_addresses(
@@ -392,7 +368,7 @@ class GpuRunner:
         tables = tables._replace(entries=entries)
         if scan.rewritten or not which.any():
             return tables, [payload.buffer], np.ones(len(which), bool)
-        found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._rewrite_threads)
+        found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._threads)
         good = ~which
         good[which] = found.sizes > 0
         return tables.with_files(which, found, found.buffer.ctypes.data), [payload.buffer, found.buffer], good
@@ -401,22 +377,6 @@ class GpuRunner:
         """Pinned memory of this many bytes."""
         memory: NDArray[np.uint8] = self._device_stream.pinned([size], torch.uint8).numpy()
         return memory
-
-    def _finish(
-        self,
-        rows: NDArray[np.int64],
-        payload: Payload,
-        keys: s.Keys,
-        faults: list[BadSampleError | None],
-    ) -> _Finished:
-        """Run the program for these rows on the CPU, into pinned memory. Writes why samples are bad into `faults`."""
-        shape, dtype = slot_of(self._program)
-        results = self._device_stream.pinned((len(rows), slot_bytes_of(self._program)), torch.uint8)
-        slots = slots_of(self._program, results.numpy().view(dtype).reshape(-1, *shape))
-        samples = payload.take(rows.tolist())
-        for row, fault in zip(rows.tolist(), self._cpu.run(samples, keys.take(rows), slots), strict=True):
-            faults[row] = fault
-        return _Finished(rows, results)
 
     # --- on a launching thread --------------------------------------------------------------------------------------
 
@@ -437,12 +397,12 @@ class GpuRunner:
         """
         with self._device_stream.queued():
             refused, by_stages = self._run_on_gpu(chunk, slots, ahead) if len(chunk.rows) else (chunk.rows, {})
-            if isinstance(chunk.others, PendingImages):
-                self._place_pending(chunk.others, chunk.faults, slots)
-            elif chunk.others is not None:
-                self._place(chunk.others, slots)
+            pending = [] if chunk.others is None else [chunk.others]
             if len(refused):
-                self._place(self._finish(refused, chunk.payload, chunk.keys, chunk.faults), slots)
+                pending.append(self._cpu.begin(chunk.payload, refused, chunk.keys))
+            for images in pending:
+                self._place(images, chunk.faults, slots)
+            if len(refused):
                 with self._lock:
                     self.engine_images -= len(refused)
                     self.cpu_images += len(refused)
@@ -595,32 +555,34 @@ class GpuRunner:
                 self._first_passes.run(draws, plans, targets)
         return good
 
-    def _place(self, finished: _Finished, slots: Any) -> None:
-        """Copy what the CPU finished into its slots: one transfer, and one kernel for each output."""
-        device_stream, rows, targets = self._device_stream, finished.rows, split(slots)
+    def _place(self, images: PendingImages, faults: list[BadSampleError | None], slots: Any) -> None:
+        """Wait for images that the CPU decodes, copy them into their slots, and add faults."""
+        results, found = images.result()
+        rows, targets = images.rows, split(slots)
+        for row, fault in zip(rows.tolist(), found, strict=True):
+            faults[row] = fault
+        self._copy(results, rows, targets)
+        self._device_stream.retain_until_done(images.memory, self._cpu.release)
+
+    def _copy(self, results: torch.Tensor, rows: NDArray[np.int64], targets: Sequence[torch.Tensor]) -> None:
+        """Queue copies of results, uint8 [n, bytes of a slot], to these rows [n] of each output's slots.
+
+        They are one transfer, and one kernel for each output.
+        """
+        device_stream = self._device_stream
         if self._copies.available and isinstance(self._program, Program):
             (target,) = targets
-            memory, own = torch.empty_like(finished.results, device=device_stream.device), np.arange(len(rows))
+            memory, own = torch.empty_like(results, device=device_stream.device), np.arange(len(rows))
             source = ImageRows(memory.data_ptr(), memory.shape[1], memory.shape[1], own)
-            if self._copies.queue([(source, ImageRows.of(target, rows))], Transfer(finished.results, memory)):
+            if self._copies.queue([(source, ImageRows.of(target, rows))], Transfer(results, memory)):
                 return
-        sent, results = send_array(device_stream, rows), device_stream.send(finished.results)
-        for target, images in zip(targets, split(slots_of(self._program, results)), strict=True):
+        sent, received = send_array(device_stream, rows), device_stream.send(results)
+        for target, images in zip(targets, split(slots_of(self._program, received)), strict=True):
             target.index_copy_(0, sent, images)
 
-    def _place_pending(self, pending: PendingImages, faults: list[BadSampleError | None], slots: Any) -> None:
-        """Wait for images that the CPU decodes, then copy them. Writes why samples are bad into `faults`."""
-        assert self._cpu_pool is not None
-        results, found = pending.result()
-        for row, fault in zip(pending.rows.tolist(), found, strict=True):
-            faults[row] = fault
-        self._place(_Finished(pending.rows, results), slots)
-        self._device_stream.retain_until_done(pending.memory, self._cpu_pool.release)
-
     def close(self) -> None:
-        """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
-        if self._cpu_pool is not None:
-            self._cpu_pool.close()
+        """End the threads that decode on the CPU. Nothing may be prepared or launched any more."""
+        self._cpu.close()
 
 
 def _rows_of_call(count: int, parts: Sequence[tuple[NDArray[np.int64], _Part]]) -> NDArray[np.int64]:

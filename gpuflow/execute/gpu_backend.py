@@ -15,7 +15,6 @@ from gpuflow.execute.passes import Pass, passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 
 if TYPE_CHECKING:
-    from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
 
 __all__ = [
@@ -94,10 +93,9 @@ def place_on_gpu(
     *,
     images: int,
     buffers: int = BUFFERS,
-    cpu_pool: CpuDecodePool | None = None,
     later_images: int = 0,
+    threads: int = 1,
     check_threads: int = 0,
-    rewrite_threads: int = 1,
     decoder_calls: int | Literal["auto"] = "auto",
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on its engines; or say why none can run it.
@@ -106,7 +104,7 @@ def place_on_gpu(
     is faster where a GPU has several cores (measured in docs/gpu.md), and the training has the GPU for itself.
 
     images: the largest number of images in a chunk. Kernels decode chunks of few images in another way.
-    decode_bytes, buffers, cpu_pool, later_images, check_threads, rewrite_threads, decoder_calls: see `GpuRunner`.
+    decode_bytes, buffers, later_images, threads, check_threads, decoder_calls: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -128,10 +126,9 @@ def place_on_gpu(
                 backend=for_chunks_of(images, backend),
                 decode_bytes=decode_bytes,
                 buffers=buffers,
-                cpu_pool=cpu_pool,
                 later_images=later_images,
+                threads=threads,
                 check_threads=check_threads,
-                rewrite_threads=rewrite_threads,
                 decoder_calls=decoder_calls,
             )
         except NvjpegError as error:

@@ -56,7 +56,7 @@ _FEWEST_IN_FLIGHT = 3
 _GPU_SWITCH_SECONDS, _CPU_SWITCH_SECONDS = 0.00002, 0.0001
 """Python's switch intervals while an epoch runs."""
 _FIRST_BATCHES = 64
-"""How many batches may be late because a loader, or a worker process, has just started. They do not count as waits."""
+"""How many batches may be late because a loader has just started. They do not count as waits."""
 
 _NAMED_FILES = 8
 """The largest number of files that an error names; `LoaderTimeout.paths` holds all of them."""
@@ -241,9 +241,9 @@ class Feed:
     def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
         """If the consumer's GPU waits for batches most of its time, more of them may be in flight.
 
-        Not at first and not while worker processes start: memory that is taken then would be kept for the whole run.
+        Not at first: memory that is taken then would be kept for the whole run.
         """
-        self._first_batches_left = _FIRST_BATCHES if gpu.is_starting else max(0, self._first_batches_left - 1)
+        self._first_batches_left = max(0, self._first_batches_left - 1)
         if self._first_batches_left:
             share = 0.0
         self._gpu_wait = share

@@ -7,16 +7,14 @@ import importlib.util
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.resources import check_threads_of, refused_processes_of, threads_of
+from gpuflow.config.resources import check_threads_of, threads_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
-from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.execute.decode_calls import later_images
 from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
 from gpuflow.execute.passes import passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
-from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.hardware_queues import warn_if_late
 
 __all__ = ["explain_gpu", "memory_for_decoding", "place"]
@@ -44,17 +42,15 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         placement = Placement(device_stream, None, CPU_ASKED_FOR)
         if backend != "cpu":
             decode_bytes, later = memory_for_decoding(config, name, batch_size)
-            processes = refused_processes_of(config.run)
             placement = place_on_gpu(
                 program,
                 device_stream,
                 decode_bytes,
                 images=batch_size,
                 buffers=1,
-                cpu_pool=CpuDecodePool(program, processes=processes, cores=available_threads()),
                 later_images=later,
+                threads=threads_of(config.run),
                 check_threads=check_threads_of(config.run),
-                rewrite_threads=threads_of(config.run),
                 decoder_calls=config.run.decoder_calls,
             )
     if backend == "gpu" and placement.gpu is None:

@@ -333,12 +333,6 @@ class WorkerPool:
     def closed(self) -> bool:
         return not self._end.alive
 
-    @property
-    def load(self) -> float:
-        """The number of running requests of each worker."""
-        with self._idle_lock:
-            return self._requests.total() / max(1, len(self._workers))
-
     def counts(self) -> dict[str, int]:
         """Workers `at_work`, and `starting`: those that cannot be asked yet."""
         self._accept_started()
@@ -493,25 +487,10 @@ class Pending:
 
     def __init__(self, pool: WorkerPool, connection: WorkerConnection) -> None:
         self._pool, self._connection = pool, connection
-        self._deadline = time.monotonic() + _ANSWER_SECONDS
 
     def result(self) -> Any:
         """Wait for the answer; None if the worker is lost."""
         return self._pool._finish(self._connection, WorkerConnection.answer)
-
-    def is_answered(self) -> bool:
-        """Whether `result` returns at once."""
-        try:
-            return self._connection.has_answer()
-        except (OSError, EOFError):  # the worker is lost
-            return True
-
-    def expire(self) -> bool:
-        """Kill the worker if it has had as long for its answer as `result` would wait. Returns whether that was so."""
-        if time.monotonic() <= self._deadline:
-            return False
-        self._pool._lose(self._connection, _no_answer())
-        return True
 
     def abandon(self) -> None:
         """Give up the answer, and with it the worker."""

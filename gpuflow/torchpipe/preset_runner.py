@@ -75,11 +75,6 @@ class PresetRunner:
     def unchecked(self, indices: object) -> None:
         """None: torchpipe needs no checks."""
 
-    @property
-    def is_starting(self) -> bool:
-        """Never: torchpipe has threads alone."""
-        return False
-
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> _Prepared:
         """Run everything but the crops and flips, and wait for it."""
         waiting: list[Future[torch.Tensor] | BadSampleError] = [

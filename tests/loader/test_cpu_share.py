@@ -87,8 +87,6 @@ class StandIn:
         shape, dtype = slot_of(self.program)
         self.slot_bytes = math.prod(shape) * dtype.itemsize
 
-    is_starting = False
-
     def set_gpu_wait(self, share: float) -> None: ...
 
     def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> None: ...

@@ -138,8 +138,6 @@ class FakeRunnerAndAdmission:
     """Takes the place of a runner and of the limit on batches in flight: records the shares of waiting time that the
     runner is given, and how often the limit is raised."""
 
-    is_starting = False
-
     def __init__(self) -> None:
         self.shares: list[float] = []
         self.grown = 0
@@ -151,7 +149,7 @@ class FakeRunnerAndAdmission:
         self.grown += 1
 
 
-def test_late_batches_while_worker_processes_start_take_no_memory() -> None:
+def test_late_batches_at_first_take_no_memory() -> None:
     """Memory taken for them would be kept for the whole run."""
     feed: Any = SimpleNamespace(_first_batches_left=_FIRST_BATCHES)
     fake: Any = FakeRunnerAndAdmission()
@@ -166,8 +164,3 @@ def test_late_batches_while_worker_processes_start_take_no_memory() -> None:
     assert after_batches(_FIRST_BATCHES - 1, 0.9) == ({0.0}, 0), "a loader's first batches"
     assert after_batches(3, 0.9) == ({0.9}, 3)
     assert after_batches(3, 0.4) == ({0.4}, 0), "a training that waits less often gains nothing by it"
-    fake.is_starting = True
-    assert after_batches(100, 0.9) == ({0.0}, 0)
-    fake.is_starting = False
-    assert after_batches(_FIRST_BATCHES - 1, 0.9) == ({0.0}, 0)
-    assert after_batches(2, 0.9) == ({0.9}, 2)

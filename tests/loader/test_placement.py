@@ -115,7 +115,7 @@ def test_views_are_placed_by_the_rules_of_stages(tmp_path: Path, monkeypatch: py
     asked: list[Any] = []
 
     def stand_in(program: Any, stream: Any, *arguments: Any, **options: Any) -> Placement:
-        asked.append((program, options["cpu_pool"]))
+        asked.append((program, options))
         return Placement(stream, None, "asked")
 
     monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: None)
@@ -124,7 +124,6 @@ def test_views_are_placed_by_the_rules_of_stages(tmp_path: Path, monkeypatch: py
     assert place(read, "train", torch.device("cuda"), 4).reason == "asked"
     share = cpu_share_of(read, "train")
     assert asked[0][0] is read.views["train"] and share is not None and share.part == 0.25
-    asked[0][1].close()
     backend = with_views(tmp_path, "pipelines.train.decode.backend=gpu", a={"stages": [CROP]})
     with pytest.raises(ConfigError, match=r"pipelines\.train\.decode\.backend is gpu, but asked; use auto or cpu"):
         place(backend, "train", torch.device("cuda"), 4)

@@ -116,10 +116,9 @@ def test_each_request_goes_to_the_worker_with_the_fewest(make: Make) -> None:
         assert len(counts) < 3 or counts[worker] == min(counts.values())
         assert counts[worker] == 0 or len(counts) == 3
         under_way.append((worker, pending))
-        assert pool.load == len(under_way) / 3
     for _, pending in under_way:
         pending.result()
-    assert pool.load == 0 and len(pool._idle) == 12
+    assert len(pool._idle) == 12
 
 
 def test_a_lost_worker_takes_its_other_connections_along(make: Make) -> None:
@@ -131,7 +130,7 @@ def test_a_lost_worker_takes_its_other_connections_along(make: Make) -> None:
         assert pending is not None
         pending.result()
     assert [ask(pool, number) for number in range(6)] == [("setup", number) for number in range(6)]
-    assert len(pool._idle) == 3 and pool.load == 0
+    assert len(pool._idle) == 3
 
 
 def test_a_connection_that_is_found_ready_after_its_worker_was_lost_is_not_used(
@@ -147,7 +146,7 @@ def test_a_connection_that_is_found_ready_after_its_worker_was_lost_is_not_used(
             pool._accept(pool._starting.pop())
             assert pool.request(echo("end")) is None
         assert pool.request(echo("x")) is None
-        assert (len(pool), pool.load, pool._starting) == (0, 0.0, [])
+        assert (len(pool), pool._starting) == (0, [])
     finally:
         pool.close()
 

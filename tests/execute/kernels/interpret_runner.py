@@ -33,7 +33,6 @@ from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import canvas, file_checks, gpu_passes, later_results
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.gpu import GpuRunner, Prepared
 from gpuflow.execute.gpu_passes import DevicePasses, interleaved
 from gpuflow.execute.passes import Pass, passes_of, passes_of_each
@@ -42,7 +41,6 @@ from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import FromRecord, Keys, Opaque, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import slot_of, slots_of, split
-from gpuflow.runtime.memory import heap
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
     Affine,
@@ -366,9 +364,8 @@ def views(name: str, last: Entries) -> dict[str, Any]:
     assert not isinstance(passes, str), passes
     device_stream, library, contents, worst = HostStream(), CpuLibrary(3), files(), 0.0
     substitutes: Any = (device_stream, library)
-    cpu_pool = CpuDecodePool(program, processes=0, cores=1, make=heap)
     options: dict[str, Any] = {"backend": "hardware", "decode_bytes": 1 << 20, "later_images": len(contents)}
-    runner = GpuRunner(program, passes, *substitutes, cpu_pool=cpu_pool, **options)
+    runner = GpuRunner(program, passes, *substitutes, **options)
 
     def prepare(chosen: Sequence[int]) -> tuple[Prepared, Any]:
         chunk = Payload.of([contents[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
@@ -608,7 +605,6 @@ def windows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         def new(
             library: CpuLibrary, *, ahead: bool, program: Program = program, passes: Sequence[Pass] = passes
         ) -> GpuRunner:
-            cpu_pool = CpuDecodePool(program, processes=0, cores=1, make=heap) if ahead else None
             device: Any = HostStream()
             nvjpeg: Any = library
             return GpuRunner(
@@ -618,7 +614,6 @@ def windows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 nvjpeg,
                 backend="hardware",
                 decode_bytes=30_000,
-                cpu_pool=cpu_pool,
                 later_images=FILES if ahead else 0,
             )
 
