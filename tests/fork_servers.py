@@ -34,8 +34,7 @@ _START_SECONDS = 300.0
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 20, 250
 _PROGRAM = f"""
 import fcntl, gc, json, os, signal, socket, struct, sys
-import gpuflow.execute.cpu_decode_pool, gpuflow.loader.decode_workers
-import gpuflow.loader.read_workers, gpuflow.torchpipe.cpu_preprocessor
+import gpuflow.loader.decode_workers, gpuflow.torchpipe.cpu_preprocessor
 
 requests = socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD, {_OWN_DESCRIPTOR}))
 os.close(int(sys.argv[1]))

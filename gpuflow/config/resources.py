@@ -73,26 +73,15 @@ def serving_processes_of(run: RunSpec, program: Program) -> int:
     return processes_of(run, _WORTH_PROCESSES, in_python=bool(_stages_in_python(program)))
 
 
-def decode_processes_of(
-    config: Config, name: str, samples: int, share_threads: int | None = None, *, remote: bool
-) -> int:
-    """Worker processes that decode on the CPU for a loader of a pipeline over `samples` samples.
+def decode_processes_of(config: Config, name: str, samples: int, *, remote: bool) -> int:
+    """Worker processes of a loader that decodes `samples` samples of a pipeline on the CPU, see `processes_of`.
 
-    They read, too, so there are none where the storage is remote: forked processes cannot use its connections.
-
-    share_threads: threads that decode the CPU's part of each batch next to a GPU (`cpu_share`); None without a GPU.
-    Each of those gets a process, however few they are: launching work on the GPU needs the interpreter, too. Without a
-    GPU there are none where separate threads read, else as many as `processes_of` says.
+    They read, too, so there are none where separate threads read, and none where the storage is remote: forked
+    processes cannot use its connections.
     """
-    if remote:
+    if remote or readers_of(config, gpu=False, remote=remote):
         return 0
-    if share_threads is None:
-        if readers_of(config, gpu=False, remote=remote):
-            return 0
-        return processes_of(config.run, samples, in_python=bool(parts_in_python(config, name)))
-    if config.run.processes != "auto":
-        return min(config.run.processes, share_threads)
-    return share_threads if samples >= _WORTH_PROCESSES else 0
+    return processes_of(config.run, samples, in_python=bool(parts_in_python(config, name)))
 
 
 def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:

@@ -17,7 +17,7 @@ from gpuflow.decode.header_scan import scan_headers
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.sources import SPARE_BYTES, Payload, lay_out
 
-__all__ = ["Rewritten", "rewrite_progressive", "room_for"]
+__all__ = ["Rewritten", "rewrite_progressive"]
 
 _rewrite = function("gpuflow_baseline", POINTER, INTEGER, INTEGER, INTEGER)
 _MOST_INSTRUCTIONS = 2
@@ -41,11 +41,6 @@ class Rewritten(NamedTuple):
     sampling: NDArray[np.uint8]
 
 
-def room_for(payload: Payload, rows: NDArray[np.int64]) -> int:
-    """The bytes that `rewrite_progressive` allocates for these rows [n] of a payload."""
-    return lay_out(_rooms(np.asarray(payload.sizes, np.int64)[rows]).tolist())[1]
-
-
 def rewrite_progressive(
     payload: Payload, rows: NDArray[np.int64], allocate: Callable[[int], NDArray[np.uint8]], threads: int
 ) -> Rewritten:
@@ -55,7 +50,7 @@ def rewrite_progressive(
         same time, this one included.
     """
     starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
-    rooms = _rooms(lengths)
+    rooms = (lengths * _ROOM).astype(np.int64) + _MORE_ROOM
     places, end = lay_out(rooms.tolist())
     buffer, offsets = allocate(end), np.array(places, np.int64)
     columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, rooms, 0 * rooms]
@@ -69,8 +64,3 @@ def rewrite_progressive(
     sizes[~scan.engine] = 0
     buffer[(offsets + sizes)[:, None] + np.arange(SPARE_BYTES)] = 0
     return Rewritten(buffer, offsets, sizes, scan.sampling)
-
-
-def _rooms(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many bytes files of these lengths get for their rewritten form."""
-    return (lengths * _ROOM).astype(np.int64) + _MORE_ROOM

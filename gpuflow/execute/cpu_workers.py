@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 import time
@@ -32,12 +31,11 @@ _first_call = threading.Lock()
 class Setup(NamedTuple):
     """A worker's program, and how it works.
 
-    source: read from by requests of type `ReadRequest`. idle: run only where a core is idle (SCHED_IDLE).
+    source: read from by requests of type `ReadRequest`.
     """
 
     program: AnyProgram
     source: Source | None = None
-    idle: bool = False
 
 
 class ReadRequest(NamedTuple):
@@ -120,9 +118,6 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
     if isinstance(setup, str):
         connection.send(setup)
         return
-    if setup.idle:
-        with suppress(OSError):  # some containers do not allow it
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     runner, pool = open_runner(connection, setup.program), BytePool()
     with suppress(DecoderError):  # the pool then does without this worker
         while runner is not None:

@@ -19,7 +19,6 @@ from gpuflow.pipeline.image_spec import slot_shape
 
 if TYPE_CHECKING:
     from gpuflow.errors import BadSampleError
-    from gpuflow.execute.chunk_scan import Prescan
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
@@ -186,13 +185,6 @@ class ChunkRunner(Protocol):
 
         memory_of: gives memory of a size in bytes, zeros at first, that these ranks share; None if there is none.
         """
-
-    def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which of these samples' files the process that reads them should check; None for none."""
-
-    @property
-    def prescan(self) -> Prescan | None:
-        """What the process that reads a payload calls on it, to save work in `prepare`; None if there is nothing."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | NDArray[np.int64] | None = None) -> Any:
         """Do all work on a chunk that needs no slots. The payload's memory must stay valid until it is launched.

@@ -1,7 +1,7 @@
 """Checks which files of a chunk are complete. Each file of a source is checked once in a run, by one rank of a host.
 
-Where there are cores for it, the process that reads a file checks it (`execute/chunk_scan.py`), else the GPU does: its
-kernels take time from those of a training.
+Where there are cores for it, C code on the CPU checks it, else the GPU does: its kernels take time from those of a
+training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
 from gpuflow.decode.complete import FIELDS, MAX_BYTES, can_be_read, complete_on_cpu, describe
-from gpuflow.execute.chunk_scan import Checked
 from gpuflow.execute.device_stream import DeviceStream, send_array, take_free
 from gpuflow.execute.kernels.complete import LARGE_BYTES, MARGIN_BYTES, Workspace, complete_files
 from gpuflow.execute.known_files import MAX_REMEMBERED, KnownFiles
@@ -78,27 +77,17 @@ class FileChecks:
         for files, own in zip((self._complete, self._damaged), memory.view(np.uint32).reshape(2, -1), strict=True):
             files.share(own)
 
-    def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which of these samples' files the process that reads them should check, see `ChunkScanner`; None for none."""
-        if not self._threads:
-            return None
-        samples = np.asarray(indices, np.int64)
-        unchecked: NDArray[np.bool_] = ~(self._complete.have(samples) | self._damaged.have(samples))
-        return unchecked if unchecked.any() else None
-
     def complete(
         self,
         rows: NDArray[np.int64],
         payload: Payload,
         headers: Headers,
         indices: Sequence[int] | NDArray[np.int64] | None,
-        found: Checked | None = None,
     ) -> NDArray[np.bool_]:
         """Which of these rows [n] of a payload are complete files. May wait for the GPU.
 
         headers: of all files of the payload; those of the rows are files that the engines decode.
         indices: of the payload's samples in the source. Without them every file is new, as those that a service gets.
-        found: the results of the process that read the files.
         """
         if indices is None:
             return self._check(rows, payload, headers, _MOST_CPU_BYTES)
@@ -109,11 +98,7 @@ class FileChecks:
             self._count_unused()
             return complete
         self._unused = 0
-        if found is not None:
-            complete[new] = found.complete[new]
-        left = new if found is None else new & ~found.checked
-        if left.any():
-            complete[left] = self._check(rows[left], payload, headers)
+        complete[new] = self._check(rows[new], payload, headers)
         for files, which in ((self._complete, complete), (self._damaged, ~complete)):
             files.add(samples[new & which], lengths[new & which])
         return complete

@@ -4,11 +4,10 @@ With views, each image is decoded once, and the first pass of every view reads i
 here of an output holds for each number of each view, or for the only image of a sample without views. Of an image that
 the engines decode, the buffer gets the smallest part that has all that the first passes read.
 
-A chunk is first prepared and then launched, on different threads. `prepare` gets headers and random parameters from
-the process that read the chunk, or works them out, and has the CPU begin to decode the files that the engines do not
-support: other formats, CMYK files. That process, or `prepare`, rewrites progressive JPEGs as baseline ones
-(`decode/baseline.py`). Images that EXIF data turn are decoded as stored, and the first kernel reads them upright
-(`execute/pixel_steps.py`).
+A chunk is first prepared and then launched, on different threads. `prepare` reads headers, draws random parameters,
+rewrites progressive JPEGs as baseline ones (`decode/baseline.py`), and has the CPU begin to decode the files that the
+engines do not support: other formats, CMYK files. Images that EXIF data turn are decoded as stored, and the first
+kernel reads them upright (`execute/pixel_steps.py`).
 
 A launch may also decode images of chunks that come later, if they fit into its calls (`execute/decode_calls.py`). A
 batched call that fails is retried by halves; a file that fails alone falls back to the CPU decoder, and its place in
@@ -34,7 +33,7 @@ from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute import packing
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
-from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
+from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner
 from gpuflow.execute.chunk_tables import ChunkTables
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
@@ -210,8 +209,7 @@ class GpuRunner:
             results need memory until their chunk is launched.
         threads: the number of threads of C code that work on the files of a chunk: they rewrite progressive files, and
             decode what nvJPEG does not take.
-        check_threads: the number of threads that check new files on the CPU, in each process that reads; 0 if the GPU
-            checks them.
+        check_threads: the number of threads that check new files of a chunk on the CPU; 0 if the GPU checks them.
         decoder_calls: how many threads call nvJPEG at once; `auto`: two while the GPU waits most of its time.
 
     Raises:
@@ -252,8 +250,6 @@ class GpuRunner:
                 program.decoder,
                 outputs,
                 each_passes,
-                threads=max(1, check_threads),
-                rewrite_threads=threads,
                 with_regions=self._decodes_regions,
             )
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
@@ -303,15 +299,6 @@ class GpuRunner:
         if memory is not None:
             self._checks.share(memory)
 
-    def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which of these samples' files the process that reads them should check; None for none."""
-        return self._checks.unchecked(indices)
-
-    @property
-    def prescan(self) -> Prescan:
-        """The part of `prepare` that the process that reads a payload can do."""
-        return self._scanner
-
     def prepare(
         self, payload: Payload, keys: s.Keys, indices: Sequence[int] | NDArray[np.int64] | None = None
     ) -> Prepared:
@@ -320,13 +307,10 @@ class GpuRunner:
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
         the indices of the samples in the source, if any; files that were checked are recognised by them.
         """
-        scan: ChunkScan | None = payload.prescan
-        if scan is None or not scan.is_of(payload):
-            scan = self._scanner(payload, keys)
+        scan = self._scanner(payload, keys)
         tables, memory, complete = self._with_addresses(scan, payload)
         if (own := ~scan.progressive).any():
-            checked = None if scan.found is None else scan.found.take(own)
-            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices, checked)
+            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices)
         scan = scan._replace(tables=tables)
         if not complete.all():
             scan = scan.take(complete, self._scanner, keys)
@@ -357,16 +341,14 @@ class GpuRunner:
     def _with_addresses(
         self, scan: ChunkScan, payload: Payload
     ) -> tuple[ChunkTables, list[NDArray[np.uint8]], NDArray[np.bool_]]:
-        """The scan's tables with the address of each file. Progressive files are rewritten if they were not yet.
+        """The scan's tables with the address of each file. Progressive files are rewritten.
 
         Returns them, the memory that has the files, and which files [n] nvJPEG can decode if they are complete: all but
         those that cannot be rewritten.
         """
         tables, which = scan.tables, scan.progressive
-        entries = tables.entries.copy()  # the payload may be prepared again
-        entries[:, 0] += payload.buffer.ctypes.data
-        tables = tables._replace(entries=entries)
-        if scan.rewritten or not which.any():
+        tables.entries[:, 0] += payload.buffer.ctypes.data
+        if not which.any():
             return tables, [payload.buffer], np.ones(len(which), bool)
         found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._threads)
         good = ~which

@@ -35,22 +35,12 @@ class KnownFiles:
 
     def known(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these samples [N] are known to have such files, of these sizes."""
-        held = self._held(indices)
+        remembered = self._sizes
+        inside = indices < len(remembered)
+        held = np.zeros(len(indices), np.uint32)  # 0 where none is
+        held[inside] = remembered[indices[inside]]
         known: NDArray[np.bool_] = (held > 0) & (held == sizes)
         return known
-
-    def have(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these samples [N] are known to have such files, of any size."""
-        have: NDArray[np.bool_] = self._held(indices) > 0
-        return have
-
-    def _held(self, indices: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """The size that is remembered of each of these samples [N]; 0 where none is."""
-        sizes = self._sizes
-        inside = indices < len(sizes)
-        held = np.zeros(len(indices), np.uint32)
-        held[inside] = sizes[indices[inside]]
-        return held
 
     def add(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Remember samples [N] that have such files, of these sizes. Very high indices are not remembered."""

@@ -16,7 +16,6 @@ from gpuflow.config import BatchSpec, Config
 from gpuflow.config.record_fields import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import ConfigError, Problem, SourceError, show
-from gpuflow.execute.chunk_scan import Prescan
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.drawn_orders import MixedOrder, MixInOrder, WeightedOrder
@@ -25,7 +24,6 @@ from gpuflow.loader.loader import Loader
 from gpuflow.loader.mixing import require_classes
 from gpuflow.loader.placement import place
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.read_workers import ProcessReader, ProcessStorage
 from gpuflow.loader.records import target_mapper
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 from gpuflow.loader.turned_images import TurnedImages
@@ -33,7 +31,6 @@ from gpuflow.pipeline.rng import key64
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.sources import (
-    HfSource,
     Mix,
     MixSource,
     Source,
@@ -47,7 +44,7 @@ from gpuflow.sources import (
     unwrapped,
     weights_of,
 )
-from gpuflow.sources.storage import LocalStorage, time_limit
+from gpuflow.sources.storage import time_limit
 
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec
@@ -101,15 +98,11 @@ def build_loader(
     remote = is_read_remotely(source)
     read_here = listed is not None and source.storage is None  # by the caller's own code
     readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
-    share, process_reader = None, None
-    if placement.gpu is not None:
-        source, process_reader = _read_by_processes(source, readers, placement.gpu.prescan)
-        share = cpu_share_of(config, name)
+    share = cpu_share_of(config, name) if placement.gpu is not None else None
     targets = target_mapper(config, name, fields_of(source))
     plan = LoaderPlan(
         program=program,
         source=source,
-        process_reader=process_reader,
         order=order,
         seed=seed,
         batch_size=batch_size,
@@ -128,11 +121,9 @@ def build_loader(
         left_out=left_out,
         labelled=has_labels(source),
         readers=readers,
-        processes=decode_processes_of(
-            config, name, len(source), share.threads if share else None, remote=remote or read_here
-        )
-        if placement.gpu is None or share
-        else 0,
+        processes=0
+        if placement.gpu is not None
+        else decode_processes_of(config, name, len(source), remote=remote or read_here),
         share=share,
         nvtx=run.nvtx,
         identity=_identity(config, name, source, batch_size),
@@ -142,18 +133,6 @@ def build_loader(
         gpu=placement.gpu,
     )
     return Loader(plan)
-
-
-def _read_by_processes(source: Source, readers: int, prescan: Prescan | None) -> tuple[Source, ProcessReader | None]:
-    """A source whose storage is read by processes; or the source, and the reader of one that has no storage.
-
-    A source that is read remotely, or by code of the caller, stays as it is.
-    """
-    if readers and isinstance(source.storage, LocalStorage):
-        return source.on(ProcessStorage(readers, prescan)), None
-    if readers and source.storage is None and isinstance(unwrapped(source), HfSource | MixSource):
-        return source, ProcessReader(source, readers, prescan)
-    return source, None
 
 
 def open_split(config: Config, name: str, whole: Source | None = None) -> Source:

@@ -1,4 +1,4 @@
-"""CPU offload: next to a GPU, threads or worker processes decode a part of each batch (`decode.cpu_share`)."""
+"""CPU offload: next to a GPU, threads decode a part of each batch (`decode.cpu_share`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_share import Share
-from gpuflow.loader.decode import ChunkDecoder, Faults, Sizes, WorkerDecoder
+from gpuflow.loader.decode import ChunkDecoder, Faults, Sizes
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
@@ -27,36 +27,25 @@ _KEPT_BYTES = 1 << 30
 class CpuOffload:
     """Decodes the last rows of each batch on the CPU, for one loader. `meter` counts what it did.
 
-    The pixels go to pinned memory that worker processes can map, and from there to the GPU.
+    The pixels go to pinned memory, and from there to the GPU.
     """
 
-    def __init__(
-        self, plan: LoaderPlan, share: Share, reader: ChunkReader, decoder: ChunkDecoder, workers: WorkerDecoder
-    ) -> None:
+    def __init__(self, plan: LoaderPlan, share: Share, reader: ChunkReader, decoder: ChunkDecoder) -> None:
         self.share = share
-        self._plan, self._reader, self._decoder, self._workers = plan, reader, decoder, workers
+        self._plan, self._reader, self._decoder = plan, reader, decoder
         self.meter = Meter("decode_cpu", share.threads, after=decoder.meter.after, ranges=nvtx(plan.nvtx))
-        self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.shared_and_pinned)
-
-    def rows(self, count: int) -> int:
-        """Rows that the CPU decodes of a batch of `count`: none before workers are ready, if the share may change."""
-        if self.share.adapts and self._workers.started and not self._workers.ready():
-            return 0
-        return self.share.rows(count)
+        self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.pinned)
 
     def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, Any]:
         """Read and decode a chunk; its faults and its slots."""
         batch, (shape, dtype) = chunk.batch, slot_of(self._plan.program)
         start = chunk.start - batch.first_offloaded
         whole = slots_of(self._plan.program, self._memory(batch).view(dtype).reshape(-1, *shape))
-        faults = self._workers.decode(chunk, keys, self.meter, whole, start, sizes)
         slots = whole[start : start + len(chunk)]
-        if faults is None:
-            payload = self._reader.read(chunk.indices)
-            chunk.batch.add_labels(chunk.start, payload.labels)
-            self._reader.meter.add(samples=len(chunk), read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
-            faults = self._decoder.run_on_cpu(payload, keys, slots, sizes)
-        return faults, slots
+        payload = self._reader.read(chunk.indices)
+        batch.add_labels(chunk.start, payload.labels)
+        self._reader.meter.add(samples=len(chunk), read_bytes=sum(payload.sizes))
+        return self._decoder.run_on_cpu(payload, keys, slots, sizes), slots
 
     def send(self, batch: Assembly) -> None:
         """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU: one for each output."""

@@ -53,21 +53,18 @@ class WorkerDecoder:
             self._workers = DecodeWorkers(
                 plan.program,
                 plan.source,
-                threads=plan.decode_threads,
+                threads=plan.threads,
                 processes=plan.processes,
-                idle=plan.share is not None,
             )
 
-    def decode(
-        self, chunk: Chunk, keys: Keys, meter: Meter, slots: Any, start: int, sizes: Sizes = None
-    ) -> Faults | None:
-        """Have a worker read and decode a chunk, into slots from `start` on; None if no worker is available.
+    def decode(self, chunk: Chunk, keys: Keys, meter: Meter, sizes: Sizes = None) -> Faults | None:
+        """Have a worker read and decode a chunk into its slots; None if no worker is available.
 
         meter: gets the processor time of decoding.
         """
         if self._workers is None:
             return None
-        outcome = self._workers.run(chunk.indices, keys, slots, start, sizes=sizes is not None)
+        outcome = self._workers.run(chunk.indices, keys, chunk.batch.slots, chunk.start, sizes=sizes is not None)
         if outcome is None:
             return None
         if sizes is not None and outcome.sizes is not None:
@@ -75,10 +72,6 @@ class WorkerDecoder:
         self._meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
         meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
         return outcome.faults
-
-    def ready(self) -> bool:
-        """Whether a worker takes requests."""
-        return self._workers is not None and self._workers.ready()
 
     def counts(self) -> dict[str, int]:
         """See `DecodeWorkers.counts`; empty before the first epoch, and without workers."""
@@ -141,12 +134,10 @@ class ChunkDecoder:
 
         read: fills in its payload, where that was not read before. ahead: see `ChunkRunner.launch`.
         """
-        slots = chunk.batch.slots
-        assert slots is not None
-        if self._plan.gpu is None:  # workers next to a GPU decode the CPU's share
-            faults = self._workers.decode(chunk, keys, self.meter, slots, chunk.start, sizes)
-            if faults is not None:
-                return faults
+        assert chunk.batch.slots is not None
+        faults = self._workers.decode(chunk, keys, self.meter, sizes)
+        if faults is not None:
+            return faults
         if chunk.payload is None:
             read(chunk)
         assert chunk.payload is not None

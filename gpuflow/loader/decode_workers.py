@@ -27,17 +27,14 @@ class DecodeWorkers:
     Args:
         threads: chunks at a time, of all workers together.
         processes: the workers that share them.
-        idle: they run only where a core is idle (SCHED_IDLE).
     """
 
-    def __init__(
-        self, program: AnyProgram, source: Source, *, threads: int, processes: int, idle: bool = False
-    ) -> None:
+    def __init__(self, program: AnyProgram, source: Source, *, threads: int, processes: int) -> None:
         shares = [len(range(worker, threads, processes)) for worker in range(processes)]
         self._pool = WorkerPool(
             cpu_workers.__name__,
             connections=shares,
-            setup=Setup(program, without_records(source), idle),
+            setup=Setup(program, without_records(source)),
             task="decode",
         )
 
@@ -55,10 +52,6 @@ class DecodeWorkers:
             return outcome
 
         return self._pool.request(exchange)
-
-    def ready(self) -> bool:
-        """Whether there is a worker that can be asked."""
-        return self._pool.ready()
 
     def counts(self) -> dict[str, int]:
         """Workers `at_work`, and `starting`: not ready for chunks yet."""

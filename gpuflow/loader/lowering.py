@@ -72,7 +72,7 @@ class Feed:
         self._decoder = ChunkDecoder(plan, self._reader, self.workers)
         self._offload: CpuOffload | None = None
         if plan.share is not None:
-            self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder, self.workers)
+            self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder)
         self._records = RecordMapper(plan.source, plan.targets, plan.turned) if plan.targets is not None else None
         self._resolver = BadSampleResolver(plan, self._reader, self._records)
         self._delivery = Delivery(plan, self._records, self._offload)
@@ -290,7 +290,7 @@ class Feed:
             none = np.empty(0, np.int64)
             return Assembly(step, none, none, none.astype(bool), none.astype(bool), 1, error=error)
         count = len(positions)
-        offloaded = self._offload.rows(count) if self._offload is not None else 0
+        offloaded = self._offload.share.rows(count) if self._offload is not None else 0
         chunks = -(-(count - offloaded) // self._plan.chunk_size) - (-offloaded // _LARGEST_OFFLOADED_CHUNK)
         return Assembly(step, positions, indices, valid, np.ones(count, bool), chunks, offloaded=offloaded)
 

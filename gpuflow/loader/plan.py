@@ -10,7 +10,6 @@ import torch
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.listed import ListedEpochs
-from gpuflow.loader.read_workers import ProcessReader
 from gpuflow.loader.sampler import Order, Steps
 from gpuflow.loader.turned_images import TurnedImages
 from gpuflow.pipeline.record_values import RecordValue
@@ -34,7 +33,6 @@ class LoaderPlan:
 
     Args:
         program, source: what is done to which samples.
-        process_reader: reads them in worker processes; None where the source does that itself, or no process reads.
         order: which sample comes when.
         seed: of all random draws.
         batch_size: samples a step.
@@ -47,8 +45,7 @@ class LoaderPlan:
         threads: that decode, or that launch work on the GPU.
         readers: threads that only read, for storage that is waited for; with 0 each decoding thread reads its own
             chunks, which spares a hand-over.
-        processes: worker processes that the decoding threads (those of `share` if there is one) leave chunks to; they
-            read, too.
+        processes: worker processes that the decoding threads leave chunks to where the CPU decodes; they read, too.
         share: the part of each batch that the CPU decodes next to `gpu`, on separate threads, or None.
         prefetch: finished batches that wait for the consumer.
         timeout_seconds: how long the consumer waits for one.
@@ -67,7 +64,6 @@ class LoaderPlan:
 
     program: AnyProgram
     source: Source
-    process_reader: ProcessReader | None = None
     order: Order
     seed: int
     batch_size: int
@@ -125,8 +121,3 @@ class LoaderPlan:
             return min(_LARGEST_SHARED_CHUNK, self.batch_size)
         in_flight = self.batch_size * (self.prefetch + 1)
         return min(_LARGEST_CHUNK, self.batch_size, -(-in_flight // self.threads))
-
-    @property
-    def decode_threads(self) -> int:
-        """Threads that decode on the CPU."""
-        return self.share.threads if self.share is not None else self.threads

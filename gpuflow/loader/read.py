@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.read_workers import scanned
 from gpuflow.pipeline.record_values import values_of
 from gpuflow.pipeline.records import Records
 from gpuflow.pipeline.stage import Keys
@@ -51,25 +50,21 @@ class ChunkReader:
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
         self.meter = Meter("read", plan.readers or plan.threads, ranges=nvtx(plan.nvtx))
-        self._bytes = BytePool(keep=_KEPT_BYTES, make=memory.heap if plan.gpu is None else memory.shared_and_pinned)
+        self._bytes = BytePool(keep=_KEPT_BYTES, make=memory.heap if plan.gpu is None else memory.pinned)
 
     def read(self, indices: Sequence[int]) -> Payload:
         """The bytes of these samples. `release` the payload's buffer once they are decoded."""
-        reader = self._plan.process_reader or self._plan.source
-        return reader.read(indices, self._bytes.acquire)
+        return self._plan.source.read(indices, self._bytes.acquire)
 
     def read_chunk(self, epoch: int, chunk: Chunk) -> None:
         """Read a chunk's samples into its payload and prepare that for the GPU, if there is one."""
         gpu = self._plan.gpu
-        if gpu is None:
-            chunk.payload = payload = self.read(chunk.indices)
-        else:
-            keys, samples = keys_of(self._plan, epoch, chunk), chunk.batch.indices[chunk.start : chunk.stop]
-            with scanned(keys, gpu.unchecked(samples)):
-                chunk.payload = payload = self.read(chunk.indices)
-            chunk.prepared = gpu.prepare(payload, keys, samples)
+        chunk.payload = payload = self.read(chunk.indices)
+        if gpu is not None:
+            samples = chunk.batch.indices[chunk.start : chunk.stop]
+            chunk.prepared = gpu.prepare(payload, keys_of(self._plan, epoch, chunk), samples)
         chunk.batch.add_labels(chunk.start, payload.labels)
-        self.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
+        self.meter.add(read_bytes=sum(payload.sizes))
 
     def release(self, buffer: NDArray[np.uint8]) -> None:
         """Use a payload's buffer again."""
@@ -78,6 +73,4 @@ class ChunkReader:
     def close(self) -> None:
         """Free the buffers, and close the source."""
         self._bytes.clear()
-        if self._plan.process_reader is not None:
-            self._plan.process_reader.close()
         self._plan.source.close()

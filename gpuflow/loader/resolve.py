@@ -96,7 +96,7 @@ class BadSampleResolver:
         batch = chunk.batch
         with self._reader.meter.work(0):  # as part of decoding, whose samples these are
             payload = self._reader.read([index])
-            self._reader.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
+            self._reader.meter.add(read_bytes=sum(payload.sizes))
         sizes = np.empty((1, 3), np.int64) if self._records is not None else None
         own_keys, records = with_values(self._plan, keys, [index])
         faults = run(payload, own_keys, slot, sizes)

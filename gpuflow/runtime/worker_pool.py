@@ -264,7 +264,6 @@ class WorkerPool:
         connections: requests that each worker takes at once; its length is the number of workers, which may be 0.
         setup: pickled for `prepare`.
         task: what they do, as a verb for log messages: `read` or `decode`.
-        handshake: whether workers send READY, or else why they cannot start, before they take requests.
         restart_seconds: if given, later requests start workers again that were lost, at most once in this time. Those
             that cannot start are not started again.
     """
@@ -276,10 +275,9 @@ class WorkerPool:
         connections: Sequence[int],
         setup: object,
         task: str,
-        handshake: bool = True,
         restart_seconds: float | None = None,
     ) -> None:
-        self._module, self._connections, self._handshake = module, tuple(connections), handshake
+        self._module, self._connections = module, tuple(connections)
         self._restart_seconds, self._next_restart, self._restarting = restart_seconds, 0.0, threading.Lock()
         self._task, self._pid, self._servers = task, os.getpid(), list[ForkServer]()
         self._workers: set[tuple[ForkServer, int]] = set()
@@ -302,11 +300,7 @@ class WorkerPool:
         server = ForkServer(self._module, connections=connections, setup=self._setup)
         self._servers.append(server)
         self._workers |= {connection.worker for connection in server.connections}
-        if self._handshake:
-            self._starting += server.connections
-        else:
-            with self._idle_lock:
-                self._idle += server.connections
+        self._starting += server.connections
 
     def _restart_lost(self) -> None:
         """Start workers in place of those that were lost, if that is wanted and the last time is long enough ago."""
@@ -338,10 +332,6 @@ class WorkerPool:
         self._accept_started()
         starting = {connection.worker for connection in list(self._starting)}
         return {"at_work": len(self) - len(starting), "starting": len(starting)}
-
-    def ready(self) -> bool:
-        """Whether there is a worker that can be asked."""
-        return self.counts()["at_work"] > 0
 
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until no worker is starting any more. Discard those that still are after `seconds`."""

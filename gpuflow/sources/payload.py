@@ -37,8 +37,6 @@ class Payload:
     offsets, sizes: for each sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
     errors: for each sample None, or why it cannot be read (its size is then 0). A sample whose place is not within the
         buffer becomes an error.
-    prescan: the result of the prescan that the reading worker ran on the payload; None if it ran none.
-    cpu_s: processor seconds that another process spent on reading it.
     labels: of the samples, [n, ...], where each comes with its sample; None if `Source.labels` has them.
     """
 
@@ -46,8 +44,6 @@ class Payload:
     offsets: Sequence[int]
     sizes: Sequence[int]
     errors: Sequence[str | None]
-    prescan: Any = None
-    cpu_s: float = 0.0
     labels: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:

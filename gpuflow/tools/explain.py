@@ -162,7 +162,7 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     elif no_jpegs:
         yield Text(f"  in Python      {no_jpegs}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
-    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples, remote)}")
+    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name)}")
 
 
 def _cost_text(processes: int, *, can_fork: bool) -> str:
@@ -200,13 +200,11 @@ def _conventions(decoder: Decoder) -> str:
     return f"alpha is {alpha}, EXIF orientation is {turned}, ICC profiles are ignored{others}"
 
 
-def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> str:
+def _cpu_share_text(config: Config, name: str) -> str:
     share = cpu_share_of(config, name)
     if share is None:
         return ""
-    processes = decode_processes_of(config, name, samples, share.threads, remote=remote)
-    who = f"{processes} process(es)" if processes else f"{share.threads} thread(s)"
-    return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
+    return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {share.threads} thread(s)"
 
 
 def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str, str, str]:

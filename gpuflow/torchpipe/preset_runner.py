@@ -47,8 +47,6 @@ class PresetRunner:
         MissingExtra: torchpipe is not installed. PredictorError: it does not take the operators.
     """
 
-    prescan = None
-
     def __init__(
         self, program: Program, device_stream: DeviceStream, *, origin: str, threads: int, timeout_seconds: float
     ) -> None:
@@ -71,9 +69,6 @@ class PresetRunner:
 
     def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
         """Does nothing: torchpipe checks no files."""
-
-    def unchecked(self, indices: object) -> None:
-        """None: torchpipe needs no checks."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> _Prepared:
         """Run everything but the crops and flips, and wait for it."""

@@ -15,7 +15,6 @@ from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.complete import FIELDS
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute import file_checks
-from gpuflow.execute.chunk_scan import Checked
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.kernels.complete import MARGIN_BYTES, Workspace
 from gpuflow.sources import Payload
@@ -103,23 +102,6 @@ def test_threads_of_the_cpu_check_files_where_there_are_some(
     assert complete(checks, files) == expected and not checked
     assert complete(checks, files, None) == expected
     assert sorted(size for part in checked for size in part) == sorted(len(data) for data in files if len(data) > most)
-
-
-def test_what_another_process_checked_is_not_checked_again(checked: list[list[int]]) -> None:
-    stream: Any = HostStream()
-    checks, files = FileChecks(stream, 2), [*FILES[:4], *CUT[4:8]]
-    assert complete(checks, files, 0, [1, 5]) == [True, False]
-    unchecked = checks.unchecked(range(8))
-    assert unchecked is not None and unchecked.tolist() == [i not in (1, 5) for i in range(8)]
-    payload = Payload.of(files, lambda size: np.zeros(size, np.uint8))
-    headers = read_headers(payload, max_pixels=1 << 20, max_scans=MAX_SCANS, orientation=False)
-    rows, done = np.arange(8), np.arange(8) < 6
-    found = Checked(done, done & (np.arange(8) % 2 == 0))  # which is wrong of 1, 3 and 4
-    result = checks.complete(rows, payload, headers, range(8), found).tolist()
-    assert result == [True, True, True, False, True, False, False, False]
-    assert checks.unchecked(range(8)) is None
-    assert checks.complete(rows, payload, headers, range(8)).tolist() == result
-    assert new_checks().unchecked(range(8)) is None, "the GPU checks them"
 
 
 def test_an_index_beyond_the_shared_memory_is_not_remembered(checked: list[list[int]]) -> None:

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -160,14 +159,14 @@ def number_of(slot: torch.Tensor) -> int:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_slot_gets_its_own_image(make_runner: MakeRunner, threads: int, decode_bytes: int) -> None:
     """In a first epoch, where files are unknown, and in later ones. Calls hold images of up to five chunks."""
-    check_slots(make_runner(decode_bytes), threads, scans=False)
+    check_slots(make_runner(decode_bytes), threads)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_of_later_chunks_take_no_more_memory_than_allowed(make_runner: MakeRunner, threads: int) -> None:
     """And all of it is free again, also that of chunks that are never launched."""
     runner = make_runner(60_000, later_images=11)
-    check_slots(runner, threads, scans=False)
+    check_slots(runner, threads)
     assert [len(images) for images in runner._later.images] == [11] and runner._later.reserve(0) == 11
     numbers = [i for i in range(len(contents())) if is_decoded(i)]
     order = np.array(numbers[: 2 * CHUNK]).reshape(2, CHUNK)
@@ -179,17 +178,11 @@ def test_results_of_later_chunks_take_no_more_memory_than_allowed(make_runner: M
     assert runner._later.reserve(0) == 11
 
 
-@pytest.mark.parametrize("scans", [False, True])
-def test_each_slot_gets_its_own_image_if_the_cpu_checks_files(make_runner: MakeRunner, scans: bool) -> None:
-    """The process that read them does, or the one that trains."""
-    runner = make_runner(60_000, 2)
-    assert runner.unchecked(range(CHUNK)) is not None, "needs a compiler"
-    check_slots(runner, 2, scans=scans)
-    assert runner.unchecked([number for number in range(len(contents())) if is_decoded(number)]) is None
+def test_each_slot_gets_its_own_image_if_the_cpu_checks_files(make_runner: MakeRunner) -> None:
+    check_slots(make_runner(60_000, 2), 2)
 
 
-def check_slots(runner: GpuRunner, threads: int, *, scans: bool) -> None:
-    """scans: whether the process that reads scans files."""
+def check_slots(runner: GpuRunner, threads: int) -> None:
     expected, faults = run(PROGRAM, contents())
     assert not any(faults)
     for epoch in range(3):
@@ -199,19 +192,6 @@ def check_slots(runner: GpuRunner, threads: int, *, scans: bool) -> None:
             for numbers in order
         ]
         keys = [Keys(0, epoch, np.array(numbers)) for numbers in order]
-        if scans:
-            wanted = [runner.unchecked(numbers) for numbers in order]
-            asked = {
-                i
-                for one, numbers in zip(wanted, order, strict=True)
-                if one is not None
-                for i in np.compress(one, numbers)
-            }
-            assert asked == {i for i in range(len(contents())) if epoch == 0 or i % 13 == 5}, "those are no JPEGs"
-            payloads = [
-                replace(one, prescan=runner.prescan(one, *pair))
-                for one, pair in zip(payloads, zip(keys, wanted, strict=True), strict=True)
-            ]
         prepared = [runner.prepare(*one) for one in zip(payloads, keys, order, strict=True)]
         slots = [runner.slots(CHUNK).fill_(0) for _ in order]
         launch_all(runner, prepared, slots, threads)

@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 import gpuflow
 from gpuflow.errors import SourceError
-from gpuflow.loader.read_workers import ProcessReader
 from gpuflow.loader.sampler import ShardedOrder
-from gpuflow.runtime import memory
 from gpuflow.sources import (
     HfSource,
     Source,
@@ -217,20 +215,6 @@ def test_ranks_threads_processes_and_resume_change_nothing(form: str, root: Path
         assert flat(epoch_rows(loader)) == whole[1][8:]
 
 
-@forms
-def test_workers_that_read_for_a_gpu_give_the_same_bytes(form: str, root: Path) -> None:
-    source = open_source(source_spec(hf=str(root / FORMS[form])))
-    reader = ProcessReader(source, 2)
-    wanted = [40, 3, 56, 0]
-    try:
-        payload = reader.read(wanted, lambda size: memory.shared(size))
-        assert [payload.sample(i).tobytes() for i in range(4)] == [images()[i] for i in wanted]
-        assert payload.cpu_s > 0, "a worker read it"
-    finally:
-        reader.close()
-        source.close()
-
-
 def test_windows_read_each_row_group_few_times(root: Path, tmp_path: Path) -> None:
     """Over an epoch in small batches, each row group once for each window that it is in, at most."""
     source = open_source(source_spec(hf=str(root / "one.parquet"), window=16))
@@ -281,13 +265,6 @@ def test_a_mix_with_a_folder(root: Path, tmp_path: Path) -> None:
     assert [len(batch) for batch in batches] == [4] * 5
     assert sorted(len({row[0] >= COUNT for row in batch}) for batch in batches) == [1] * 5
     assert {index: sound[index] for index in sound if index >= COUNT} == {COUNT: 0, COUNT + 1: 3}
-    reader = ProcessReader(open_source(source_spec(mix=tuple(parts), unite_classes=True)), 1)
-    try:
-        payload = reader.read([COUNT + 1, 5, 6], lambda size: memory.shared(size))
-        assert [payload.sample(i).tobytes() for i in range(3)] == [images(1, 501)[0], images()[5], images()[6]]
-        assert payload.cpu_s > 0
-    finally:
-        reader.close()
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

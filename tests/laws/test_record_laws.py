@@ -99,7 +99,7 @@ def test_worker_processes_change_no_record(source: MemoryRecords, reference: lis
     with loader_of(source, ENTRIES, processes=2) as loader:
         loader._feed.workers.start()
         workers = loader._feed.workers
-        while not workers.ready():
+        while not workers.counts()["at_work"]:
             torch.randn(10)
         assert flat(steps_of(loader)) == flat(reference[0])
 

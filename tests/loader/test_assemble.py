@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-import time
-import types
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -17,19 +13,10 @@ import torch
 import gpuflow
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, LoaderError, SourceError
-from gpuflow.execute.chunk_scan import Prescan
-from gpuflow.execute.gpu_backend import Placement
-from gpuflow.loader import assemble
-from gpuflow.loader.assemble import build_loader, open_split, open_whole
-from gpuflow.loader.read_workers import scanned
-from gpuflow.pipeline.stage import Decoder, Keys
+from gpuflow.loader.assemble import build_loader, open_split
 from gpuflow.runtime.cpu_budget import available_threads, share_of_cores
-from gpuflow.runtime.memory import shared
-from gpuflow.sources import Payload
 from gpuflow.stages import STAGES
 from tests.datasets import flat, make_photos, write_config
-from tests.loader.test_cpu_share import StandIn
-from tests.running import keys_of
 
 
 @pytest.fixture(scope="module")
@@ -217,47 +204,3 @@ def test_who_reads(source: str, run: str, readers: int, tmp_path: Path, monkeypa
         names = [thread.name for thread in threading.enumerate()]
         assert sum(name.startswith("gpuflow_read") for name in names) == readers
         assert sum(len(labels) for _, labels in batches) == 4
-
-
-class Scanning(StandIn):
-    """A stand-in for a GPU that has headers scanned as its pipeline says."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__([{"decode": {}}, {"resize": {"height": 24, "width": 24}}])
-        self.turns = decoder.orientation == "apply"
-
-    @property
-    def prescan(self) -> Prescan:  # type: ignore[override]
-        return functools.partial(scan_with, self.turns)
-
-
-def scan_with(turns: bool, payload: Payload, keys: Keys, unchecked: object) -> Any:
-    return types.SimpleNamespace(turns=turns, room=0)
-
-
-def test_each_loader_of_one_source_has_headers_scanned_as_its_own_pipeline_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """val alone applies the orientation, and both loaders read one indexed source at the same time."""
-    make_photos(tmp_path / "photos", classes=2, each=10)
-    stages = [{"resize": {"height": 24, "width": 24}}]
-    train, val = [{"decode": {}}, *stages], [{"decode": {"orientation": "apply"}}, *stages]
-    config = read(write_config(tmp_path / "x.yaml", tmp_path / "photos", train=train, val=val))
-    gpus: dict[str, Any] = {name: Scanning(program.decoder) for name, program in config.programs.items()}
-    monkeypatch.setattr(assemble, "place", lambda config, name, *rest: Placement(gpus[name], gpus[name], ""))
-    whole = open_whole(config)
-    loaders = [build_loader(config, name, rank=0, world_size=1, device="cpu", whole=whole) for name in ("train", "val")]
-    found: dict[str, set[bool]] = {"train": set(), "val": set()}
-    deadline = time.monotonic() + 180
-    try:
-        while not all(found.values()):
-            assert time.monotonic() < deadline, "no worker has started"
-            for name, loader in zip(found, loaders, strict=True):
-                with scanned(keys_of(2)):
-                    scan = loader._plan.source.read([0, 1], shared).prescan
-                if scan is not None:  # else a thread has read, because no worker had started yet
-                    found[name].add(scan.turns)
-    finally:
-        for loader in loaders:
-            loader.close()
-    assert found == {"train": {False}, "val": {True}}

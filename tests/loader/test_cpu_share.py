@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
-import signal
 import threading
 import time
 import weakref
@@ -22,7 +20,6 @@ from numpy.typing import NDArray
 
 import gpuflow
 from gpuflow.config import read_config
-from gpuflow.config.resources import decode_processes_of
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader import iterator
@@ -36,7 +33,7 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import ViewsProgram, outputs_of, slot_of, slots_of, split
-from gpuflow.runtime.memory import shared
+from gpuflow.runtime.memory import heap
 from gpuflow.runtime.metrics import Stats
 from gpuflow.sources import Payload, Source
 from gpuflow.stages import STAGES
@@ -47,8 +44,6 @@ from tests.datasets import (
     Row,
     Slow,
     TappedSource,
-    await_children,
-    children,
     deadline,
     epoch_rows,
     loader_of,
@@ -78,7 +73,7 @@ VIEWS = views_program(
 class StandIn:
     """A GPU and the way to it: its memory is the host's, and the CPU's code decodes there."""
 
-    device, prescan = torch.device("cpu"), None
+    device = torch.device("cpu")
 
     def __init__(self, entries: Any, delay: float = 0.0) -> None:
         self.program, self.delay = entries if isinstance(entries, ViewsProgram) else program(entries), delay
@@ -88,8 +83,6 @@ class StandIn:
         self.slot_bytes = math.prod(shape) * dtype.itemsize
 
     def set_gpu_wait(self, share: float) -> None: ...
-
-    def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> None: ...
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:
         return payload, keys
@@ -192,16 +185,9 @@ def rows(batch: Assembly) -> list[Row]:
     return datasets.rows(gpuflow.Batch((images, labels), valid=valid, indices=indices))
 
 
-def await_processes(feed: Feed, epoch: Callable[[int], Iterator[Assembly]]) -> None:
-    with deadline(60):
-        while not feed.workers.started or feed.workers.counts()["starting"] or not feed.workers.ready():
-            for _ in epoch(0):
-                time.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def _host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("gpuflow.runtime.memory.shared_and_pinned", shared)
+    monkeypatch.setattr("gpuflow.runtime.memory.pinned", heap)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     with deadline(120):
         yield
@@ -277,14 +263,11 @@ def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, sour
 
 
 @pytest.mark.parametrize(("part", "entries"), [(0.3, NHWC), (1.0, NHWC), (0.3, VIEWS)])
-@pytest.mark.parametrize("processes", [0, 2])
-def test_batches_are_those_of_the_cpu(part: float, entries: Any, processes: int, source: Source) -> None:
+def test_batches_are_those_of_the_cpu(part: float, entries: Any, source: Source) -> None:
     """In each batch of 20 one chunk is the engines', up to two are the CPU's; in the last one of 7 too."""
     with loader_of(source, entries, batch_size=20) as loader:
         expected = [epoch_rows(loader) for _ in range(2)]
-    with feed_of(source, fixed(part), entries, processes=processes) as (feed, gpu, epoch):
-        if processes:
-            await_processes(feed, epoch)
+    with feed_of(source, fixed(part), entries) as (feed, gpu, epoch):
         gpu.engine_images = gpu.fills = 0
         assert [[rows(batch) for batch in epoch(number)] for number in range(2)] == expected
         assert gpu.engine_images == 2 * {0.3: 4 * 14 + 5, 1.0: 4 + 1}[part]
@@ -366,36 +349,7 @@ def test_what_a_source_raises_is_raised_at_its_step(source: Source) -> None:
             next(steps)
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def test_the_engines_do_all_until_there_are_processes(source: Source) -> None:
-    with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, gpu, epoch):
-        first = next(epoch(0))
-        assert first.offloaded == 0 and gpu.fills == 0
-        await_processes(feed, epoch)
-        assert next(epoch(0)).offloaded > 0
-
-
-def test_its_processes_run_where_cores_are_idle(source: Source) -> None:
-    before = children()
-    with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, _, epoch):
-        await_processes(feed, epoch)
-        for child in await_children(2, before):
-            threads = [int(thread) for thread in os.listdir(f"/proc/{child}/task")]
-            assert os.SCHED_IDLE in map(os.sched_getscheduler, threads)
-
-
-def test_a_killed_process_is_done_without(source: Source, caplog: pytest.LogCaptureFixture) -> None:
-    with loader_of(source, NHWC, batch_size=20) as loader:
-        expected = epoch_rows(loader)
-    before = children()
-    with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, _, epoch):
-        await_processes(feed, epoch)
-        for child in await_children(2, before):
-            os.kill(child, signal.SIGKILL)
-        assert [rows(batch) for batch in epoch(0)] == expected
-    assert "a process that decodes has ended" in caplog.text
+# --- memory and batches in flight -------------------------------------------------------------------------------------
 
 
 def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) -> None:
@@ -515,9 +469,9 @@ def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatc
 
     def acquire(size: int) -> Any:
         taken.append(size)
-        return shared(size)
+        return heap(size)
 
-    monkeypatch.setattr("gpuflow.runtime.memory.shared_and_pinned", acquire)
+    monkeypatch.setattr("gpuflow.runtime.memory.pinned", acquire)
     with feed_of(source, fixed(0.5), batch_size=2) as (feed, _, epoch):
         for _ in epoch(0):
             pass
@@ -544,17 +498,13 @@ def test_a_break_in_the_middle_leaves_nothing(source: Source) -> None:
 
 
 def test_what_the_configuration_asks_for(folder: Path, tmp_path: Path) -> None:
-    def chosen(share: float, *overrides: str) -> tuple[Any, int]:
+    def chosen(share: float, *overrides: str) -> Any:
         train = [{"decode": {"cpu_share": share}}, *NHWC[1:]]
         path = write_config(tmp_path / "x.yaml", folder, train=train, run={"threads": 6})
         config = read_config(str(path), STAGES, list(overrides))
-        found = cpu_share_of(config, "train")
-        return found, decode_processes_of(config, "train", 20_000, found.threads if found else None, remote=False)
+        return cpu_share_of(config, "train")
 
-    assert chosen(0.0)[0] is None
-    share, processes = chosen(0.25)
-    assert (share.part, share.threads, share.adapts, processes) == (0.25, 6, True, 6)
-    assert chosen(0.25, "run.processes=2")[1] == 2
-    assert chosen(0.25, "run.processes=9")[1] == 6
-    assert chosen(0.25, "run.readers=3")[1] == 6
-    assert not chosen(0.25, "run.deterministic=true")[0].adapts
+    assert chosen(0.0) is None
+    share = chosen(0.25)
+    assert (share.part, share.threads, share.adapts) == (0.25, 6, True)
+    assert not chosen(0.25, "run.deterministic=true").adapts

@@ -118,7 +118,7 @@ def test_the_same_images_on_threads_and_processes_and_ranks_and_after_a_resume(l
     with gpuflow.load(path, overrides=["run.processes=1"]) as loader:
         workers = loader._feed.workers
         workers.start()
-        while not workers.ready():  # within the deadline
+        while not workers.counts()["at_work"]:  # within the deadline
             time.sleep(0.02)
         assert epoch_rows(loader) == reference
 

@@ -160,7 +160,7 @@ def test_threads_and_processes_do_not_change_the_pixels(photos: Path, tmp_path: 
             workers = loader._feed.workers._workers
             assert workers is not None
             workers._pool.wait_until_ready(120)
-            assert workers.ready()
+            assert workers.counts()["at_work"]
         assert equal(epoch_of(loader), expected[1])
 
 

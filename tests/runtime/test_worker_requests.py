@@ -80,7 +80,7 @@ def setups_open() -> int:
 
 def test_requests_get_their_answers(make: Make) -> None:
     pool = make(2)
-    assert pool.ready() and len(pool) == 2 and pool.counts() == {"at_work": 2, "starting": 0}
+    assert len(pool) == 2 and pool.counts() == {"at_work": 2, "starting": 0}
     assert [ask(pool, n) for n in range(3)] == [("setup", n) for n in range(3)]
     ids: list[int] = []
     pool.each_idle(lambda connection: ids.append(echo(None)(connection)[2]))
@@ -187,10 +187,10 @@ def test_an_error_in_an_exchange_is_raised_and_costs_the_worker(make: Make) -> N
 
 def test_a_worker_that_ends_costs_no_request(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     pool = make()
-    assert pool.ready()
+    assert pool.counts()["at_work"]
     with caplog.at_level(logging.WARNING):
         assert pool.request(echo("end")) is None
-    assert len(pool) == 0 and not pool.ready() and pool.request(echo(1)) is None
+    assert len(pool) == 0 and pool.request(echo(1)) is None
     (record,) = caplog.records
     assert record.getMessage().startswith("a process that echos has ended: ")
     assert record.getMessage().endswith("; threads echo instead")
@@ -288,7 +288,7 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(
     monkeypatch.setattr("sys.executable", "/absent/python3")
     with caplog.at_level(logging.WARNING):
         pool = WorkerPool("tests.runtime.echo_worker", connections=[1, 1], setup=None, task="echo")
-    assert len(pool) == 0 and not pool.ready() and pool.request(echo(1)) is None
+    assert len(pool) == 0 and pool.request(echo(1)) is None
     (record,) = caplog.records
     assert record.getMessage().startswith("no process to echo with: ")
     assert setups_open() == before

@@ -617,15 +617,14 @@ def windows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 later_images=FILES if ahead else 0,
             )
 
-        def prepare(runner: GpuRunner, chosen: Sequence[int], room: int = 1 << 16) -> Prepared:
-            """room: for progressive files that are rewritten, in the memory that has the others, too."""
-            chunk = Payload.of([pool[i] for i in chosen], lambda size: np.full(size + room, 0xAB, np.uint8))
+        def prepare(runner: GpuRunner, chosen: Sequence[int]) -> Prepared:
+            chunk = Payload.of([pool[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
             return runner.prepare(chunk, Keys(1, 2, np.array(chosen)), list(chosen))
 
         rng = random.Random(11)
         alone, runner = new(CpuLibrary(3), ahead=False), new(library := CpuLibrary(3), ahead=True)
         rights = alone.slots(len(pool)).fill_(0)
-        right_faults = list(map(str, alone.launch(prepare(alone, range(len(pool)), room=0), rights)))
+        right_faults = list(map(str, alone.launch(prepare(alone, range(len(pool))), rights)))
         wrong = faults = images_of_others = 0
         for turn in range(3):
             order = rng.sample(range(len(pool)), len(pool))
