@@ -165,9 +165,6 @@ class MemorySource:
 
     storage = None
 
-    def on(self, storage: Storage) -> MemorySource:
-        return self
-
     def close(self) -> None:
         self.closed = True
 
@@ -194,9 +191,6 @@ class TappedSource:
     @property
     def storage(self) -> Storage | None:
         return self.source.storage
-
-    def on(self, storage: Storage) -> TappedSource:
-        return TappedSource(self.source.on(storage), self.before)
 
     def close(self) -> None:
         self.source.close()

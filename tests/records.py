@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline.moves import Crop, Flip, Move, Pad, Resize, Warp
 from gpuflow.pipeline.records import Column, Field, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources import Allocate, Payload
-from gpuflow.sources.storage import Storage
 from tests.datasets import MemorySource
 
 __all__ = ["FIELDS", "MemoryRecords", "png", "random_boxes", "rle", "torchvision_moves"]
@@ -108,9 +107,6 @@ class MemoryRecords:
 
     def without_records(self) -> MemorySource:
         return self.source
-
-    def on(self, storage: Storage) -> MemoryRecords:
-        return self
 
     def close(self) -> None:
         self.source.close()

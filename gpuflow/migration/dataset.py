@@ -24,7 +24,7 @@ from gpuflow.sources.files import FileSource
 from gpuflow.sources.fingerprint import fingerprint
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.sample_labels import loses_digits
-from gpuflow.sources.storage import LocalStorage, Storage
+from gpuflow.sources.storage import LocalStorage
 
 __all__ = ["PLACE", "DatasetSource", "bytes_loader", "files_hash", "source_of"]
 
@@ -183,9 +183,6 @@ class DatasetSource:
                 "tensor that int64 or float32 holds",
             )
         return data, label
-
-    def on(self, storage: Storage) -> DatasetSource:
-        return self
 
     def close(self) -> None:
         """The dataset is the caller's."""

@@ -24,7 +24,6 @@ from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.loader.assemble import open_split
 from gpuflow.sources import Allocate, Payload
 from gpuflow.sources.choose import images_below, spread
-from gpuflow.sources.storage import Storage
 
 __all__ = ["Encoded", "InMemory", "Kind", "ParityImage", "hostile_images", "own_images"]
 
@@ -106,9 +105,6 @@ class InMemory:
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return Payload.of([self._images[index] for index in indices], allocate)
-
-    def on(self, storage: Storage) -> InMemory:
-        return self
 
     def close(self) -> None:
         pass

@@ -60,9 +60,6 @@ class Source(Protocol):
     def storage(self) -> Storage | None:
         """The storage that its samples are read from; None if they are in memory."""
 
-    def on(self, storage: Storage) -> Source:
-        """The same samples, read through another storage, such as one whose worker processes read."""
-
     def __len__(self) -> int: ...
 
     def path(self, index: int) -> str:

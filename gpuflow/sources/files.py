@@ -86,21 +86,15 @@ class FileSource:
         return self._table.left_out
 
     def without_records(self) -> FileSource:
-        return self._with(self.storage, NO_FIELDS)
-
-    def on(self, storage: Storage) -> FileSource:
-        return self._with(storage, self._table)
-
-    def _with(self, storage: Storage, table: RecordTable) -> FileSource:
         return FileSource(
-            storage,
+            self.storage,
             self._paths,
             self.labels,
             self.classes,
             root=self._root,
             note=self.note,
             has_labels=self.has_labels,
-            table=table,
+            table=NO_FIELDS,
             splits=self.splits,
         )
 

@@ -106,15 +106,8 @@ class HfSource:
         return self._table.left_out
 
     def without_records(self) -> HfSource:
-        return self._with(self._cells, NO_FIELDS)
-
-    def on(self, storage: Storage) -> HfSource:
-        return self._with(self._cells.on(storage), self._table)
-
-    def _with(self, cells: Cells, table: RecordTable) -> HfSource:
-        return HfSource(
-            cells, self._names, self.labels, self.classes, self.splits, has_labels=self.has_labels, table=table
-        )
+        labels, classes, has_labels = self.labels, self.classes, self.has_labels
+        return HfSource(self._cells, self._names, labels, classes, self.splits, has_labels=has_labels, table=NO_FIELDS)
 
     def close(self) -> None:
         self._cells.close()

@@ -66,9 +66,6 @@ class Cells(Protocol):
     def window(self) -> int | None:
         """How many neighbouring samples are shuffled among each other; None if any two may be."""
 
-    def on(self, storage: Storage) -> Cells:
-        """See `Source.on`."""
-
     def path(self, index: int) -> str:
         """See `Source.path`."""
 
@@ -290,9 +287,6 @@ class ArrowCells:
     def window(self) -> None:
         return None
 
-    def on(self, storage: Storage) -> ArrowCells:
-        return replace(self, storage=storage)
-
     def path(self, index: int) -> str:
         return self.rows.path(index)
 
@@ -419,9 +413,6 @@ class ParquetCells:
     @property
     def group_sizes(self) -> tuple[int, ...]:
         return tuple(np.diff(self.ends, prepend=0).tolist())
-
-    def on(self, storage: Storage) -> ParquetCells:
-        return self
 
     def path(self, index: int) -> str:
         return self.rows.path(index)

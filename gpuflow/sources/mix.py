@@ -147,9 +147,6 @@ class MixSource:
         """That of a source behind URLs, if there is one. Local files are on several storages, and this is none."""
         return next((part.storage for part in self.parts if is_read_remotely(part)), None)
 
-    def on(self, storage: Storage) -> MixSource:
-        return self
-
     def close(self) -> None:
         for part in self.parts:
             part.close()

@@ -84,9 +84,6 @@ class Subset:
     def without_records(self) -> Subset:
         return Subset(without_records(self.source), self.indices)
 
-    def on(self, storage: Storage) -> Subset:
-        return Subset(self.source.on(storage), self.indices)
-
     def close(self) -> None:
         self.source.close()
 

@@ -134,14 +134,10 @@ class TarSource:
         return self._table.left_out
 
     def without_records(self) -> TarSource:
-        return self._with(self.storage, NO_FIELDS)
-
-    def on(self, storage: Storage) -> TarSource:
-        return self._with(storage, self._table)
-
-    def _with(self, storage: Storage, table: RecordTable) -> TarSource:
-        classes, labels = self.classes, self.labels
-        return TarSource(storage, self._shards, self._index, classes, labels, has_labels=self.has_labels, table=table)
+        classes, labels, has_labels = self.classes, self.labels, self.has_labels
+        return TarSource(
+            self.storage, self._shards, self._index, classes, labels, has_labels=has_labels, table=NO_FIELDS
+        )
 
     def close(self) -> None:
         self.storage.close()

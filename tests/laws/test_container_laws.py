@@ -24,7 +24,6 @@ from gpuflow.pipeline.records import MaskFile
 from gpuflow.sources import SourceSpec, open_source, records_of, source_spec
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.record_source import fields_of
-from gpuflow.sources.storage import Storage
 from tests.datasets import MemorySource, loader_of
 
 COUNT, ROWS = 12, 5
@@ -228,9 +227,6 @@ class IndexedSource:
             found = self.data[self.starts[i] :][: max(size, 0)]
             buffer[offset : offset + len(found)] = found
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
-
-    def on(self, storage: Storage) -> IndexedSource:
-        return self
 
     def close(self) -> None: ...
 

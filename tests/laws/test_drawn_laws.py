@@ -179,9 +179,6 @@ class _WithBad:
             raise AttributeError(name)
         return getattr(self._source, name)
 
-    def on(self, storage: Any) -> _WithBad:
-        return self
-
     def path(self, index: int) -> str:
         return str(self._source.path(index))
 

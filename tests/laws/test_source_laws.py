@@ -116,9 +116,6 @@ class StoredImages:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return Payload.of([jpeg(i % 3, i) for i in indices], allocate)
 
-    def on(self, storage: Any) -> StoredImages:
-        return self
-
     def close(self) -> None:
         pass
 

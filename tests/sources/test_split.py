@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError
 from gpuflow.sources import Allocate, Payload, Subset, open_source, source_spec, subset
 from gpuflow.sources.split import split_counts, split_indices
-from gpuflow.sources.storage import LocalStorage, Storage
 from tests.config.files import KIND_WORDS
 from tests.sources.conftest import ReadAll
 
@@ -43,10 +42,6 @@ class MemorySource:
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
 
     storage = None
-
-    def on(self, storage: Storage) -> MemorySource:
-        self.moved_to = storage
-        return self
 
     def close(self) -> None:
         self.closed = True
@@ -111,11 +106,6 @@ def test_subset_is_a_source(read_all: ReadAll) -> None:
     assert val.shard_sizes is not None and sum(val.shard_sizes) == 3 and 0 not in val.shard_sizes
     assert read_all(val, [2, 0]) == [str(val.indices[2]).encode(), str(val.indices[0]).encode()]
     assert val.path(1) == f"memory/{val.indices[1]}"
-    storage = LocalStorage()
-    moved = val.on(storage)
-    assert isinstance(moved, Subset)
-    assert np.array_equal(moved.indices, val.indices)
-    assert source.moved_to is storage
     val.close()
     assert source.closed
 

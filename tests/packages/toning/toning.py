@@ -104,9 +104,6 @@ class NpzImages:
         errors = [None if image else "has no bytes" for image in images]
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
 
-    def on(self, storage: Any) -> NpzImages:
-        return self
-
     def close(self) -> None:
         pass
 
