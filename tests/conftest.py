@@ -46,7 +46,6 @@ SLOWEST = (
     "tests/loader/test_views.py",
     "tests/torchpipe/test_cpu_preprocessor.py",
     "tests/serve/test_predictor.py",
-    "tests/execute/kernels/test_complete.py",
     "tests/loader/test_lifecycle.py",
     "tests/torchpipe/test_running_graph.py",
     "tests/tools/test_bench.py",

@@ -1,37 +1,16 @@
-"""Which baseline JPEGs are complete: found out by libjpeg-turbo, and by reading one Huffman code after the other."""
+"""Which baseline JPEGs are complete, found out by reading one Huffman code after the other."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 
-import torch
-
 from gpuflow.decode.codecs import engine_sampling, probe, scan_start
-from gpuflow.decode.complete import FIELDS
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-from gpuflow.execute.kernels.complete import Workspace
 from tests.images import as_array
 
-__all__ = ["complete_by_libjpeg", "is_accepted", "reads_to_its_end"]
+__all__ = ["reads_to_its_end"]
 
 _EXTRA_BLOCKS = 3
 _MARKER = re.compile(rb"\xff[^\x00]")
-
-
-def is_accepted(data: bytes) -> bool:
-    """Whether libjpeg-turbo decodes a JPEG without an error or a warning."""
-    library, array = find_libjpeg_turbo(), as_array(data)
-    assert library is not None
-    return library.accepts(array, probe(array).size)
-
-
-def complete_by_libjpeg(files: torch.Tensor, large: int, places: int, workspace: Workspace) -> torch.Tensor:
-    """Replaces `complete_files` where the files are in the host's memory."""
-    assert places >= 2 * len(files) <= 2 * len(workspace.tables) and 0 <= large <= len(files)
-    address, length = FIELDS.index("file"), FIELDS.index("length")
-    rows = files.tolist()
-    return torch.tensor([is_accepted(ctypes.string_at(row[address], row[length])) for row in rows], dtype=torch.uint8)
 
 
 _Table = dict[tuple[int, int], int]
@@ -60,7 +39,7 @@ def _tables(data: bytes, end: int) -> dict[int, _Table]:
 
 def reads_to_its_end(data: bytes) -> bool:
     """Whether a file that the engines may decode has all its blocks, and no more than the bits that fill its last
-    byte look like: the rule of `complete_files` (ITU-T T.81, F.2.2)."""
+    byte look like: the rule of complete.c (ITU-T T.81, F.2.2)."""
     array = as_array(data)
     header, (start, interval) = probe(array), scan_start(array)
     sampling = engine_sampling(array, header)

@@ -9,7 +9,6 @@ from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.sources.offered import Offered
 
 __all__ = [
-    "check_threads_of",
     "decode_processes_of",
     "gpu_readers_of",
     "parts_in_python",
@@ -26,8 +25,6 @@ _FEWEST_CORES_FOR_MORE_GPU_READERS = 12
 photographs a second if 20% are progressive, and no difference if none are (experiments/real_data/NOTES.md)."""
 _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started for Python code, which takes seconds."""
-_FEWEST_CORES_FOR_CHECKS, _CORES_FOR_ONE_CHECK_THREAD = 12, 2
-"""A core checks 4,500 photographs of 65 kB a second, and a ResNet-18 on an H100 takes 12,000."""
 _CORES_FOR_ONE_SHARE_THREAD = 4
 """More threads slow down what launches, reads and trains by more than they add (experiments/gpu_path/NOTES.md)."""
 
@@ -101,13 +98,6 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
 def gpu_readers_of(threads: int) -> int:
     """Where a GPU decodes and `run.readers` is auto: how many threads read, if `threads` may be used."""
     return _MORE_GPU_READERS if threads >= _FEWEST_CORES_FOR_MORE_GPU_READERS else _GPU_READERS
-
-
-def check_threads_of(run: RunSpec) -> int:
-    """Threads in each process that reads that check new files for a GPU's decoder; 0 where the GPU checks them, because
-    this process may use few cores."""
-    cores = threads_of(run)
-    return cores // _CORES_FOR_ONE_CHECK_THREAD if cores >= _FEWEST_CORES_FOR_CHECKS else 0
 
 
 def share_threads_of(run: RunSpec) -> int:

@@ -207,9 +207,8 @@ class GpuRunner:
             adds more.
         later_images: the largest number of images of later chunks that are decoded early, to fill up calls. Their
             results need memory until their chunk is launched.
-        threads: the number of threads of C code that work on the files of a chunk: they rewrite progressive files, and
-            decode what nvJPEG does not take.
-        check_threads: the number of threads that check new files of a chunk on the CPU; 0 if the GPU checks them.
+        threads: the number of threads of C code that work on the files of a chunk: they check new files, rewrite
+            progressive ones, and decode what nvJPEG does not take.
         decoder_calls: how many threads call nvJPEG at once; `auto`: two while the GPU waits most of its time.
 
     Raises:
@@ -229,7 +228,6 @@ class GpuRunner:
         buffers: int = BUFFERS,
         later_images: int = 0,
         threads: int = 1,
-        check_threads: int = 0,
         decoder_calls: int | Literal["auto"] = "auto",
     ) -> None:
         self._program, self._device_stream = program, device_stream
@@ -239,7 +237,7 @@ class GpuRunner:
         self._cpu = CpuDecodePool(program, threads=threads, make=self._pinned)
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._checks = FileChecks(device_stream, check_threads)
+        self._checks = FileChecks(threads)
         self.engine_images, self.cpu_images = 0, 0
         self._decoder_calls = decoder_calls
         self._long_waits = self._settled = 0

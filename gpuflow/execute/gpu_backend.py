@@ -95,7 +95,6 @@ def place_on_gpu(
     buffers: int = BUFFERS,
     later_images: int = 0,
     threads: int = 1,
-    check_threads: int = 0,
     decoder_calls: int | Literal["auto"] = "auto",
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on its engines; or say why none can run it.
@@ -104,7 +103,7 @@ def place_on_gpu(
     is faster where a GPU has several cores (measured in docs/gpu.md), and the training has the GPU for itself.
 
     images: the largest number of images in a chunk. Kernels decode chunks of few images in another way.
-    decode_bytes, buffers, later_images, threads, check_threads, decoder_calls: see `GpuRunner`.
+    decode_bytes, buffers, later_images, threads, decoder_calls: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -128,7 +127,6 @@ def place_on_gpu(
                 buffers=buffers,
                 later_images=later_images,
                 threads=threads,
-                check_threads=check_threads,
                 decoder_calls=decoder_calls,
             )
         except NvjpegError as error:

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.resources import check_threads_of, threads_of
+from gpuflow.config.resources import threads_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.decode_buffers import BUFFERS
@@ -50,7 +50,6 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 buffers=1,
                 later_images=later,
                 threads=threads_of(config.run),
-                check_threads=check_threads_of(config.run),
                 decoder_calls=config.run.decoder_calls,
             )
     if backend == "gpu" and placement.gpu is None:

@@ -2,8 +2,7 @@
  * codes in order, several short ones at a time.
  *
  * See complete.py, which describes the files. No coefficient is computed: a code and the bits that belong to it
- * are skipped, and blocks are counted. execute/kernels/complete.py has the same rule. The format: ITU-T T.81, annexes B,
- * C and F.
+ * are skipped, and blocks are counted. The format: ITU-T T.81, annexes B, C and F.
  */
 
 #include "pool.h"
@@ -12,7 +11,7 @@
 #include <string.h>
 
 /* Columns of the description of a file, as in complete.py. */
-enum { FILE_ADDRESS, LENGTH, SCAN, COMPONENTS, LUMA, UNITS, INTERVAL, RESTARTS, FIELDS = 10 };
+enum { FILE_ADDRESS, LENGTH, SCAN, COMPONENTS, LUMA, UNITS, INTERVAL, RESTARTS, FIELDS };
 
 enum { LOOKUP_BITS = 12, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_EXTRA = 3 };
 enum { MOST_SEGMENTS = 256, MOST_TABLES = 64, MOST_FILL = 64, MOST_KEPT = 1 << 20 };

@@ -234,7 +234,7 @@ def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Pre
 
     device_stream = DeviceStream(device)
     threads = min(available_threads(), _FILE_THREADS)
-    runner = place_on_gpu(program, device_stream, images=batch, threads=threads, check_threads=threads).gpu
+    runner = place_on_gpu(program, device_stream, images=batch, threads=threads).gpu
     pool = BytePool(make=pinned)
     if runner is None:
         return None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from gpuflow.config import RunSpec
-from gpuflow.config.resources import check_threads_of, readers_of, serving_processes_of
+from gpuflow.config.resources import readers_of, serving_processes_of
 from gpuflow.stages import CenterCrop, Decode, Resize
 from tests.running import program_of
 
@@ -29,16 +29,6 @@ def test_how_many_processes_decode_for_a_service(
 ) -> None:
     program = program_of(decoder, Resize(shorter=8), CenterCrop(size=8), serving=True)
     assert serving_processes_of(RunSpec(threads=threads, processes=processes), program) == expected
-
-
-@pytest.mark.parametrize(("threads", "expected"), [(1, 0), (11, 0), (12, 6), (16, 8), (27, 13)])
-def test_how_many_threads_check_files_where_a_gpu_decodes(
-    threads: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as run.threads says there are cores, or the process may use."""
-    assert check_threads_of(RunSpec(threads=threads)) == expected
-    monkeypatch.setattr("gpuflow.config.resources.available_threads", lambda: threads)
-    assert check_threads_of(RunSpec()) == expected
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 2), (11, 2), (12, 3), (64, 3)])

@@ -56,7 +56,7 @@ def main(path: str) -> None:
             payload = Payload(buffer=np.array(bytearray(one)), offsets=[0], sizes=[len(one)], errors=[None])
             headers = read_headers(payload, max_pixels=1 << 30, max_scans=MAX_SCANS, orientation=False)
             rows = np.flatnonzero(headers.engine)
-            found = complete.complete_on_cpu(rows, payload, headers, 2)
+            found = complete.find_complete(rows, payload, headers, 2)
             read, whole = read + len(rows), whole + int(found.sum())
     print(read, whole)
 

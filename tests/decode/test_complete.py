@@ -17,7 +17,7 @@ from gpuflow import native
 from gpuflow.decode import complete
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import MAX_SCANS, scan_start
-from gpuflow.decode.complete import complete_on_cpu
+from gpuflow.decode.complete import find_complete
 from gpuflow.sources import Payload
 from tests import damaged
 from tests.decode.sanitized_complete import KINDS, sound
@@ -41,7 +41,7 @@ def scanned(files: Sequence[bytes]) -> tuple[Payload, Headers, np.ndarray]:
 def found_complete(files: Sequence[bytes], threads: int = 1) -> list[bool]:
     payload, headers, rows = scanned(files)
     assert len(rows) == len(files)
-    found = complete_on_cpu(rows, payload, headers, threads)
+    found = find_complete(rows, payload, headers, threads)
     complete: list[bool] = found.tolist()
     return complete
 
@@ -57,12 +57,12 @@ def test_a_file_is_complete_if_one_code_after_the_other_can_be_read(kind: str) -
         files += [*(data[: -2 - n] + data[-2:] for n in (1, 2, 5, 12)), data[:-1], data[:-2]]
         files += [data + b"\xff\xd0more", data[:-2] + b"\xff\xff" + data[-2:]]
     payload, headers, rows = scanned(files)
-    found = complete_on_cpu(rows, payload, headers, 1)
+    found = find_complete(rows, payload, headers, 1)
     assert found.tolist() == [reads_to_its_end(files[row]) for row in rows.tolist()]
     assert {files[row] for row in rows[found].tolist()} >= whole
     assert len(found) > found.sum() + 25
     for threads in (2, 3, 200):
-        assert np.array_equal(complete_on_cpu(rows, payload, headers, threads), found)
+        assert np.array_equal(find_complete(rows, payload, headers, threads), found)
 
 
 def test_files_with_optimized_tables_and_large_ones() -> None:

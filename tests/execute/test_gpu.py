@@ -16,12 +16,10 @@ from PIL import Image
 
 import gpuflow
 from gpuflow.decode.nvjpeg import NvjpegError
-from gpuflow.execute import file_checks, gpu_backend
+from gpuflow.execute import gpu_backend
 from gpuflow.execute.gpu_call import GpuCalls
-from gpuflow.execute.kernels.complete import complete_files
 from gpuflow.execute.known_files import KnownFiles
 from gpuflow.execute.nvjpeg_decoders import NvjpegDecoder
-from gpuflow.loader import placement
 from tests import images
 from tests.chaos.accounting import wait_for
 from tests.datasets import nothing_left_behind, write_config
@@ -310,26 +308,12 @@ def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
         assert torch.cuda.memory_allocated() - before < 100 << 20
 
 
-def test_decode_buffers_and_checks_give_their_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the GPU, not to torch's cache. No other process may use this GPU meanwhile."""
-    monkeypatch.setattr(placement, "check_threads_of", lambda run: 0)
-    monkeypatch.setattr(file_checks, "_UNUSED_CHUNKS", 4)
+def test_a_larger_decode_buffer_takes_the_place_of_a_smaller_one(folder: Path) -> None:
     gc.collect()
     with load(folder, STAGES, "cuda") as loader:
         list(loader)
         torch.cuda.synchronize()
         runner: Any = loader._plan.gpu
-        held = runner._checks._memory.get_nowait()
-        runner._checks._memory.put(held)
-        assert held is not None
-        del held
-        before, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-        list(loader)
-        assert runner._checks._memory.get_nowait() is None
-        runner._checks._memory.put(None)
-        torch.cuda.synchronize()
-        assert reserved - torch.cuda.memory_reserved() >= 48 << 20
-        assert torch.cuda.mem_get_info()[0] - before >= 48 << 20
         with runner._buffers.acquire(40 << 20):
             pass
         reserved = torch.cuda.memory_reserved()
@@ -399,17 +383,10 @@ def test_batches_that_the_consumer_keeps_do_not_change(folder: Path) -> None:
         assert all(torch.equal(a.images, b.images) for a, b in zip(loader, kept, strict=False))
 
 
-@pytest.mark.parametrize(("backend", "threads"), [("hardware", 0), ("cuda", 0), ("hardware", 3)])
-def test_files_are_checked_in_the_first_epoch(
-    backend: str, threads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the GPU, or by threads of the CPU. Later epochs check none, and have the same pixels at the same epoch."""
+@pytest.mark.parametrize("backend", ["hardware", "cuda"])
+def test_files_are_checked_in_the_first_epoch(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later epochs check none, and have the same pixels at the same epoch."""
     checked: list[int] = []
-    on_gpu: list[int] = []
-
-    def counted(files: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        on_gpu.append(len(files))
-        return complete_files(files, *arguments)
 
     def added(known: KnownFiles, samples: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         checked.append(len(samples))
@@ -417,29 +394,16 @@ def test_files_are_checked_in_the_first_epoch(
 
     add = KnownFiles.add
     monkeypatch.setattr(KnownFiles, "add", added)
-    monkeypatch.setattr(placement, "check_threads_of", lambda run: threads)
-    monkeypatch.setattr("gpuflow.execute.file_checks.complete_files", counted)
     if backend == "cuda":
         monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
     with load(folder, BY_THE_GPU, "cuda") as loader:
         first = list(loader)
         assert sum(checked) >= loader.stats()["engine_images"] - 207 // 9 >= 100, "of a ninth, rewritten, none is"
-        assert sum(on_gpu) == (0 if threads else sum(checked))
         checked.clear()
         loader.set_epoch(0)
         again = list(loader)
         assert not sum(checked)
     assert not apart(first, again)
-
-
-def test_batches_are_equal_whoever_checks_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = {}
-    for threads in (0, 1, 8):
-        monkeypatch.setattr(placement, "check_threads_of", lambda run, threads=threads: threads)
-        with load(folder, STAGES, "cuda") as loader:
-            batches[threads] = list(loader)
-    for threads in (1, 8):
-        assert not apart(batches[0], batches[threads])
 
 
 def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:

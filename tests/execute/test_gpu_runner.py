@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
 from gpuflow.decode.nvjpeg import NvjpegError
-from gpuflow.execute import file_checks, gpu_passes, nvjpeg_decoders
+from gpuflow.execute import gpu_passes, nvjpeg_decoders
 from gpuflow.execute.gpu import GpuRunner
 from gpuflow.execute.passes import passes_of
 from gpuflow.pipeline.stage import Keys
@@ -31,7 +31,6 @@ from gpuflow.stages import CenterCrop, Decode, Resize
 from tests import images
 from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.host_stream import HostStream
-from tests.huffman import complete_by_libjpeg
 from tests.running import program_of, run
 
 PROGRAM = program_of(Decode(), CenterCrop(size=12), Resize(height=8, width=9), CenterCrop(size=8))
@@ -108,7 +107,7 @@ def resample_all(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, 
 class MakeRunner(Protocol):
     """Makes a runner. decode_bytes: the size of its buffers for decoded images. The others: see `GpuRunner`."""
 
-    def __call__(self, decode_bytes: int, check_threads: int = 0, later_images: int = 120) -> GpuRunner: ...
+    def __call__(self, decode_bytes: int, later_images: int = 120) -> GpuRunner: ...
 
 
 @pytest.fixture(params=["Python", "C"])
@@ -117,13 +116,11 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(nvjpeg_decoders, "BatchedDecoder", NumberDecoder)
     monkeypatch.setattr(nvjpeg_decoders, "_MANY_REFUSED", 10**9)
     monkeypatch.setattr(gpu_passes, "resample_all", resample_all)
-    monkeypatch.setattr(file_checks, "complete_files", complete_by_libjpeg)
-
     driver = FakeDriver(decode)
     if request.param == "C":
         use_c_code(monkeypatch, copy_images, lambda library: driver)
 
-    def make(decode_bytes: int, check_threads: int = 0, later_images: int = 120) -> GpuRunner:
+    def make(decode_bytes: int, later_images: int = 120) -> GpuRunner:
         passes = passes_of(PROGRAM)
         assert not isinstance(passes, str)
         substitutes: Any = (HostStream(), object())
@@ -134,7 +131,7 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             backend="hardware",
             decode_bytes=decode_bytes,
             buffers=3,
-            check_threads=check_threads,
+            threads=2,
             later_images=later_images,
         )
 
@@ -176,10 +173,6 @@ def test_results_of_later_chunks_take_no_more_memory_than_allowed(make_runner: M
     assert never.early and runner._later.reserve(0) < 11
     del never
     assert runner._later.reserve(0) == 11
-
-
-def test_each_slot_gets_its_own_image_if_the_cpu_checks_files(make_runner: MakeRunner) -> None:
-    check_slots(make_runner(60_000, 2), 2)
 
 
 def check_slots(runner: GpuRunner, threads: int) -> None:

@@ -234,7 +234,7 @@ static int complete(struct runner *r, struct data file, const int64_t *header) {
     int64_t across = header[SAMPLING] ? header[SAMPLING] >> 4 : 1, down = header[SAMPLING] ? header[SAMPLING] & 15 : 1;
     int64_t units = (header[WIDTH] + 8 * across - 1) / (8 * across) * ((header[HEIGHT] + 8 * down - 1) / (8 * down));
     int64_t interval = header[INTERVAL], restarts = interval ? (units + interval - 1) / interval - 1 : 0;
-    int64_t described[10] = {(int64_t)(uintptr_t)file.bytes, file.size, header[SCAN], header[SAMPLING] ? 3 : 1,
+    int64_t described[8] = {(int64_t)(uintptr_t)file.bytes, file.size, header[SCAN], header[SAMPLING] ? 3 : 1,
                              across * down, units, interval, restarts};
     uint8_t found = 0;
     if (2 * restarts < file.size)

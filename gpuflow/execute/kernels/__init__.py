@@ -1,4 +1,4 @@
-"""Triton kernels: resampling, warps, colours, neighbourhoods, interleaving and the check of Huffman codes.
+"""Triton kernels: resampling, warps, colours, neighbourhoods and interleaving.
 
 The programs for all parts of all images are on the first axis of a grid, those of one image next to each other: CUDA
 allows 2^31 - 1 programs there, and 65,535 on the other axes.

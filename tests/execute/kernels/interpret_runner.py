@@ -31,7 +31,7 @@ from PIL import Image
 
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import canvas, file_checks, gpu_passes, later_results
+from gpuflow.execute import canvas, gpu_passes, later_results
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.gpu import GpuRunner, Prepared
 from gpuflow.execute.gpu_passes import DevicePasses, interleaved
@@ -67,7 +67,6 @@ from tests.datasets import Entries, views_program
 from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.execute.kernels.quick_interpreter import use_large_tiles
 from tests.host_stream import HostStream
-from tests.huffman import complete_by_libjpeg
 from tests.packages.toning.toning import MaskBlue, Tone
 
 REFUSED = b"the engines refuse this"
@@ -97,8 +96,6 @@ KERNELS = (
 )
 for owner, kernel in KERNELS:
     setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))
-# The kernels have their own test, and take long in the interpreter.
-vars(file_checks)["complete_files"] = complete_by_libjpeg
 
 
 class CpuLibrary:

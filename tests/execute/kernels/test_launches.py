@@ -21,9 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from gpuflow.decode.complete import FIELDS as FILE_FIELDS
 from gpuflow.execute import kernels
-from gpuflow.execute.kernels import color, complete, copy, interleave, local, resample, warp
+from gpuflow.execute.kernels import color, copy, interleave, local, resample, warp
 from gpuflow.execute.resampling_plan import FIELDS as RESAMPLING_FIELDS
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
@@ -114,8 +113,6 @@ def launch_all(count: int, side: int) -> None:
         color.adjust(images, plans, operations, table, out)
     interleave.interleave(described(interleave.FIELDS), side * side, channels=3)
     copy.copy_images(described(copy.FIELDS))
-    workspace = complete.Workspace.of(count, 1 << 20, torch.device("meta"))
-    complete.complete_files(described(FILE_FIELDS), count // 2, 10, workspace)
 
 
 @pytest.mark.parametrize(("count", "side"), [(MANY, 8), (2, 13_000)])
