@@ -385,8 +385,7 @@ class RunSpec(_Block):
             threads on).
         processes: worker processes that read and decode instead of the threads; `auto`: one for each thread, from two
             threads and 10,000 samples on, where Python code runs for each image, else none. A service where the CPU
-            decodes counts as many samples. Where a GPU decodes: the most that decode the files that it does not take;
-            `auto`: all cores but three.
+            decodes counts as many samples. Where a GPU decodes there are none.
         decoder_calls: how many chunks of images a GPU's decoder gets at a time; `auto`: two while the GPU waits for
             batches most of its time. Two load more images, which slows a training whose steps are no CUDA graphs.
         prefetch: finished batches that wait for the training loop.

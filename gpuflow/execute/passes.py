@@ -1,7 +1,4 @@
-"""The batched passes over a chunk's images that run a program on a GPU, and their random parameters.
-
-Nothing here needs torch or a GPU, so the processes that read draw, too.
-"""
+"""The batched passes over a chunk's images that run a program on a GPU, and their random parameters."""
 
 from __future__ import annotations
 
