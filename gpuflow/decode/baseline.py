@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.header_scan import scan_headers
 from gpuflow.native.library import INTEGER, POINTER, function
+from gpuflow.native.pool import NativePool, using
 from gpuflow.sources import SPARE_BYTES, Payload, lay_out
 
 __all__ = ["Rewritten", "rewrite_progressive"]
 
-_rewrite = function("gpuflow_baseline", POINTER, INTEGER, INTEGER, INTEGER)
+_rewrite = function("gpuflow_baseline", POINTER, INTEGER, POINTER, INTEGER)
 _MOST_INSTRUCTIONS = 2
 """The instructions to use where the processor has them: 0 those of all processors, 1 also those that count bits (BMI),
 2 also those that move bits to the places of a mask (BMI2)."""
@@ -42,12 +43,15 @@ class Rewritten(NamedTuple):
 
 
 def rewrite_progressive(
-    payload: Payload, rows: NDArray[np.int64], allocate: Callable[[int], NDArray[np.uint8]], threads: int
+    payload: Payload,
+    rows: NDArray[np.int64],
+    allocate: Callable[[int], NDArray[np.uint8]],
+    pool: NativePool | None = None,
 ) -> Rewritten:
     """Rewrite these rows [n] of a payload. Runs without Python's interpreter.
 
-    allocate: returns memory of at least the given number of bytes. threads: the number of threads that rewrite at the
-        same time, this one included.
+    allocate: returns memory of at least the given number of bytes.
+    pool: whose threads rewrite; by default the calling thread does.
     """
     starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
     rooms = (lengths * _ROOM).astype(np.int64) + _MORE_ROOM
@@ -56,7 +60,8 @@ def rewrite_progressive(
     columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, rooms, 0 * rooms]
     order = np.argsort(-lengths, kind="stable")  # the largest first, so that no thread is left with one at the end
     files = np.stack(columns, axis=1)[order]
-    _rewrite(files.ctypes.data, len(rows), threads, _MOST_INSTRUCTIONS)
+    with using(pool) as threads:
+        _rewrite(files.ctypes.data, len(rows), threads, _MOST_INSTRUCTIONS)
     sizes = np.empty_like(lengths)
     sizes[order] = files[:, -1]
     copies = Payload(buffer=buffer, offsets=places, sizes=sizes.tolist(), errors=[None] * len(rows))

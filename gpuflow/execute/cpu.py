@@ -28,12 +28,12 @@ from gpuflow.execute.native_chunk import (
     REFUSED,
     RUNNING,
     Inputs,
-    NativePool,
     NativeSteps,
     in_rows,
     run_chunk,
     run_records,
 )
+from gpuflow.native.pool import NativePool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
 from gpuflow.pipeline.program import (
@@ -277,7 +277,7 @@ class CpuRunner:
             encoded = np.asarray(inputs.rows.any(axis=1))
             futures = self._begin_each(chunk, ~encoded)
             if encoded.any():
-                self._count_cpu(self._run_chunk(chunk, inputs, pool=self._native_threads()))
+                self._count_cpu(self._run_chunk(chunk, inputs, pool=self.native_threads()))
             futures += self._begin_each(chunk, encoded & (inputs.statuses == REFUSED))
             errors = [error for future in futures if (error := future.exception(_LONGEST_SECONDS)) is not None]
         finally:
@@ -305,7 +305,8 @@ class CpuRunner:
         parts = (numbers[first :: self._threads] for first in range(min(self._threads, len(numbers))))
         return [pool.submit(run, part) for part in parts]
 
-    def _native_threads(self) -> NativePool | None:
+    def native_threads(self) -> NativePool | None:
+        """The threads of C code, also for other work; None with 0 threads."""
         if not self._threads:
             return None
         with self._lock:

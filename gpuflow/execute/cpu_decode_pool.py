@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu import CpuRunner
+from gpuflow.native.pool import NativePool
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
 from gpuflow.runtime.buffers import BytePool
@@ -99,6 +100,10 @@ class CpuDecodePool:
             if not self._threads:
                 self._threads.append(DaemonPool(_CHUNKS, "refused", lambda: use_torch_threads(1)))
             return self._threads[0]
+
+    def native_threads(self) -> NativePool | None:
+        """The threads of C code, for other work on the same files."""
+        return self._runner.native_threads()
 
     def release(self, memory: NDArray[np.uint8]) -> None:
         """Use the memory of a result again."""

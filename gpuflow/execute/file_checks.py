@@ -10,19 +10,16 @@ from numpy.typing import NDArray
 from gpuflow.decode.chunk_headers import Headers
 from gpuflow.decode.complete import find_complete
 from gpuflow.execute.known_files import MAX_REMEMBERED, KnownFiles
+from gpuflow.native.pool import NativePool
 from gpuflow.sources import Payload
 
 __all__ = ["FileChecks"]
 
 
 class FileChecks:
-    """The checks of one loader's or service's files. Any thread may call any method.
+    """The checks of one loader's or service's files. Any thread may call any method."""
 
-    threads: that check files of one chunk at the same time.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self._complete, self._damaged = KnownFiles(), KnownFiles()
 
     @staticmethod
@@ -44,19 +41,21 @@ class FileChecks:
         payload: Payload,
         headers: Headers,
         indices: Sequence[int] | NDArray[np.int64] | None,
+        pool: NativePool | None = None,
     ) -> NDArray[np.bool_]:
         """Return which of these rows [n] of a payload are complete files.
 
         headers: of all files of the payload; those of the rows are files that the engines decode.
         indices: of the payload's samples in the source. Without them every file is new, as those that a service gets.
+        pool: whose threads read the new files; by default the calling thread does.
         """
         if indices is None:
-            return find_complete(rows, payload, headers, self._threads)
+            return find_complete(rows, payload, headers, pool)
         samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
         complete = self._complete.known(samples, lengths)
         new = ~(complete | self._damaged.known(samples, lengths))
         if new.any():
-            complete[new] = find_complete(rows[new], payload, headers, self._threads)
+            complete[new] = find_complete(rows[new], payload, headers, pool)
             for files, which in ((self._complete, complete), (self._damaged, ~complete)):
                 files.add(samples[new & which], lengths[new & which])
         return complete

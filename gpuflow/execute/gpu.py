@@ -233,11 +233,11 @@ class GpuRunner:
         self._program, self._device_stream = program, device_stream
         outputs = outputs_of(program)
         each_passes = tuple(tuple(passes[x.program]) for x in outputs)
-        self._decode_bytes, self._threads = decode_bytes, threads
+        self._decode_bytes = decode_bytes
         self._cpu = CpuDecodePool(program, threads=threads, make=self._pinned)
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._checks = FileChecks(threads)
+        self._checks = FileChecks()
         self.engine_images, self.cpu_images = 0, 0
         self._decoder_calls = decoder_calls
         self._long_waits = self._settled = 0
@@ -308,7 +308,8 @@ class GpuRunner:
         scan = self._scanner(payload, keys)
         tables, memory, complete = self._with_addresses(scan, payload)
         if (own := ~scan.progressive).any():
-            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices)
+            pool = self._cpu.native_threads()
+            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices, pool)
         scan = scan._replace(tables=tables)
         if not complete.all():
             scan = scan.take(complete, self._scanner, keys)
@@ -348,7 +349,7 @@ class GpuRunner:
         tables.entries[:, 0] += payload.buffer.ctypes.data
         if not which.any():
             return tables, [payload.buffer], np.ones(len(which), bool)
-        found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._threads)
+        found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._cpu.native_threads())
         good = ~which
         good[which] = found.sizes > 0
         return tables.with_files(which, found, found.buffer.ctypes.data), [payload.buffer, found.buffer], good

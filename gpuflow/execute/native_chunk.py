@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, assert_never
 
@@ -18,6 +15,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import LoaderError
 from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
+from gpuflow.native.pool import NativePool, using
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep
 from gpuflow.runtime.threads import stop_flag
@@ -28,7 +26,6 @@ __all__ = [
     "REFUSED",
     "RUNNING",
     "Inputs",
-    "NativePool",
     "NativeSteps",
     "Records",
     "in_rows",
@@ -37,8 +34,6 @@ __all__ = [
 ]
 
 _run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
-_new_pool = function("gpuflow_new_pool", INTEGER, result=POINTER)
-_free_pool = function("gpuflow_free_pool", POINTER)
 DONE, NO_MEMORY, STOPPED, REFUSED, RUNNING = range(5)
 """What becomes of a sample. REFUSED: libjpeg-turbo did not decode it, or C code was not asked to."""
 _RESAMPLE, _OPERATE, _LOOK_UP, _WARP, _FILTER = range(5)
@@ -187,48 +182,6 @@ def _levels(fill: Sequence[float]) -> int:
     return int(levels.view(np.int64)[0])
 
 
-class NativePool:
-    """Threads of C code that share the images of chunks. A forked child does not have them, and must not use this.
-
-    Raises LoaderError if no thread can be started.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._address = _new_pool(threads)
-        if not self._address:
-            raise LoaderError("no thread can be started; lower run.threads, or raise this process's limit (ulimit -u)")
-        self._lock, self._calls, self._closed, self._pid = threading.Lock(), 0, False, os.getpid()
-
-    @contextmanager
-    def in_use(self) -> Iterator[int]:
-        """Give the pool's address to a call. The threads end after the calls that use them."""
-        with self._lock:
-            if self._closed:
-                raise LoaderError("the epoch was ended")
-            self._calls += 1
-        try:
-            yield self._address
-        finally:
-            with self._lock:
-                self._calls -= 1
-            self._free_if_unused()
-
-    def close(self) -> None:
-        """End the threads, at once or after the last call that uses them."""
-        if self._pid == os.getpid():
-            with self._lock:
-                self._closed = True
-            self._free_if_unused()
-
-    def _free_if_unused(self) -> None:
-        with self._lock:
-            if not self._closed or self._calls:
-                return
-            address, self._address = self._address, None
-        if address:
-            _free_pool(address)
-
-
 def run_chunk(
     inputs: Inputs,
     outputs: Sequence[tuple[Records, NDArray[Any]]],
@@ -252,7 +205,7 @@ def run_chunk(
     """
     rows = np.array([(*records.place, *_place_of(slots)) for records, slots in outputs], np.int64)
     fields = [_address_of(inputs.rows), _address_of(rows), len(outputs), _COLORS[color]]
-    with nullcontext(0) if pool is None else pool.in_use() as threads:
+    with using(pool) as threads:
         chunk = np.array([*fields, _address_of(inputs.statuses), stop_flag().address, threads, 0], np.int64)
         _run_chunk(_address_of(chunk), len(inputs.rows), -1 if only is None else only)
     statuses = inputs.statuses if only is None else inputs.statuses[only : only + 1]

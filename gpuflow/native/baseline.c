@@ -29,6 +29,7 @@ enum { MARGIN = 512 }; /* zeros after data: more than one coded unit reads past 
 enum { MOST_SEGMENTS = 512, MOST_SCANS = 128 };
 /* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
 enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
+enum { COEFFICIENT_BYTES = 64 * sizeof(int16_t) + sizeof(uint64_t), MOST_KEPT = 1 << 23 }; /* of a block */
 
 struct table {
     const uint8_t *segment;   /* that it was made of: see `struct headers` */
@@ -374,7 +375,7 @@ static int has_room(struct memory *m, struct picture *p) {
         count += p->components[i].pitch * p->components[i].lines;
     if (count > MOST_BLOCKS)
         return 0;
-    const size_t bytes = (size_t)count * (64 * sizeof *m->blocks + sizeof(uint64_t));
+    const size_t bytes = (size_t)count * COEFFICIENT_BYTES;
     if (m->count < count) {
         free(m->blocks);
         m->blocks = malloc(bytes);
@@ -773,12 +774,25 @@ static rewriter *choose(int64_t most) {
     return fastest;
 }
 
+/* Frees what has more than `most` bytes. */
+static void shrink(struct memory *m, int64_t most) {
+    if (m->count * COEFFICIENT_BYTES > most) {
+        free(m->blocks);
+        m->blocks = NULL;
+        m->count = 0;
+    }
+    if (m->size > most) {
+        free(m->data);
+        m->data = NULL;
+        m->size = 0;
+    }
+}
+
 static void release(void *memory) {
     struct memory *m = memory;
     if (!m)
         return;
-    free(m->blocks);
-    free(m->data);
+    shrink(m, -1);
     free(m);
 }
 
@@ -793,12 +807,16 @@ static void rewrite_file(void *files, int64_t number, void **memory) {
     if (!*memory)
         *memory = calloc(1, sizeof(struct memory));
     file[SIZE] = *memory ? all->rewrite(*memory, file) : 0;
+    if (*memory)
+        shrink(*memory, MOST_KEPT);
 }
 
+static const struct work rewrite_files = {rewrite_file, release, FOR_REWRITING};
+
 /* files [count, FIELDS]: writes SIZE, the bytes of the rewritten file at TARGET, or 0 if it is not one to rewrite.
- * threads: that share the work, with the calling one. most: as in baseline.py. */
-void gpuflow_baseline(int64_t *files, int64_t count, int64_t threads, int64_t most) {
+ * pool: see `run_on_pool`. most: as in baseline.py. */
+void gpuflow_baseline(int64_t *files, int64_t count, struct pool *pool, int64_t most) {
     struct files all = {files, choose(most)};
     pthread_once(&codes_made, make_codes);
-    run_in_threads(threads, rewrite_file, release, &all, count);
+    run_on_pool(pool, &rewrite_files, &all, count);
 }

@@ -314,20 +314,17 @@ static void run_item(void *context, int64_t item, void **memory) {
     __atomic_fetch_add(&chunk->nanoseconds, processor_time() - begin, __ATOMIC_RELAXED);
 }
 
+static const struct work run_inputs = {run_item, free_buffers, FOR_CHUNKS};
+
 /* Runs all samples of a chunk, or sample `only` if that is not below 0. Inputs without data are left out; the statuses of
  * others are written. */
 void gpuflow_run_chunk(struct chunk *chunk, int64_t count, int64_t only) {
     if (chunk->pool && only < 0) {
-        run_on_pool(chunk->pool, run_item, chunk, count);
+        run_on_pool(chunk->pool, &run_inputs, chunk, count);
         return;
     }
     struct buffers buffers = {0};
     for (int64_t sample = only < 0 ? 0 : only; sample < (only < 0 ? count : only + 1); sample++)
         run_input(chunk, sample, &buffers);
     shrink_buffers(&buffers, 0);
-}
-
-/* NULL if no thread can be started. */
-struct pool *gpuflow_new_pool(int64_t threads) {
-    return new_pool(threads, free_buffers);
 }

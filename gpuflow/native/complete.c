@@ -281,15 +281,10 @@ static int is_complete(struct memory *m, const int64_t *file) {
     return 1;
 }
 
-static struct memory *kept; /* of a thread that has ended, or NULL: building its tables takes 40 us */
-
 static void release(void *memory) {
-    struct memory *m = memory, *none = NULL;
-    if (!m)
-        return;
-    if (m->size <= MOST_KEPT && __atomic_compare_exchange_n(&kept, &none, m, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
-        return;
-    free(m->places);
+    struct memory *m = memory;
+    if (m)
+        free(m->places);
     free(m);
 }
 
@@ -301,14 +296,20 @@ struct files {
 static void check_file(void *files, int64_t number, void **memory) {
     struct files *all = files;
     if (!*memory)
-        *memory = __atomic_exchange_n(&kept, NULL, __ATOMIC_ACQUIRE);
-    if (!*memory)
         *memory = calloc(1, sizeof(struct memory));
-    all->found[number] = *memory && is_complete(*memory, all->described + number * FIELDS);
+    struct memory *m = *memory;
+    all->found[number] = m && is_complete(m, all->described + number * FIELDS);
+    if (m && m->size > MOST_KEPT) {
+        free(m->places);
+        m->places = NULL;
+        m->size = 0;
+    }
 }
 
-/* Writes 1 to `found` [count] for each complete file, else 0. threads: that share the work, with the calling one. */
-void gpuflow_complete(const int64_t *files, int64_t count, int64_t threads, uint8_t *found) {
+static const struct work check_files = {check_file, release, FOR_CHECKS};
+
+/* Writes 1 to `found` [count] for each complete file, else 0. pool: see `run_on_pool`. */
+void gpuflow_complete(const int64_t *files, int64_t count, struct pool *pool, uint8_t *found) {
     struct files all = {files, found};
-    run_in_threads(threads, check_file, release, &all, count);
+    run_on_pool(pool, &check_files, &all, count);
 }

@@ -12,40 +12,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { NICENESS = 10, MOST_THREADS = 64 };
-
-/* A job of `run_in_threads`. next: the first item that no thread has taken. */
-struct share {
-    item_work work;
-    void (*release)(void *memory);
-    void *job;
-    int64_t count, next;
-};
-
-static void *do_share(void *argument) {
-    struct share *share = argument;
-    void *memory = NULL;
-    for (int64_t i; (i = __atomic_fetch_add(&share->next, 1, __ATOMIC_RELAXED)) < share->count;)
-        share->work(share->job, i, &memory);
-    share->release(memory);
-    return NULL;
-}
-
-void run_in_threads(int64_t threads, item_work work, void (*release)(void *memory), void *job, int64_t count) {
-    struct share share = {work, release, job, count, 0};
-    pthread_t others[MOST_THREADS];
-    int64_t started = 0;
-    while (started < threads - 1 && started < count - 1 && started < MOST_THREADS &&
-           !pthread_create(&others[started], NULL, do_share, &share))
-        started++;
-    do_share(&share);
-    for (int64_t i = 0; i < started; i++)
-        pthread_join(others[i], NULL);
-}
+enum { NICENESS = 10 };
 
 /* A job in the queue, in the memory of the thread that waits for it. next: the first item that no thread has taken. */
 struct job {
-    item_work work;
+    const struct work *work;
     void *context;
     int64_t count, next, done;
     struct job *following;
@@ -59,7 +30,6 @@ struct pool {
     struct job *first, *last;
     int is_ending;
     int64_t count;
-    void (*release)(void *memory);
     pthread_t threads[];
 };
 
@@ -82,7 +52,8 @@ static void give_way(void) {
 
 static void *serve(void *argument) {
     struct pool *pool = argument;
-    void *memory = NULL;
+    void *memory[MEMORY_KINDS] = {NULL};
+    const struct work *works[MEMORY_KINDS] = {NULL};
     give_way();
     pthread_mutex_lock(&pool->lock);
     while (pool->first || !pool->is_ending) {
@@ -93,21 +64,23 @@ static void *serve(void *argument) {
         int64_t item;
         struct job *job = take_item(pool, &item);
         pthread_mutex_unlock(&pool->lock);
-        job->work(job->context, item, &memory);
+        const struct work *work = works[job->work->memory] = job->work;
+        work->run(job->context, item, &memory[work->memory]);
         pthread_mutex_lock(&pool->lock);
         if (++job->done == job->count)
             pthread_cond_signal(&job->end);
     }
     pthread_mutex_unlock(&pool->lock);
-    pool->release(memory);
+    for (int i = 0; i < MEMORY_KINDS; i++)
+        if (works[i])
+            works[i]->release(memory[i]);
     return NULL;
 }
 
-struct pool *new_pool(int64_t threads, void (*release)(void *memory)) {
+struct pool *gpuflow_new_pool(int64_t threads) {
     struct pool *pool = calloc(1, sizeof *pool + (size_t)threads * sizeof *pool->threads);
     if (!pool)
         return NULL;
-    pool->release = release;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->change, NULL);
     sigset_t all, before; /* signals are for the threads of the interpreter */
@@ -136,10 +109,17 @@ void gpuflow_free_pool(struct pool *pool) {
     free(pool);
 }
 
-void run_on_pool(struct pool *pool, item_work work, void *context, int64_t count) {
-    struct job job = {.work = work, .context = context, .count = count};
+void run_on_pool(struct pool *pool, const struct work *work, void *context, int64_t count) {
     if (count < 1)
         return;
+    if (!pool) {
+        void *memory = NULL;
+        for (int64_t item = 0; item < count; item++)
+            work->run(context, item, &memory);
+        work->release(memory);
+        return;
+    }
+    struct job job = {.work = work, .context = context, .count = count};
     pthread_cond_init(&job.end, NULL);
     pthread_mutex_lock(&pool->lock);
     if (pool->first)

@@ -18,6 +18,7 @@ from gpuflow.decode import complete
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import MAX_SCANS, scan_start
 from gpuflow.decode.complete import find_complete
+from gpuflow.native.pool import NativePool
 from gpuflow.sources import Payload
 from tests import damaged
 from tests.decode.sanitized_complete import KINDS, sound
@@ -38,10 +39,10 @@ def scanned(files: Sequence[bytes]) -> tuple[Payload, Headers, np.ndarray]:
     return payload, headers, np.flatnonzero(headers.engine)
 
 
-def found_complete(files: Sequence[bytes], threads: int = 1) -> list[bool]:
+def found_complete(files: Sequence[bytes]) -> list[bool]:
     payload, headers, rows = scanned(files)
     assert len(rows) == len(files)
-    found = find_complete(rows, payload, headers, threads)
+    found = find_complete(rows, payload, headers)
     complete: list[bool] = found.tolist()
     return complete
 
@@ -57,12 +58,15 @@ def test_a_file_is_complete_if_one_code_after_the_other_can_be_read(kind: str) -
         files += [*(data[: -2 - n] + data[-2:] for n in (1, 2, 5, 12)), data[:-1], data[:-2]]
         files += [data + b"\xff\xd0more", data[:-2] + b"\xff\xff" + data[-2:]]
     payload, headers, rows = scanned(files)
-    found = find_complete(rows, payload, headers, 1)
+    found = find_complete(rows, payload, headers)
     assert found.tolist() == [reads_to_its_end(files[row]) for row in rows.tolist()]
     assert {files[row] for row in rows[found].tolist()} >= whole
     assert len(found) > found.sum() + 25
-    for threads in (2, 3, 200):
-        assert np.array_equal(find_complete(rows, payload, headers, threads), found)
+    for threads in (1, 3, 40):
+        pool = NativePool(threads)
+        for _ in range(2):  # with the memory of the files before
+            assert np.array_equal(find_complete(rows, payload, headers, pool), found)
+        pool.close()
 
 
 def test_files_with_optimized_tables_and_large_ones() -> None:
@@ -74,7 +78,7 @@ def test_files_with_optimized_tables_and_large_ones() -> None:
         data = cv2.imencode(".jpg", pixels, options)[1].tobytes()
         files += [data, data[:-3] + data[-2:], jpeg(pixels, "4:4:4", quality=quality)]
     rng.shuffle(files)
-    assert found_complete(files, 2) == [reads_to_its_end(data) for data in files]
+    assert found_complete(files) == [reads_to_its_end(data) for data in files]
 
 
 def test_nothing_is_read_of_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

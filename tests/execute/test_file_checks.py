@@ -51,7 +51,7 @@ def complete(
 
 
 def test_each_file_is_checked_once_by_its_index_and_size(checked: list[list[int]]) -> None:
-    checks, files = FileChecks(2), [*FILES[:10], *CUT[10:]]
+    checks, files = FileChecks(), [*FILES[:10], *CUT[10:]]
     expected = [True] * 10 + [False] * 10
     assert complete(checks, files) == complete(checks, files) == expected
     assert checked == [list(map(len, files))]
@@ -62,7 +62,7 @@ def test_each_file_is_checked_once_by_its_index_and_size(checked: list[list[int]
 
 def test_a_file_is_checked_by_one_of_those_that_share_memory(checked: list[list[int]]) -> None:
     """Whether it is complete or not, and what was known before stays known."""
-    one, other, files = FileChecks(2), FileChecks(2), [*FILES[:8], *CUT[8:12]]
+    one, other, files = FileChecks(), FileChecks(), [*FILES[:8], *CUT[8:12]]
     expected = [True] * 8 + [False] * 4
     assert complete(one, files, rows=[0, 1, 8]) == [True, True, False]
     memory = np.zeros(FileChecks.shared_bytes(12), np.uint8)
@@ -78,7 +78,7 @@ def test_a_file_is_checked_by_one_of_those_that_share_memory(checked: list[list[
 
 
 def test_an_index_beyond_the_shared_memory_is_not_remembered(checked: list[list[int]]) -> None:
-    checks = FileChecks(2)
+    checks = FileChecks()
     checks.share(np.zeros(FileChecks.shared_bytes(2), np.uint8))
     for _ in range(2):
         assert complete(checks, FILES[:4]) == [True] * 4
@@ -86,7 +86,7 @@ def test_an_index_beyond_the_shared_memory_is_not_remembered(checked: list[list[
 
 
 def test_a_file_without_an_index_is_checked_each_time(checked: list[list[int]]) -> None:
-    checks = FileChecks(2)
+    checks = FileChecks()
     for _ in range(3):
         assert complete(checks, FILES[:4], None) == [True] * 4
     assert list(map(len, checked)) == [4] * 3
@@ -95,9 +95,9 @@ def test_a_file_without_an_index_is_checked_each_time(checked: list[list[int]]) 
 def test_a_file_that_is_too_large_is_left_to_the_cpu(checked: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     most = sorted(map(len, FILES))[10]
     monkeypatch.setattr("gpuflow.decode.complete.MAX_BYTES", most)
-    assert complete(FileChecks(2), FILES, None) == [len(data) <= most for data in FILES]
-    assert complete(FileChecks(2), [max(FILES, key=len)], None) == [False]
-    assert complete(FileChecks(2), [], None) == []
+    assert complete(FileChecks(), FILES, None) == [len(data) <= most for data in FILES]
+    assert complete(FileChecks(), [max(FILES, key=len)], None) == [False]
+    assert complete(FileChecks(), [], None) == []
 
 
 def test_a_header_that_announces_more_restarts_than_fit_asks_for_no_memory(checked: list[list[int]]) -> None:
@@ -108,7 +108,7 @@ def test_a_header_that_announces_more_restarts_than_fit_asks_for_no_memory(check
     payload = Payload.of([claims, data], lambda size: np.zeros(size, np.uint8))
     headers = read_headers(payload, max_pixels=1 << 30, max_scans=MAX_SCANS, orientation=False)
     assert headers.engine.all() and headers.sizes[0].tolist() == [60_000, 2_000]
-    assert FileChecks(2).complete(np.arange(2), payload, headers, None).tolist() == [False, True]
+    assert FileChecks().complete(np.arange(2), payload, headers, None).tolist() == [False, True]
 
 
 def raise_memory_error(*arguments: object) -> None:
@@ -116,7 +116,7 @@ def raise_memory_error(*arguments: object) -> None:
 
 
 def test_threads_may_check_at_the_same_time() -> None:
-    checks = FileChecks(2)
+    checks = FileChecks()
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda turn: complete(checks, [*FILES, *CUT], turn % 3 * 40), range(24)))
     assert found == [[True] * 20 + [False] * 20] * 24

@@ -19,8 +19,8 @@
 #include <unistd.h>
 
 void gpuflow_headers(const uint8_t *, const int64_t *, const int64_t *, int64_t, int64_t, int64_t, int64_t *);
-void gpuflow_baseline(int64_t *, int64_t, int64_t, int64_t);
-void gpuflow_complete(const int64_t *, int64_t, int64_t, uint8_t *);
+void gpuflow_baseline(int64_t *, int64_t, struct pool *, int64_t);
+void gpuflow_complete(const int64_t *, int64_t, struct pool *, uint8_t *);
 int gpuflow_open_jpeg(const char *, char *, int64_t);
 int gpuflow_accept_jpeg(const uint8_t *, int64_t, int64_t, int64_t);
 
@@ -238,7 +238,7 @@ static int complete(struct runner *r, struct data file, const int64_t *header) {
                              across * down, units, interval, restarts};
     uint8_t found = 0;
     if (2 * restarts < file.size)
-        gpuflow_complete(described, 1, 1, &found);
+        gpuflow_complete(described, 1, NULL, &found);
     add_to_hash(r, &found, 1);
     return found;
 }
@@ -253,7 +253,7 @@ static void read_jpeg(struct runner *r) {
         done[COMPLETE] = complete(r, file, header);
     const int64_t most = file.size * 5 / 4 + 4096, room = below(r, 5) ? most : below(r, most) + 1;
     int64_t one[5] = {(int64_t)(uintptr_t)file.bytes, file.size, (int64_t)(uintptr_t)block(r, room), room, 0};
-    gpuflow_baseline(one, 1, 1, below(r, 3));
+    gpuflow_baseline(one, 1, NULL, below(r, 3));
     add_to_hash(r, (void *)(uintptr_t)one[2], one[4]);
     done[REWRITTEN] = one[4] > 0;
     if (find_size(file, &height, &width)) {
