@@ -87,7 +87,7 @@ class Arm:
     def __init__(self, backend: str, seeds: range) -> None:
         self._device_stream = DeviceStream(torch.device("cuda"))
         self._decoders = NvjpegDecoderPool(self._device_stream, find_nvjpeg(), "rgb", backend)
-        self._checks, self._history = FileChecks(threads=1), [photograph(seed) for seed in seeds]
+        self._checks, self._history = FileChecks(), [photograph(seed) for seed in seeds]
         self._memory = torch.zeros(BATCH * SPACE, dtype=torch.uint8, device="cuda")
 
     def decode(self, files: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:

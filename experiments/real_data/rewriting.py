@@ -68,7 +68,7 @@ def arms_for(files: list[NDArray[np.uint8]]) -> dict[str, Callable[[], Any]]:
     memory = np.empty(4 * len(payload.buffer), np.uint8)
 
     def rewrite() -> None:
-        found = rewrite_progressive(payload, np.arange(len(files)), lambda size: memory, 1)
+        found = rewrite_progressive(payload, np.arange(len(files)), lambda size: memory)
         assert found.sizes.all()
 
     return {
