@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, final
 
 import numpy as np
@@ -234,6 +235,7 @@ class GpuRunner:
         outputs = outputs_of(program)
         each_passes = tuple(tuple(passes[x.program]) for x in outputs)
         self._decode_bytes = decode_bytes
+        self._pinned = partial(_pinned, device_stream)
         self._cpu = CpuDecodePool(program, threads=threads, make=self._pinned)
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
@@ -353,11 +355,6 @@ class GpuRunner:
         good = ~which
         good[which] = found.sizes > 0
         return tables.with_files(which, found, found.buffer.ctypes.data), [payload.buffer, found.buffer], good
-
-    def _pinned(self, size: int) -> NDArray[np.uint8]:
-        """Pinned memory of this many bytes."""
-        memory: NDArray[np.uint8] = self._device_stream.pinned([size], torch.uint8).numpy()
-        return memory
 
     # --- on a launching thread --------------------------------------------------------------------------------------
 
@@ -564,6 +561,12 @@ class GpuRunner:
     def close(self) -> None:
         """End the threads that decode on the CPU. Nothing may be prepared or launched any more."""
         self._cpu.close()
+
+
+def _pinned(device_stream: DeviceStream, size: int) -> NDArray[np.uint8]:
+    """Pinned memory of this many bytes."""
+    memory: NDArray[np.uint8] = device_stream.pinned([size], torch.uint8).numpy()
+    return memory
 
 
 def _rows_of_call(count: int, parts: Sequence[tuple[NDArray[np.int64], _Part]]) -> NDArray[np.int64]:

@@ -7,6 +7,7 @@ resampling kernel. All else is real, on the CPU.
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import threading
 import weakref
@@ -216,6 +217,21 @@ def test_a_launched_batch_is_free_before_later_chunks_that_its_calls_decoded_too
         del slots
         assert batch() is None
         launch_all(runner, prepared[1:], [runner.slots(CHUNK) for _ in prepared[1:]], 1)
+
+
+def test_a_closed_runner_is_freed_at_once(make_runner: MakeRunner) -> None:
+    """Its decoders have memory on the GPU, which must not wait for Python's garbage collector."""
+    runner = make_runner(1 << 20)
+    check_slots(runner, 1)
+    gc.collect()
+    gc.disable()
+    try:
+        runner.close()
+        freed = weakref.ref(runner)
+        del runner
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def launch_all(runner: GpuRunner, prepared: Sequence[Any], slots: Sequence[Any], threads: int) -> None:
