@@ -27,12 +27,12 @@ import torch
 HERE = Path(__file__).parent
 PARTS = {
     "gpuflow.loader.read.ChunkReader.read_chunk": "read and prepare",
-    "gpuflow.loader.read_workers._Workers.request": "  ask a process to read and scan",
+    "gpuflow.loader.read.ChunkReader.read": "  read",
     "gpuflow.execute.gpu.GpuRunner.prepare": "  prepare",
-    "gpuflow.execute.file_checks.FileChecks._check": "    check new files",
-    "gpuflow.execute.cpu_decode_pool.CpuDecodePool.begin": "    ask processes to decode",
+    "gpuflow.execute.file_checks.FileChecks.complete": "    check new files",
+    "gpuflow.execute.cpu_decode_pool.CpuDecodePool.begin": "    begin to decode on the CPU",
     "gpuflow.execute.gpu.GpuRunner.launch": "launch",
-    "gpuflow.execute.gpu.GpuRunner._place_pending": "  wait for the CPU's images",
+    "gpuflow.execute.gpu.GpuRunner._place": "  wait for the CPU's images",
     "gpuflow.execute.gpu.GpuRunner._new_calls": "  form calls",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoderPool._acquire_place": "  wait for a decoder",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": "  decode",

@@ -21,7 +21,7 @@ from gpuflow.sources.keys import Named, WithWindow
 
 __all__ = ["Offered", "offered_kinds"]
 
-_MEMBERS = ("__len__", "classes", "labels", "shard_sizes", "storage", "on", "path", "read", "close")
+_MEMBERS = ("__len__", "classes", "labels", "shard_sizes", "storage", "path", "read", "close")
 
 
 @dataclass(frozen=True, kw_only=True)
