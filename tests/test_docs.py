@@ -484,7 +484,7 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
         ]
         return [format(float(value), form) for [value] in found]
 
-    cpu_arms, dali, service = ("gpuflow (processes)", "dataloader"), ("gpuflow", "dali"), ("graph-cpu", "plain")
+    cpu_arms, dali, service = ("gpuflow", "dataloader"), ("gpuflow", "dali"), ("graph-cpu", "plain")
     with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
         cpu = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
     web = {arm: float(v) for (arm, _, words), v in values("loader_cpu", "web.csv").items() if "color_jitter" in words}
