@@ -1,4 +1,4 @@
-"""Which baseline JPEGs are complete, found out by reading one Huffman code after the other."""
+"""Finds out which baseline JPEGs are complete, by reading one Huffman code after the other."""
 
 from __future__ import annotations
 

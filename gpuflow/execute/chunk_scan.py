@@ -22,7 +22,7 @@ __all__ = ["ChunkScan", "ChunkScanner"]
 
 
 class ChunkScan(NamedTuple):
-    """What `ChunkScanner` finds out about one chunk.
+    """Holds what `ChunkScanner` finds out about one chunk.
 
     headers: of all its files.
     rows [n]: the files that nvJPEG can decode and the stages can use.

@@ -306,7 +306,7 @@ class CpuRunner:
         return [pool.submit(run, part) for part in parts]
 
     def native_threads(self) -> NativePool | None:
-        """The threads of C code, also for other work; None with 0 threads."""
+        """Return the threads of C code, also for other work; None with 0 threads."""
         if not self._threads:
             return None
         with self._lock:

@@ -73,7 +73,8 @@ class CpuDecodePool:
     def __init__(self, program: AnyProgram, *, threads: int, make: Callable[[int], NDArray[np.uint8]] = pinned) -> None:
         self._program, self._runner = program, CpuRunner(program, threads)
         self._results = BytePool(keep=_KEPT_BYTES, make=make)
-        self._lock, self._threads, self._closed = threading.Lock(), list[DaemonPool](), False
+        self._lock, self._closed = threading.Lock(), False
+        self._threads: DaemonPool | None = None
 
     def begin(self, payload: Payload, rows: NDArray[np.int64], keys: Keys) -> PendingImages:
         """Begin to decode the samples `rows` of a payload, whose buffer must stay as it is until the result is there.
@@ -97,12 +98,12 @@ class CpuDecodePool:
         with self._lock:
             if self._closed:
                 raise ConnectionAbortedError("this loader was closed while images were being decoded")
-            if not self._threads:
-                self._threads.append(DaemonPool(_CHUNKS, "refused", lambda: use_torch_threads(1)))
-            return self._threads[0]
+            if self._threads is None:
+                self._threads = DaemonPool(_CHUNKS, "refused", lambda: use_torch_threads(1))
+            return self._threads
 
     def native_threads(self) -> NativePool | None:
-        """The threads of C code, for other work on the same files."""
+        """Return the threads of C code, for other work on the same files."""
         return self._runner.native_threads()
 
     def release(self, memory: NDArray[np.uint8]) -> None:
@@ -117,6 +118,6 @@ class CpuDecodePool:
         """End the threads and free the memory."""
         with self._lock:
             self._closed = True
-        if all(threads.end(_END_SECONDS) for threads in self._threads):
+        if self._threads is None or self._threads.end(_END_SECONDS):
             self._runner.clear()
         self._results.clear()

@@ -17,7 +17,7 @@ __all__ = ["FileChecks"]
 
 
 class FileChecks:
-    """The checks of one loader's or service's files. Any thread may call any method."""
+    """Checks the files of one loader or service, and remembers the results. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._complete, self._damaged = KnownFiles(), KnownFiles()

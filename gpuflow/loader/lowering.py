@@ -56,7 +56,7 @@ _FEWEST_IN_FLIGHT = 3
 _GPU_SWITCH_SECONDS, _CPU_SWITCH_SECONDS = 0.00002, 0.0001
 """Python's switch intervals while an epoch runs."""
 _FIRST_BATCHES = 64
-"""How many batches may be late because a loader has just started. They do not count as waits."""
+"""Batches that may be late because a loader has just started. They do not count as waits."""
 
 _NAMED_FILES = 8
 """The largest number of files that an error names; `LoaderTimeout.paths` holds all of them."""

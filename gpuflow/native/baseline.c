@@ -29,7 +29,8 @@ enum { MARGIN = 512 }; /* zeros after data: more than one coded unit reads past 
 enum { MOST_SEGMENTS = 512, MOST_SCANS = 128 };
 /* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
 enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
-enum { COEFFICIENT_BYTES = 64 * sizeof(int16_t) + sizeof(uint64_t), MOST_KEPT = 1 << 23 }; /* of a block */
+enum { COEFFICIENT_BYTES = 64 * sizeof(int16_t) + sizeof(uint64_t) }; /* of a block, and its mask */
+enum { MOST_KEPT = 1 << 23 };                                         /* bytes that a thread keeps from file to file */
 
 struct table {
     const uint8_t *segment;   /* that it was made of: see `struct headers` */

@@ -1,4 +1,4 @@
-"""Which files of a chunk are checked, and when."""
+"""Tests which files of a chunk are checked, and when."""
 
 from __future__ import annotations
 
