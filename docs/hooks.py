@@ -87,8 +87,13 @@ def _linked_files(page: str, text: str) -> Iterator[str]:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links into the repository, then replace each `<!-- generate: ... -->` by what it names."""
+    """Rewrite links into the repository, then replace each `<!-- generate: ... -->` by what it names.
+
+    The search leaves out the changelog and the experiments: they repeat the words of the guides.
+    """
     path = _path_in_repository(page.file)
+    if path == "CHANGELOG.md" or path.startswith("experiments/"):
+        page.meta["search"] = {"exclude": True}
 
     def link(match: re.Match[str]) -> str:
         text, linked, anchor = match[1], match[2], match[3] or ""
