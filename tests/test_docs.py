@@ -425,33 +425,6 @@ def test_measured_table_of_serving_is_that_of_results_csv() -> None:
         assert shown == [f"{values[arm, engine, '10', metric]:.1f}" for metric in ("qps", "tp99_ms")]
 
 
-def test_table_of_experiments_service_is_that_of_results_csv() -> None:
-    values = service_figures(ON_TWO_CORES)
-    text = (ROOT / "experiments/service/README.md").read_text()
-    table = re.findall(r"^\| (\d+) \| (\w+) \|" + r" ([\d.]+) \|" * 6 + "$", text, flags=re.MULTILINE)
-    assert len(table) == 6
-    for clients, engine, *shown in table:
-        expected: list[str] = []
-        for metric in ("qps", "tp99_ms"):
-            plain, graph = (values[arm, engine, clients, metric] for arm in ("plain", "graph-cpu"))
-            expected += [f"{plain:.1f}", f"{graph:.1f}", f"{graph / plain:.2f}"]
-        assert shown == expected
-
-
-def test_table_of_a_service_on_a_gpu_is_that_of_results_csv() -> None:
-    values = service_figures(ON_A_GPU)
-    text = (ROOT / "experiments/service/README.md").read_text()
-    table = re.findall(r"^\| (\d+) \| (\d+x\d+) \|" + r" ([\d.]+) \|" * 8 + "$", text, flags=re.MULTILINE)
-    assert len(table) == 6
-    for clients, photographs, *shown in table:
-        rates, tails = (
-            [values[arm, photographs, clients, metric] for arm in ("plain-eager", "plain", "graph-gpu")]
-            for metric in ("qps", "tp99_ms")
-        )
-        ratios = [f"{rates[2] / other:.2f}" for other in rates[:2]]
-        assert shown == [*(f"{value:.1f}" for value in rates), *ratios, *(f"{value:.1f}" for value in tails)]
-
-
 def test_short_table_of_the_readme_is_that_of_the_results() -> None:
     def values(experiment: str, file: str = "results.csv") -> dict[tuple[str, str, str], str]:
         with (ROOT / f"experiments/{experiment}/{file}").open(newline="") as text:

@@ -24,6 +24,10 @@ from tests.experiments.scripts import imported
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "service"
 RUN, MEASURE, PLAIN = (runpy.run_path(str(HERE / f"{name}.py")) for name in ("run", "measure", "plain"))
+TABLES = runpy.run_path(str(HERE / "tables.py"))
+
+
+SIZES = ("500x375", "1080x1080")
 
 
 def row(workload: str, arm: str, metric: str, value: float, machine: str = "here") -> dict[str, Any]:
@@ -211,3 +215,30 @@ def test_arms_are_compared_with_the_plain_way() -> None:
     rows = [row("w", arm, metric, value) for arm, metrics in figures.items() for metric, value in metrics.items()]
     [line] = RUN["compare"](rows)
     assert " ".join(line.split()) == "w graph-cpu throughput 2.00x TP50 0.50x TP99 0.25x of plain"
+
+
+def test_tables_of_the_readme_are_those_of_results_csv() -> None:
+    with (HERE / "results.csv").open(newline="") as file:
+        expected = TABLES["tables"](csv.DictReader(file))
+    _, shown, _ = TABLES["between"]((HERE / "README.md").read_text())
+    assert shown.strip() == expected, "run python experiments/service/tables.py"
+
+
+def test_a_table_has_a_row_for_each_arm_and_the_gain_over_the_earlier_arms() -> None:
+    rates = {"graph-gpu": 300, "graph-cpu": 200, "plain": 100, "engine only": 900}
+    rows = [row(f"m, 3 cores; {size}; clients=5", arm, "qps", qps) for size in SIZES for arm, qps in rates.items()]
+    rows.append(row(f"m, 3 cores; {SIZES[0]}; clients=5", "graph-gpu", "gpu_percent", 31.4))
+    rows.append(row("m, 3 cores; batch=8", "engine only", "bound_per_s", 900))
+    _, _, titles, _, *lines = TABLES["tables"](rows).splitlines()
+    assert titles == "| photographs | clients | arm | QPS | GPU, % | times plain | times graph-cpu |"
+    assert lines[:3] == [
+        "| 500x375 | 5 | plain | 100.0 | - | - | - |",
+        "| 500x375 | 5 | graph-cpu | 200.0 | - | 2.00 | - |",
+        "| 500x375 | 5 | graph-gpu | 300.0 | 31 | 3.00 | 1.50 |",
+    ]
+    assert [line.split()[1] for line in lines] == ["500x375"] * 3 + ["1080x1080"] * 3
+
+
+def test_a_readme_without_a_place_for_the_tables_is_refused() -> None:
+    with pytest.raises(ValueError, match="once each"):
+        TABLES["between"](TABLES["BEGIN"])
