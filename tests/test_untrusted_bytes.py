@@ -54,6 +54,7 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
         None,
         {
             "gpuflow/tools/bench.py": "the arm of torchvision, on the user's own images, as a user would write it",
+            "experiments/epoch_time/arms.py": "photographs that the experiment has made",
             "experiments/worker_scaling/arms.py": "photographs that the experiment has made",
         },
     ),

@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plots import gpu_path, load_test, loader_cpu, real_data, style, worker_scaling
+from plots import epoch_time, gpu_path, load_test, loader_cpu, real_data, style, worker_scaling
 
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
 LOADERS = (1500.0, 1510.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 1600.0, 1700.0, 12_345.0)
 SCALED = (1300.0, 1310.0, 1320.0, 1330.0, 300.0, 310.0, 305.0)
 RATES = dict(zip(ARMS, (*LOADERS, *SCALED, 50.0, 12.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
-METRICS = {"images_per_s": 1.0, "step_ratio": 0.0001, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0}
+TRAINED = {"run_s": 0.1, "time_share": 0.0001, "accuracy": 0.0001}
+METRICS = {"images_per_s": 1.0, "step_ratio": 0.0001, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0, **TRAINED}
 """For each metric the factor from the rate to its value."""
 ON_KINDS = [f"{kind}; {workload}" for kind in ("sizes", "my own", "web") for workload in ("alone", "resnet50", "vit")]
 SERVED = ("plain", "graph-cpu", "graph-gpu")
+TRAINING = ("dataloader-pil", "dataloader-tensors", "gpuflow")
 
 
 def results(path: Path, *workloads: str, arms: tuple[str, ...] = tuple(ARMS)) -> Path:
@@ -53,6 +55,7 @@ CASES = {
     "panels": (loader_cpu.draw, ["train 128; workers=2", "val 128; workers=2", "val 224; workers=2"], tuple(ARMS)),
     "kinds": (real_data.draw, ON_KINDS, ("gpuflow", "dali")),
     "kinds without training": (real_data.draw, ["same; alone"], tuple(ARMS)),
+    "trainings": (epoch_time.draw, ["resnet18; epochs=5", "resnet50; epochs=5"], TRAINING),
     "load": (load_test.draw, [f"{size}; clients={n}" for size in ("small", "large") for n in (1, 5, 40)], SERVED),
     "one number of clients": (load_test.draw, ["photos; batch=1; clients=10"], ("service",)),
 }
@@ -123,6 +126,11 @@ def test_loads_are_labelled_with_their_last_values(tmp_path: Path) -> None:
     assert {"small; batch=1", "large; batch=1"} <= found, "a row of panels each"
     assert {"cv2, one lock  150", "graph, GPU decode  3,702", "TP50  300", "TP99  4,500"} <= found
     assert {"cv2, one lock  300", "TP99  222,120"} <= found
+
+
+def test_a_training_has_its_share_of_the_time_its_seconds_and_its_accuracy(tmp_path: Path) -> None:
+    svg, _ = epoch_time.draw(results(tmp_path / "results.csv", "resnet18", arms=("gpuflow",)), tmp_path / "figure")
+    assert {"gpuflow", "resnet18", "15%   150.0 s   accuracy 15.0%"} <= texts(svg)
 
 
 def test_a_load_without_any_answer_has_no_latency(tmp_path: Path) -> None:
