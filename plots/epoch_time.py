@@ -17,9 +17,9 @@ from . import style
 
 __all__ = ["draw"]
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _BAR, _BETWEEN = 11, 2.2, 3.4, 1.05, 1.5, 0.42, 0.65  # inches
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _BAR, _BETWEEN = 11, 2.2, 3.4, 1.05, 1.1, 0.42, 0.65  # inches
 _PUBLISHED = 0.8
-_LEGEND = "dashed: 80%, which the guide to DALI publishes, on other hardware"
+_HOW = "first epoch included; medians and all repeats; dashed: 80%, published by the guide to DALI, other hardware"
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
@@ -55,8 +55,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
             axes.set_xlim(0, 1.05 * max(one.high for one in panel.values()))
             axes.xaxis.set_major_formatter(PercentFormatter(1))
             axes.set_title(workload, loc="left", fontsize=12, color=style.GRAY, pad=6)
-        axes.set_xlabel("time of the whole training, first epoch included, as a share of DataLoader's with PIL images")
-        style.title(figure, "How long a training takes", f"medians and all repeats; {_LEGEND}")
+        style.title(figure, "Time of a whole training, as a share of DataLoader's with PIL images", _HOW)
         style.footer(figure, shares)
         return style.save(figure, out_stem)
 

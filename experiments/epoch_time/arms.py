@@ -92,7 +92,8 @@ Loaders = tuple[Any, Any]
 
 def sampled(dataset: Any, job: Job, place: Place, name: str, **options: Any) -> DataLoader[Any]:
     """Return a DataLoader, with a DistributedSampler where there are several ranks."""
-    training, sampler = name == "train", None
+    training = name == "train"
+    sampler: Any = None
     if place.ranks > 1:
         sampler = DistributedSampler(dataset, shuffle=training, seed=job.seed)
     shuffle = training and sampler is None
@@ -234,14 +235,30 @@ LOADERS: dict[str, Callable[[Job, Place], Loaders]] = {
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+class Autocast(torch.nn.Module):
+    """Runs a model in bfloat16 autocast on a GPU. Its logits are float32.
+
+    Autocast is entered in the module, because DataParallel's threads would enter it with float16.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+            logits: torch.Tensor = self.model(images)
+        return logits.float()
+
+
 class Training:
-    """A torchvision model with SGD in channels_last memory; bfloat16 autocast on a GPU. steps: in the whole run."""
+    """A torchvision model with SGD in channels_last memory. steps: in the whole run."""
 
     def __init__(self, job: Job, place: Place, classes: int, steps: int) -> None:
         torch.manual_seed(job.seed)
         self._place = place
         model = torchvision.models.get_model(job.model, num_classes=classes)
-        self._network: Any = model.to(place.device, memory_format=torch.channels_last)
+        self._network: torch.nn.Module = Autocast(model).to(place.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if job.parallel == "dp":
             self._network = torch.nn.DataParallel(self._network)
         elif job.parallel == "ddp":
@@ -267,12 +284,11 @@ class Training:
             for images, labels in batches:
                 images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
                 labels = labels.to(device, non_blocking=True)
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    logits = self._network(images)
-                    loss = torch.nn.functional.cross_entropy(logits, labels)
+                logits = self._network(images)
+                loss = torch.nn.functional.cross_entropy(logits, labels)
                 if training:
                     self._optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                     self._optimizer.step()
                     self._schedule.step()
                 counts[0] += (logits.argmax(dim=1) == labels).sum()

@@ -38,7 +38,7 @@ def job(arm: str, folder: str, parallel: str = "none") -> dict[str, Any]:
     return {"arm": arm, "model": MODEL, "train": folder, "val": folder, "device": "cpu", "parallel": parallel, **sizes}
 
 
-def record(arm: str, run_s: float, repeat: int = 0, parallel: str = "none", **metrics: float) -> dict[str, Any]:
+def record(arm: str, run_s: float, repeat: int = 0, parallel: str = "none", **metrics: Any) -> dict[str, Any]:
     made = {"arm": arm, "model": "m", "parallel": parallel, "repeat": repeat, "device": "cuda"}
     made |= {"count": 9, "size": 224, "batch": 2, "epochs": 2}
     origin = dict.fromkeys(("machine", "versions", "commit", "date"), "")
@@ -119,9 +119,9 @@ def test_shares_are_those_of_the_same_repeat(scripts: dict[str, Any]) -> None:
 
 def test_a_table_has_the_epochs_in_order_or_the_memory_of_each_gpu(scripts: dict[str, Any]) -> None:
     run = scripts["run"]
-    epochs = {f"epoch_{number}_s": float(number) for number in range(1, 12)}
+    epochs: dict[str, Any] = {f"epoch_{number}_s": float(number) for number in range(1, 12)}
     records = [record("gpuflow", 66.0, accuracy=0.981, accuracy_1=0.5, **epochs)]
-    memory = {"gpu0_reserved_mb": 2000.0, "gpu1_reserved_mb": 1000.0}
+    memory: dict[str, Any] = {"gpu0_reserved_mb": 2000.0, "gpu1_reserved_mb": 1000.0}
     records.append(record("gpuflow", 33.0, parallel="dp", images_per_s=9000.0, accuracy=1.0, **epochs, **memory))
     lines = run.tables(run.rows_of(records)).splitlines()
     titles = " | ".join(f"epoch {number}, s" for number in range(1, 12))
