@@ -208,18 +208,17 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def table(workload: str, arms: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yield the lines of a workload's table: seconds of the epochs, share of time and accuracy; or, of several GPUs,
-    images/s and memory."""
+    """Yield the lines of a workload's table. With several GPUs it has their memory in place of each epoch's seconds."""
     metrics = dict.fromkeys(metric for figures in arms.values() for metric in figures)
     if "gpus=" in workload:
         memory = [metric for metric in metrics if metric.endswith("_mb")]
-        columns = {"images_per_s": ("images/s", ",.0f")}
-        columns |= {metric: (metric.replace("_mb", ", MB").replace("_", " "), ",.0f") for metric in memory}
+        columns = {metric: (metric.replace("_mb", ", MB").replace("_", " "), ",.0f") for metric in memory}
     else:
         epochs = [metric for metric in metrics if re.fullmatch(r"epoch_\d+_s", metric)]
         columns = {metric: (metric.replace("_s", ", s").replace("_", " "), ",.1f") for metric in epochs}
-    columns |= {"run_s": ("whole run, s", ",.1f")}
+    columns |= {"images_per_s": ("images/s", ",.0f"), "run_s": ("whole run, s", ",.1f")}
     columns |= {"time_share": ("share of DataLoader's time", ".0%"), "accuracy": ("accuracy", ".1%")}
+    columns = {metric: column for metric, column in columns.items() if metric in metrics}
     yield f"**{workload}**"
     yield ""
     yield f"| arm | {' | '.join(title for title, _ in columns.values())} |"
