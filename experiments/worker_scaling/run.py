@@ -125,7 +125,8 @@ def main() -> None:
     left_out = {arm: reason for arm in options.arms if (reason := reason_against(arm))}
     if "transfer" in options.workloads and not torch.cuda.is_available():
         left_out["transfer"] = "this workload needs a GPU"
-    print(*(f"left out: {name}: {reason}" for name, reason in left_out.items()), sep="\n", flush=True)
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {reason}", flush=True)
     options.arms = [arm for arm in options.arms if arm not in left_out]
     options.workloads = [workload for workload in options.workloads if workload not in left_out]
     with tempfile.TemporaryDirectory() as links:
