@@ -750,7 +750,8 @@ def parity(
     Runs the pipeline val, the serving graph and their forms on a GPU, and torchvision, over your images
     and hostile ones; stage by stage, in levels of 0-255. Then common ways to write the same stages down twice.
 
-    Ways: val, serve, val@cuda, serve@cuda, torchvision, pillow, opencv, torchpipe_cpu, torchpipe_gpu, torchvision@cuda.
+    Ways: val, serve, val@cuda, serve@cuda, torchvision, pillow, torchcodec, opencv, torchpipe_cpu, torchpipe_gpu,
+    torchvision@cuda.
 
     --against a library runs its real transforms on the same images, which Pillow opens, and compares the decoded images
     and the final results with those of val.

@@ -1,4 +1,4 @@
-"""Ways of other libraries: the torchvision reference, OpenCV, and torchpipe's own operators."""
+"""Ways of other libraries: the torchvision reference, torchcodec, OpenCV, and torchpipe's own operators."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Reference:
     """Runs each stage's torchvision form in order.
 
     on: the input of the transforms: uint8 tensors (`tensor`) or PIL images (`pil`), both decoded by Pillow; or tensors
-    that torchvision's decode_jpeg gives on the GPU (`cuda`).
+    that torchvision's decode_jpeg gives on the GPU (`cuda`), or that torchcodec gives (`torchcodec`).
     """
 
     program: Program
-    on: Literal["tensor", "pil", "cuda"]
+    on: Literal["tensor", "pil", "cuda", "torchcodec"]
 
     def describe(self) -> str:
         import PIL
@@ -69,11 +69,13 @@ class Reference:
         transforms = f"torchvision {torchvision.__version__.partition('+')[0]}"
         if self.on == "cuda":
             return f"{transforms}: decode_jpeg on the GPU (nvJPEG), transforms there"
+        if self.on == "torchcodec":
+            return f"torchcodec {importlib.metadata.version('torchcodec')}, {transforms} on uint8 tensors"
         pillow = f"Pillow {PIL.__version__} (libjpeg-turbo {features.version('libjpeg_turbo')})"
         return f"{pillow}, {transforms} on {'uint8 tensors' if self.on == 'tensor' else 'PIL images'}"
 
     def missing(self) -> str | None:
-        if (reason := missing_gpu(self.on)) is not None:
+        if (reason := _missing_torchcodec() if self.on == "torchcodec" else missing_gpu(self.on)) is not None:
             return reason
         if self.program.decoder.library is not None:
             return f"{self.program.decoder!r} is not torchvision's"
@@ -107,7 +109,8 @@ class Reference:
         from PIL import Image
         from torchvision.transforms.v2 import functional
 
-        image = _by_nvjpeg(data, decoder) if self.on == "cuda" else _by_pillow(data, decoder)
+        by_tensors = self.on in ("cuda", "torchcodec")
+        image = _to_tensor(data, decoder, self.on) if by_tensors else _by_pillow(data, decoder)
         image = functional.pil_to_tensor(image) if self.on == "tensor" else image
         for transform in transforms:
             image = transform(image)
@@ -150,14 +153,32 @@ def _of_named_format(data: Encoded, decoder: s.Decoder) -> NDArray[np.uint8] | N
     return CpuDecoder(decoder.color, background=decoder.background).decode(data, header)[0]
 
 
-def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:
-    """Decode a JPEG on the GPU to uint8 [C, H, W], without EXIF rotation. `probe` rejects images that are too large."""
-    from torchvision.io import ImageReadMode, decode_jpeg
+def _to_tensor(data: Encoded, decoder: s.Decoder, on: str) -> torch.Tensor:
+    """Decode to uint8 [C, H, W] on the GPU, without EXIF rotation, or by torchcodec, which applies that.
 
+    `probe` rejects images that are too large.
+    """
     probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans)
-    mode = ImageReadMode.GRAY if decoder.color == "gray" else ImageReadMode.RGB
-    image: torch.Tensor = decode_jpeg(torch.from_numpy(data.copy()), mode=mode, device="cuda")
+    encoded, mode = torch.from_numpy(data.copy()), "GRAY" if decoder.color == "gray" else "RGB"
+    image: torch.Tensor
+    if on == "cuda":
+        from torchvision.io import decode_jpeg
+
+        image = decode_jpeg(encoded, mode=mode, device="cuda")
+    else:
+        from torchcodec.decoders import decode_image
+
+        image = decode_image(encoded, mode=mode)
     return image.flip(0) if decoder.color == "bgr" else image
+
+
+def _missing_torchcodec() -> str | None:
+    """Return a text that says why torchcodec's image decoders do not import; None if they do."""
+    try:
+        from torchcodec.decoders import decode_image  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: it does not find a library, such as CUDA's
+        return f"it needs torchcodec 0.16 or newer: {reason_of(error)}; pip install 'torchcodec>=0.16'"
+    return None
 
 
 # --- OpenCV -----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ _CHUNK = 16
 _FAILURES = (GpuflowError, ImportError, OSError, RuntimeError)
 """Exceptions that a naive way may fail with; its libraries have no common base class."""
 _PACKAGES = (
-    *("torch", "torchvision", "pillow", "numpy", "torchpipe", "onnxruntime", "timm", "transformers", "albumentations"),
+    *("torch", "torchvision", "torchcodec", "pillow", "numpy", "torchpipe", "onnxruntime"),
+    *("timm", "transformers", "albumentations"),
 )
 
 

@@ -91,6 +91,7 @@ def largest(row: Row) -> float:
 @no_gpu
 def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     reported: list[tuple[int, int, str]] = []
+    has_torchcodec = ways_of(read(photos, tmp_path, serve=VAL), "val")["torchcodec"].missing() is None
     report = study(
         read(photos, tmp_path, serve=VAL),
         count=5,
@@ -105,6 +106,7 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
         ("val", "serve", True),
         ("val", "torchvision", True),
         ("val", "pillow", False),
+        *[("val", "torchcodec", False)] * has_torchcodec,
         ("val", "opencv", False),
         ("val", "torchpipe_cpu", False),
     ]
@@ -132,7 +134,7 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     assert reported[-1] == (4 * 47, 4 * 47, "normalize")
     assert [so_far[0] for so_far in reported] == sorted(so_far[0] for so_far in reported)
     missing = {way.name: way.missing for way in report.ways if way.missing is not None}
-    assert set(missing) == {"val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda"}
+    assert set(missing) - {"torchcodec"} == {"val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda"}
     assert {"gpuflow", "torch", "opencv", "pillow", "torchpipe"} <= set(report.versions)
 
 

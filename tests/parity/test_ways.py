@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import struct
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
@@ -152,6 +153,19 @@ def test_torchvision_transforms_tensors_and_pillow_pil_images(folder: Path) -> N
     assert torch.equal(decoded, tv.pil_to_tensor(pil("jpeg EXIF 6")))
 
 
+def test_torchcodec_decodes_for_the_same_transforms(folder: Path) -> None:
+    ways, prefixes = setup(folder)
+    if (reason := ways["torchcodec"].missing()) is not None:
+        pytest.skip(reason)
+    found, ours = tensors(ways["torchcodec"], prefixes[-1]), tensors(ways["torchvision"], prefixes[-1])
+    assert set(found) == set(GOOD)
+    for name in ("jpeg 4:2:0", "jpeg gray", "jpeg 400x3"):
+        assert torch.equal(found[name], ours[name]), name
+    turned = tv.pil_to_tensor(ImageOps.exif_transpose(Image.open(io.BytesIO(SAMPLES["jpeg EXIF 6"].tobytes()))))
+    decoded = tensors(ways["torchcodec"], prefixes[0])["jpeg EXIF 6"]
+    assert torch.equal(decoded[:, :, :40], turned[:, : decoded.shape[1], :40])
+
+
 @pytest.mark.parametrize("color", ["gray", "bgr"])
 def test_torchvision_decodes_as_the_decoder_says(color: str, folder: Path) -> None:
     ways, prefixes = setup(folder, val=[{"decode": {"color": color, "orientation": "apply"}}, *RAW[1:]], serve=None)
@@ -216,10 +230,19 @@ def test_torchpipes_operators_go_straight_to_the_final_size(folder: Path) -> Non
 @no_gpu
 def test_what_needs_a_gpu(folder: Path) -> None:
     ways, _ = setup(folder)
-    missing = {name: way.missing() for name, way in ways.items()}
+    missing = {name: way.missing() for name, way in ways.items() if name != "torchcodec"}
     gpu = ("val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda")
-    assert missing == {name: "torch sees no NVIDIA GPU here" if name in gpu else None for name in ways}
+    assert missing == {name: "torch sees no NVIDIA GPU here" if name in gpu else None for name in missing}
     assert set(NAIVE) < set(ways)
+
+
+def test_torchcodec_that_does_not_import(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways, _ = setup(folder)
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    assert ways["torchcodec"].missing() == (
+        "it needs torchcodec 0.16 or newer: import of torchcodec.decoders halted; None in sys.modules; "
+        "pip install 'torchcodec>=0.16'"
+    )
 
 
 def test_pipelines_that_a_way_cannot_run(folder: Path) -> None:
