@@ -258,7 +258,8 @@ def grain(job: Job) -> Loader:
         torch.manual_seed(int(generator.integers(2**31)))
         return {"image": prepare(opened(sample[0])).numpy(), "label": np.int64(sample[1])}
 
-    dataset = grain.MapDataset.source(samples_of(job.input)).seed(0).shuffle().random_map(load)
+    epochs = None if job.seconds else 1  # without end while measuring: each new iterator starts processes again
+    dataset = grain.MapDataset.source(samples_of(job.input)).seed(0).shuffle().repeat(epochs).random_map(load)
     dataset = dataset.batch(job.batch).to_iter_dataset(grain.ReadOptions(num_threads=1))
     workers = grain.multiprocessing.MultiprocessingOptions(num_workers=job.workers)
     return Epochs(lambda: dataset.mp_prefetch(workers), named)
@@ -340,11 +341,11 @@ def missing(arm: Arm) -> str | None:
 
 
 def version_of(arm: Arm) -> str:
-    """Return the name and the version of an arm's library, or the name alone."""
-    module = sys.modules[arm.module]
+    """Return the name and the version of an arm's library; empty if it does not say its version."""
     name = arm.module.removeprefix("nvidia.").partition(".")[0]
-    top = sys.modules.get(name, module)
-    return f"{name} {getattr(module, '__version__', getattr(top, '__version__', ''))}".strip()
+    module = sys.modules.get(name, sys.modules[arm.module])
+    version = getattr(module, "__version__", "unknown").partition("+")[0]
+    return "" if version == "unknown" else f"{name} {version}"
 
 
 def processes() -> list[Any]:

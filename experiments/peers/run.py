@@ -165,7 +165,8 @@ def measured(job: Measurement, options: argparse.Namespace) -> Record:
         "job": asdict(job),
         "metrics": {**found["result"], "busy_cores_before": busy * (os.cpu_count() or 1)},
         "machine": machine(),
-        "versions": f"{versions()} {found['version']}",
+        "versions": versions(),
+        "library": found["version"],
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
@@ -179,14 +180,19 @@ def ran(job: Job) -> Record:
 
 
 def rows_of(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Return rows of results: median and range over the repeats, and where they were measured."""
+    """Return rows of results: median and range over the repeats, and where they were measured.
+
+    All have the versions of all arms' libraries, because a figure shows all arms.
+    """
+    records = list(records)
+    libraries = dict.fromkeys(record["library"] for record in records)
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         job = record["job"]
         workload = f"{job['kind']}: random_resized_crop 224, flip, normalize; batch={BATCH}; workers={job['workers']}"
         for metric in record["metrics"]:
             groups.setdefault((job["arm"], workload, metric), []).append(record)
-    origin = ("machine", "versions", "commit", "date")
+    origin = ("machine", "commit", "date")
     return [
         {
             "arm": arm,
@@ -195,6 +201,7 @@ def rows_of(records: Iterable[Record]) -> list[dict[str, Any]]:
             "unit": UNITS[metric],
             **spread([member["metrics"][metric] for member in members]),
             **{name: " / ".join(dict.fromkeys(member[name] for member in members)) for name in origin},
+            "versions": " ".join([*dict.fromkeys(record["versions"] for record in records), *filter(None, libraries)]),
         }
         for (arm, workload, metric), members in groups.items()
     ]

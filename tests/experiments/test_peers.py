@@ -135,7 +135,7 @@ def test_what_is_measured_is_not_measured_again(
     with (tmp_path / "results.csv").open(newline="") as file:
         rows = {row["arm"]: row for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
     assert {arm: row["value"] for arm, row in rows.items()} == {"gpuflow": "1001", "dataloader": "1005"}
-    assert rows["gpuflow"]["versions"] == "some x 1"
+    assert rows["gpuflow"]["versions"] == rows["dataloader"]["versions"] == "some x 1"
     assert "dali-mixed" in (tmp_path / "gpu.csv").read_text()
     svg, _ = loader_cpu.draw(tmp_path / "results.csv", tmp_path / "figure")
     assert "1,001" in svg.read_text()
