@@ -37,6 +37,7 @@ _CACHE = (
     "model::cache = {} is the file of one engine. gpuflow keeps engines in the folder serve.model.tensorrt.cache: {}, "
     "by the model and its settings, and builds its own there."
 )
+_WITHOUT_TENSORRT = "Without TensorRT: gpuflow serve FILE serve.model.engine=onnxruntime serve.model.precision=float32"
 _NUMBERS_RULE = 'must be numbers separated by commas, such as "123.675, 116.28, 103.53"'
 
 
@@ -120,7 +121,7 @@ class _Reader:
             names = [word.strip() for word in str(after).split(",")]
             for wrong in [one for one in names if one not in self._nodes or one in path]:
                 rule = f"{wrong!r} leads back to a node before it" if wrong in path else f"{wrong!r} names no node"
-                action = "" if wrong in path else suggest(wrong, self._nodes)
+                action = "" if wrong in path else suggest(wrong, [*(self._nodes.keys() - path)] or self._nodes)
                 place = self._at(path[-1])
                 raise ConfigError([Problem(place, rule, action=action, path=("next",), code="import.source")])
             if len(names) > 1 and path == [name]:
@@ -133,16 +134,9 @@ class _Reader:
         """Return the size and color, which all nodes that decode must share. paths: from each of these nodes on."""
         found = {}
         for name, path in paths.items():
-            following = [self._nodes[one] for one in path if one == name or one not in paths]
-            keys = {key: value for node in reversed(following) for key, value in node.items()}
-            try:
-                found[name] = (int(keys["resize_h"]), int(keys["resize_w"]), str(keys.get("color", "rgb")))
-            except (KeyError, ValueError, TypeError) as error:
-                rule, action = (
-                    f"needs resize_h and resize_w: {error}",
-                    "write them there or in a node that follows by next",
-                )
-                raise ConfigError([Problem(self._at(name), rule, action=action, code="import.source")]) from error
+            following = [one for one in path if one == name or one not in paths]
+            color = next((self._nodes[one]["color"] for one in following if "color" in self._nodes[one]), "rgb")
+            found[name] = (self._side(following, "resize_h"), self._side(following, "resize_w"), str(color))
         first = next(iter(found.values()))
         for name, other in found.items():
             if other != first:
@@ -152,6 +146,16 @@ class _Reader:
                 )
         preset = "torchpipe_gpu" if on_gpu else "torchpipe_cpu"
         return PresetEntry(preset=preset, height=first[0], width=first[1], color=first[2])
+
+    def _side(self, path: list[str], key: str) -> int:
+        """Return the number of pixels that the first node with this key has."""
+        holder = next((name for name in path if key in self._nodes[name]), None)
+        if holder is None:
+            action = "write it there or in a node that follows by next"
+            problem = Problem(self._at(path[0]), f"leads to no node with {key}", action=action, code="import.source")
+            raise ConfigError([problem])
+        side: int = self._value(holder, key, int, "must be a whole number of pixels")
+        return side
 
     def _normalization(self, path: list[str], *, named: bool) -> list[Entry]:
         """`mean` and `std`, in levels, of the first node on the way to the model that has them.
@@ -197,13 +201,19 @@ class _Reader:
             self._gaps.append(gap(self._at(model), rule, nearest="precision: float16", path=("precision",)))
             keys["precision"] = "float16"
         settings: dict[str, Any] = {}
-        if (least := _first_side(node, "min")) is not None and 1 < least <= batch:
+        if (least := _first_side(node, "min")) is not None and least > batch:
+            rule = f"is {least}, but max is {batch}"
+            self._gaps.append(gap(self._at(model), rule, nearest="batches from 1 on", path=("min",)))
+        elif least is not None and least > 1:
             settings["min_batch"] = least
         if (cache := node.get("model::cache")) is not None:
             settings["cache"] = str(Path(str(cache)).parent)
             self._notes.append(_CACHE.format(cache, settings["cache"]))
         keys |= {"tensorrt": settings} if settings else {}
-        return {"engine": "tensorrt", **keys} if keys else {}
+        if not keys:
+            return {}
+        self._notes.append(_WITHOUT_TENSORRT)
+        return {"engine": "tensorrt", **keys}
 
     def _value(self, name: str, key: str, make: Callable[[str], Any], rule: str) -> Any:
         """The value of a node's key, made from its text."""

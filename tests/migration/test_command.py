@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
+import cv2
+import numpy as np
+import onnx
 import pytest
 
+import gpuflow.serve
 from gpuflow.config import read_config
 from gpuflow.stages import STAGES
 from tests.commands import Run, command_here
-from tests.migration.test_from_files import MODEL, TOML, serialised
+from tests.images import jpeg, photo
+from tests.migration.test_from_files import GUIDE, MODEL, TOML, serialised
 from tests.migration.their_configs import VIT
 
 THEIRS = "tests.migration.their_transforms"
@@ -56,6 +62,30 @@ def test_what_is_written_is_valid(
     assert set(config.programs) == pipelines
     if "val" in pipelines:
         assert config.programs["val"].pipeline.fingerprint == config.programs["serve"].pipeline.fingerprint
+
+
+def test_a_graph_of_torchpipe_is_served_by_onnxruntime(
+    imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The overrides that the written file names in place of TensorRT serve what OpenCV and onnxruntime compute."""
+    monkeypatch.chdir(tmp_path)
+    Path("guide.toml").write_text(GUIDE)
+    done = imported("torchpipe:guide.toml", "--out", "x.yaml")
+    assert done.code == 0, done.err
+    images = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["n", 3, 224, 192])
+    logits = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["n", 3])
+    steps = [("GlobalAveragePool", "images", "means"), ("Flatten", "means", "logits")]
+    nodes = [onnx.helper.make_node(operator, [before], [after]) for operator, before, after in steps]
+    opset = onnx.helper.make_opsetid("", 17)
+    graph = onnx.helper.make_graph(nodes, "means", [images], [logits])
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8), "resnet50.onnx")
+    Path("photo.jpg").write_bytes(jpeg(photo(301, 402)))
+    (words,) = re.findall(r"gpuflow serve FILE ([^\n]+)", Path("x.yaml").read_text())
+    with gpuflow.serve.load("x.yaml", overrides=words.split()) as predict:
+        found = predict("photo.jpg").numpy()
+    levels = cv2.resize(cv2.imread("photo.jpg"), (192, 224)) / 255  # BGR, as `color` says
+    expected = ((levels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]).mean((0, 1))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_the_file_of_torchvisions_weights(imported: Run, tmp_path: Path) -> None:

@@ -610,7 +610,14 @@ def test_what_a_toml_has_and_no_preset_equals(tmp_path: Path, before: str, after
     [
         ("a = [", "x.toml: is not valid TOML: "),
         ("[a]\nbackend = 'TensorrtTensor'", "x.toml: has no node that decodes by DecodeTensor or DecodeMat"),
-        ("[a]\nbackend = 'DecodeMat'", "x.toml: [a] needs resize_h and resize_w: 'resize_h'"),
+        (
+            "[a]\nbackend = 'DecodeMat'\nnext = 'b'\n[b]\nresize_h = 8",
+            "x.toml: [a] leads to no node with resize_w; write it there or in a node that follows by next",
+        ),
+        (
+            "[a]\nbackend = 'DecodeMat'\nnext = 'b'\n[b]\nresize_h = 'all'",
+            "x.toml: [b] resize_h must be a whole number of pixels, got 'all'",
+        ),
         (
             TOML + MODEL.replace('"123.675, 116.28, 103.53"', "[123, 116, 103]"),
             "x.toml: [resnet18] mean must be numbers separated by commas, such as "
@@ -696,6 +703,7 @@ def test_nodes_that_next_joins_are_one_chain(tmp_path: Path) -> None:
     ("before", "after", "text"),
     [
         ('"resizer"', '"resiser"', "x.toml: [decoder] next 'resiser' names no node; did you mean 'resizer'?"),
+        ('"resizer"', '"cpu_posprocess"', "x.toml: [decoder] next 'cpu_posprocess' names no node; known: net, resizer"),
         ('"net"', '"decoder"', "x.toml: [resizer] next 'decoder' leads back to a node before it"),
         ('"net"', '"net,nett"', "x.toml: [resizer] next 'nett' names no node; did you mean 'net'?"),
     ],
@@ -714,6 +722,7 @@ def test_a_next_that_leads_nowhere(tmp_path: Path, before: str, after: str, text
             '"int8"',
             "x.toml: [net] precision is int8, which gpuflow builds no engine of; nearest: precision: ",
         ),
+        ("min = 2", "min = 8", "x.toml: [net] min is 8, but max is 4; nearest: batches from 1 on"),
         ("resnet50.onnx", "resnet50.trt", "x.toml: [net] model resnet50.trt is no ONNX file, of which gpuflow builds"),
         (
             '"net"',
