@@ -151,6 +151,8 @@ class CpuRunner:
         self._stage, self._outputs = program.decoder, outputs_of(program)
         self._lowered = list(map(_Lowered, programs_of(program)))
         self._spec = programs_of(program)[0].specs[1]
+        for step in [step for one in programs_of(program) for step in one.steps if isinstance(step, OpaqueStep)]:
+            step.stage.prepare()
         self._is_native = all(lowered.whole is not None for lowered in self._lowered)
         self._has_library = self._stage.library is None and find_libjpeg_turbo() is not None
         self._threads, self._count_cpu = threads, count_cpu
@@ -479,7 +481,7 @@ def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
     """Why a sample is bad for which an opaque stage raised this; None if that is a fault of something else."""
     if isinstance(error, BadSampleError):
         return error
-    if isinstance(error, GpuflowError) or not isinstance(error, ValueError | RuntimeError):
+    if isinstance(error, GpuflowError | NotImplementedError) or not isinstance(error, ValueError | RuntimeError):
         return None
     if is_system_fault(error) or _NO_MEMORY in str(error):
         return None

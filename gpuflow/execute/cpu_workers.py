@@ -84,7 +84,9 @@ def prepare(setup: bytes) -> Any:
     """The unpickled setup, or why it cannot be unpickled, as text. Starts no thread."""
     torch.set_num_threads(1)
     try:
-        return pickle.loads(setup)
+        loaded = pickle.loads(setup)
+        CpuRunner(loaded.program)  # loads what stages call, for all workers
+        return loaded
     except Exception as error:  # such as a stage that is defined in the script that started the loader
         return repr(error)
 

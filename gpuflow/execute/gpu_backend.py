@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,6 +13,8 @@ from gpuflow.decode.nvjpeg import BACKENDS, BatchedDecoder, NvjpegError, NvjpegL
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.execute.passes import Pass, passes_of_each
+from gpuflow.pipeline.program import ApplyStep, OpaqueStep
+from gpuflow.pipeline.stage import Opaque
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 
 if TYPE_CHECKING:
@@ -79,11 +82,21 @@ def gpu_decodes(program: AnyProgram) -> bool:
 
 
 def passes_text(program: AnyProgram, passes: Sequence[Sequence[Pass]]) -> str:
-    """How many passes run on the decoded images, in words; with views, how often each is drawn, too."""
+    """Return how many passes there are, with views how often each is drawn, and which stages are calls of Python."""
+    python = [one.step for one in chain(*passes) if isinstance(one.step, ApplyStep | OpaqueStep)]
+    calls = "".join(dict.fromkeys(f", {_call_text(step)}" for step in python))
     if not isinstance(program, ViewsProgram):
-        return f"{len(passes[0])} batched pass(es)"
-    views = zip(program.pipeline.views, passes, strict=True)
-    return f"batched passes for each view: {', '.join(f'{view.name} {view.count} x {len(own)}' for view, own in views)}"
+        return f"{len(passes[0])} batched pass(es){calls}"
+    views = [f"{view.name} {view.count} x {len(own)}" for view, own in zip(program.pipeline.views, passes, strict=True)]
+    return f"batched passes for each view: {', '.join(views)}{calls}"
+
+
+def _call_text(step: ApplyStep | OpaqueStep) -> str:
+    """Return where a stage runs that calls Python code, and how often."""
+    stage = step.stage
+    where = "GPU" if isinstance(stage, Opaque) and stage.on_gpu else "CPU"
+    batched = isinstance(stage, Opaque) and (not stage.random or type(stage).apply_batch is not Opaque.apply_batch)
+    return f"{stage.stage_name} on the {where} by a call for each {'batch' if batched else 'image'}"
 
 
 def place_on_gpu(

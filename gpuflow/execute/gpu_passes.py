@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, LoaderError, reason_of
 from gpuflow.execute.canvas import Canvas, tiles_of
 from gpuflow.execute.cpu import bad_by_stage
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots, send_array
@@ -271,11 +271,17 @@ class DevicePasses:
         wrote to them, its exception is raised, as are those that no image causes, such as errors of CUDA.
         """
         refused: dict[int, BadSampleError] = {}
+        images = images if step.stage.on_gpu else images.cpu()
         parts = [slice(0, len(images))]
         while parts:
             part, version = parts.pop(), _version(images)
             try:
                 result = step.stage.apply_batch(images[part], seeds[part])
+            except NotImplementedError as error:
+                reason = reason_of(error).partition(". ")[0]
+                action = f"add one to its operator, or let {type(step.stage).__name__}.on_gpu return False"
+                rule = f"{step.stage.stage_name}: has no form for {images.device}"
+                raise LoaderError(f"{rule}: {reason}; {action}") from error
             except (ValueError, RuntimeError) as error:
                 fault = None if _is_of_device(error) else bad_by_stage(step, error)
                 if fault is None or version is None or _version(images) != version:
@@ -286,7 +292,7 @@ class DevicePasses:
                     middle = (part.start + part.stop) // 2
                     parts += [slice(middle, part.stop), slice(part.start, middle)]
             else:
-                target.index_copy_(0, places[part], result)
+                target.index_copy_(0, places[part], result.to(target.device))
         return refused
 
     def plan_of_move(

@@ -321,6 +321,17 @@ class Opaque(Stage):
     """Any callable on one image. Its random numbers come from a seed that each sample has."""
 
     @property
+    def on_gpu(self) -> bool:
+        """Return False if it takes images in the CPU's memory alone: there `apply_batch` gets copies of a GPU's."""
+        return True
+
+    def prepare(self) -> None:
+        """Build or load what the stage calls, such as a compiled operator.
+
+        It is called where a loader or a predictor is made, before worker processes start, and more than once.
+        """
+
+    @property
     def moves_pixels(self) -> bool:
         """Whether what stands at a pixel may come from another place, so that boxes and masks cannot follow."""
         return True

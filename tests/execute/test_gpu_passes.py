@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from gpuflow.errors import LoaderError
 from gpuflow.execute import gpu_passes
 from gpuflow.execute.gpu_passes import DevicePasses, interleaved
 from gpuflow.execute.passes import draw_passes, passes_of
-from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.image_spec import ImageSpec
+from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.stage import Keys, Opaque, Pipeline
+from gpuflow.pipeline.validate import trace
+from gpuflow.stages import Decode, Resize
 from tests.datasets import Entries, program
 from tests.host_stream import HostStream
 
@@ -68,3 +74,55 @@ def test_passes_that_change_few_images_write_to_the_images_that_they_read() -> N
     draws = draw_passes(passes, Keys(0, 0, np.arange(2)), np.array([[20, 30]] * 2))
     resampled, jittered, blurred, warped, last = of_device.targets(slots, draws, 2)
     assert resampled is jittered is blurred and warped is not resampled and last is slots
+
+
+class OfGpu(torch.Tensor):
+    """In the CPU's memory; `cpu` makes a plain tensor of it, as of one of a GPU."""
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Halved(Opaque):
+    """Halves levels; without `copied` by an operator that has a form for CUDA alone."""
+
+    stage_name: ClassVar[str] = "halved"
+
+    copied: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        return not self.copied
+
+    def output(self, spec: ImageSpec) -> ImageSpec:
+        return spec
+
+    def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        if self.copied:
+            assert type(image) is torch.Tensor
+            return image // 2
+        return torch.ops.gpuflow_test.halve(image)  # type: ignore[no-any-return]
+
+
+def called(stage: Halved) -> torch.Tensor:
+    pipeline = Pipeline("x", (Decode(), Resize(height=4, width=5), stage))
+    passes = passes_of(fold(pipeline, trace(pipeline)))
+    assert not isinstance(passes, str), passes
+    stream: Any = HostStream()
+    images = torch.full((3, 3, 4, 5), 9, dtype=torch.uint8)
+    target = torch.zeros_like(images)
+    DevicePasses(passes, stream).run_pass(1, np.arange(3), images.as_subclass(OfGpu), target, [torch.tensor([2, 0, 1])])
+    return target
+
+
+def test_a_stage_for_the_cpu_gets_copies_of_a_gpus_images() -> None:
+    assert (called(Halved(copied=True)) == 4).all()
+
+
+def test_an_operator_without_a_form_for_the_device_is_no_bad_sample() -> None:
+    library = torch.library.Library("gpuflow_test", "DEF")
+    library.define("halve(Tensor image) -> Tensor")
+    library.impl("halve", lambda image: image // 2, "CUDA")
+    with pytest.raises(LoaderError, match=r"^halved: has no form for cpu: Could not run.*; add one .* Halved\.on_gpu"):
+        called(Halved())

@@ -78,6 +78,10 @@ def test_what_runs_nowhere_but_on_the_cpu(tmp_path: Path, stages: list[Any], rea
 def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
     text = "JPEG engines, then 2 batched pass(es); decoded on the CPU if it has none"
     assert explain_gpu(config(tmp_path, [CROP, JITTER, HALF]), "train") == text
+    blurred = {"torchvision": {"name": "GaussianBlur", "kernel_size": 3}}
+    call = "torchvision on the GPU by a call for each image"
+    text = f"JPEG engines, then 2 batched pass(es), {call}; decoded on the CPU if it has none"
+    assert explain_gpu(config(tmp_path, [CROP, blurred]), "train") == text
     asked_for = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=gpu")
     assert explain_gpu(asked_for, "train") == "JPEG engines, then 1 batched pass(es); CUDA kernels if it has none"
     refused = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=cpu")
