@@ -121,7 +121,8 @@ def test_a_stage_for_the_cpu_gets_copies_of_a_gpus_images() -> None:
 
 
 def test_an_operator_without_a_form_for_the_device_is_no_bad_sample() -> None:
-    library = torch.library.Library("gpuflow_test", "DEF")
+    new: Any = torch.library.Library
+    library = new("gpuflow_test", "DEF")
     library.define("halve(Tensor image) -> Tensor")
     library.impl("halve", lambda image: image // 2, "CUDA")
     with pytest.raises(LoaderError, match=r"^halved: has no form for cpu: Could not run.*; add one .* Halved\.on_gpu"):

@@ -83,7 +83,7 @@ def test_a_graph_of_torchpipe_is_served_by_onnxruntime(
     (words,) = re.findall(r"gpuflow serve FILE ([^\n]+)", Path("x.yaml").read_text())
     with gpuflow.serve.load("x.yaml", overrides=words.split()) as predict:
         found = predict("photo.jpg").numpy()
-    levels = cv2.resize(cv2.imread("photo.jpg"), (192, 224)) / 255  # BGR, as `color` says
+    levels = cv2.resize(np.asarray(cv2.imread("photo.jpg")), (192, 224)) / 255  # BGR, as `color` says
     expected = ((levels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]).mean((0, 1))
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
