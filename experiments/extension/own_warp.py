@@ -27,15 +27,16 @@ WHERE inline void warp_pixel(const uint8_t* in, uint8_t* out, const double* m, i
   const double sx = m[0] * x + m[1] * y + m[2], sy = m[3] * x + m[4] * y + m[5];
   const double left = std::floor(sx), top = std::floor(sy), fx = sx - left, fy = sy - top;
   const int64_t x0 = (int64_t)left, y0 = (int64_t)top;
+  int64_t at[4];
+  for (int64_t i = 0; i < 4; i++) {
+    const int64_t v = y0 + i / 2, u = x0 + i % 2;
+    at[i] = v < 0 || u < 0 || v >= H || u >= W ? -1 : (v * W + u) * C;
+  }
   for (int64_t c = 0; c < C; c++) {
-    double level[2][2];
-    for (int64_t i = 0; i < 2; i++)
-      for (int64_t j = 0; j < 2; j++) {
-        const int64_t v = y0 + i, u = x0 + j;
-        level[i][j] = v < 0 || u < 0 || v >= H || u >= W ? 0.0 : in[(v * W + u) * C + c];
-      }
-    const double upper = level[0][0] * (1 - fx) + level[0][1] * fx, lower = level[1][0] * (1 - fx) + level[1][1] * fx;
-    out[(y * W + x) * C + c] = (uint8_t)std::floor(upper * (1 - fy) + lower * fy + 0.5);
+    double level[4];
+    for (int64_t i = 0; i < 4; i++) level[i] = at[i] < 0 ? 0.0 : in[at[i] + c];
+    const double upper = level[0] * (1 - fx) + level[1] * fx, lower = level[2] * (1 - fx) + level[3] * fx;
+    out[(y * W + x) * C + c] = (uint8_t)(upper * (1 - fy) + lower * fy + 0.5);
   }
 }
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import inspect
 import json
@@ -111,3 +112,26 @@ def test_its_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = read_config(FOLDER / "pipeline.yaml", stage_table())
     served, trained = (config.programs[name].pipeline.stages[2] for name in ("serve", "train"))
     assert (served.random, trained.random) == (False, True)
+
+
+@pytest.mark.slow
+def test_a_run_measures_what_its_log_lacks(tmp_path: Path) -> None:
+    options = ["--batch=3", "--threads=2", "--seconds=0.01", "--repeats=1", f"--out={tmp_path}"]
+    done = [python(FOLDER / "run.py", "--arms", *arms, *options) for arms in (["cv2"], ["cv2", "gpuflow"])]
+    assert [one.returncode for one in done] == [0, 0], done[1].stderr
+    assert [[line.split()[1] for line in one.stdout.splitlines()] for one in done] == [["cv2"], ["gpuflow"]]
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = {(row["arm"], row["metric"]): float(row["value"]) for row in csv.DictReader(file)}
+    assert {arm for arm, _ in rows} == {"cv2", "gpuflow"}
+    assert rows["gpuflow", "images_per_s"] > 0
+    assert rows["cv2", "most_levels"] == 0 <= rows["gpuflow", "most_levels"] <= 1
+
+
+@pytest.mark.slow
+def test_an_arm_that_fails_is_named(tmp_path: Path) -> None:
+    """As one does whose operator does not build."""
+    options = ["--arms", "own-cpp", "--batch=2", "--repeats=1", "--seconds=0.01", f"--out={tmp_path}"]
+    built = str(tmp_path / "built")
+    done = python(FOLDER / "run.py", *options, TORCH_EXTENSIONS_DIR=built, CXX="no-such-compiler")
+    assert done.returncode == 1
+    assert "Not measured" in done.stderr and "own-cpp: " in done.stderr

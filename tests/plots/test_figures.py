@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plots import epoch_time, gpu_path, load_test, loader_cpu, real_data, style, worker_scaling
+from plots import epoch_time, extension, gpu_path, load_test, loader_cpu, real_data, style, worker_scaling
 
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
@@ -53,6 +53,7 @@ CASES = {
     "bars": (loader_cpu.draw, ["train 128; workers=2"], tuple(ARMS)),
     "gpu": (gpu_path.draw, ["random_resized_crop 224; batch=256"], tuple(ARMS)),
     "panels": (loader_cpu.draw, ["train 128; workers=2", "val 128; workers=2", "val 224; workers=2"], tuple(ARMS)),
+    "devices": (extension.draw, ["cpu, 375x500", "cuda, 375x500"], ("gpuflow", "spdl", "plain")),
     "kinds": (real_data.draw, ON_KINDS, ("gpuflow", "dali")),
     "kinds without training": (real_data.draw, ["same; alone"], tuple(ARMS)),
     "trainings": (epoch_time.draw, ["resnet18; epochs=5", "resnet50; epochs=5"], TRAINING),
