@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,23 @@ print(json.dumps([list(found.shape), torch.equal(found, expected)]))
     done = python(code, str(FOLDER), TRITON_INTERPRET="1", TORCH_EXTENSIONS_DIR=built)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[3, 31, 43, 3], True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "copy", "cuda"])
+def test_a_gpu_gives_the_bits_of_the_cpu(package: Any, kernel: str, tmp_path: Path) -> None:
+    """With random numbers, as in training."""
+    if kernel == "cuda" and shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    stages = [{"decode": {}}, {"center_crop": {"size": [31, 43]}}, {"own_warp": {"kernel": kernel}}]
+    config = write_config(tmp_path / "x.yaml", tmp_path, train=stages)
+    images = torch.from_numpy(np.stack([photo(31, 43, seed=seed) for seed in range(5)])).permute(0, 3, 1, 2)
+    expected, found = (
+        gpuflow.transform(config, device=device)(images.to(device), epoch=1, positions=range(5))
+        for device in ("cpu", "cuda")
+    )
+    assert torch.equal(found.cpu(), expected)
+    assert not torch.equal(expected, images)
 
 
 def test_its_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
