@@ -2,14 +2,18 @@
 
 python -m plots.worker_scaling RESULTS OUT_STEM
 
-Each row's workload contains the number of workers: `train 224; batch=64; workers=2`.
+Each row's workload contains the number of workers: `decode: photos; workers=2`.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,9 +23,19 @@ __all__ = ["draw"]
 
 Series = dict[int, style.Result]
 
-_WIDTH, _TOP, _BOTTOM, _BETWEEN = 9, 1.05, 1.15, 0.5
-_PANEL, _LABEL = 3.1, 0.22
-"""Inches: the figure's width, its margins, the space between panels, a panel's least height, and that of a label."""
+_TITLES = {
+    "decode": "decode and resize",
+    "batch": "decode, resize, batch",
+    "normalize": "decode, resize, batch, normalize",
+    "transfer": "decode, resize, batch, normalize, transfer",
+}
+"""Titles of the workloads of `gpuflow bench`, each of which adds a step to the one before."""
+_IDEAL = "ideal: gpuflow, 1 worker x N"
+_PANELS, _PANEL, _HEIGHT = 11.0, 8.2, 3.4
+"""Inches: the figure's width with two columns of panels and with one panel, and a panel's height."""
+_LEFT, _TOP, _BETWEEN, _BELOW, _FOOTER, _LEGEND = 1.1, 1.35, 0.95, 0.65, 0.65, 0.29
+"""Inches: the space left of a panel, above and between the panels, below them, for the footer and a line of the
+legend."""
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
@@ -29,35 +43,65 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
     results = style.read_results(results_path, metric="images_per_s")
     panels = _panels(results_path, results)
     arms = style.arms_of(results)
-    panel_height = max(_PANEL, _LABEL * max(len(series) for series in panels.values()))
-    top = _TOP + (0.2 if len(panels) > 1 else 0)
-    height = top + _BOTTOM + panel_height * len(panels) + _BETWEEN * (len(panels) - 1)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    width = _PANELS if columns > 1 else _PANEL
+    labels = {name: arm.label for name, arm in arms.items()}
+    for series in panels.values() if len(panels) == 1 else ():
+        labels = {name: f"{label}  {series[name][max(series[name])].value:,.0f}" for name, label in labels.items()}
+    labels[_IDEAL] = _IDEAL
+    in_line = max(1, int(width / (0.8 * style.text_width(labels.values()) + 0.8)))
+    bottom = _BELOW + _FOOTER + _LEGEND * -(-len(labels) // in_line)
+    height = _TOP + rows * _HEIGHT + (rows - 1) * _BETWEEN + bottom
+    counts = sorted({count for series in panels.values() for points in series.values() for count in points})
     with style.figure_style():
-        figure = Figure(figsize=(_WIDTH, height))
-        axes_column = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-        labels = [text for series in panels.values() for text in _labels(arms, series)]
+        figure = Figure(figsize=(width, height))
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
         figure.subplots_adjust(
-            left=0.09,
-            right=1 - (style.text_width(labels) + 0.45) / _WIDTH,
-            top=1 - top / height,
-            bottom=_BOTTOM / height,
-            hspace=_BETWEEN / panel_height,
+            left=_LEFT / width,
+            right=1 - 0.2 / width,
+            top=1 - _TOP / height,
+            bottom=bottom / height,
+            wspace=_LEFT * columns / (width - 0.2 - _LEFT * columns),
+            hspace=_BETWEEN / _HEIGHT,
         )
-        counts = sorted({count for series in panels.values() for points in series.values() for count in points})
-        for axes, (workload, series) in zip(axes_column, panels.items(), strict=True):
-            _panel(axes, {name: arm for name, arm in arms.items() if name in series}, series, counts, panel_height)
-            if len(panels) > 1:
-                axes.set_title(workload, loc="left", fontsize=12, color=style.GRAY, pad=6)
-        axes_column[-1].set_xlabel("workers (threads or processes)")
-        subtitle = next(iter(panels)) if len(panels) == 1 else "medians; the bars end at the lowest and highest value"
-        style.title(figure, "Images per second by number of workers", subtitle)
+        lines: dict[str, Any] = {}
+        for axes, (workload, series) in zip(grid, panels.items(), strict=False):
+            lines |= _panel(axes, {name: arm for name, arm in arms.items() if name in series}, series, counts)
+            kind, colon, rest = workload.partition(":")
+            text = textwrap.fill(f"{_TITLES.get(kind, kind)}{colon}{rest}", 50)
+            axes.set_title(text, loc="left", fontsize=12, color=style.GRAY, pad=6)
+        for axes in grid[len(panels) :]:
+            axes.remove()
+        for axes in grid[max(0, len(panels) - columns) : len(panels)]:
+            axes.set_xlabel("workers (threads or processes)")
+        for axes in grid[: len(panels) : columns]:
+            axes.set_ylabel("images/s")
+        shown = [name for name in labels if name in lines]
+        figure.legend(
+            [lines[name] for name in shown],
+            [labels[name] for name in shown],
+            loc="lower left",
+            bbox_to_anchor=(0.01, _FOOTER / height),
+            ncols=in_line,
+            frameon=False,
+            fontsize=12,
+        )
+        note = "medians; the bars end at the lowest and highest value"
+        style.title(figure, "Images per second by number of workers", note)
         style.footer(figure, results)
         return style.save(figure, out_stem)
 
 
 def _panels(path: Path, results: list[style.Result]) -> dict[str, dict[str, Series]]:
-    """For each workload and each of its arms the rows by number of workers."""
+    """For each workload and each of its arms the rows by number of workers.
+
+    Raises:
+        ValueError: a row has no number of workers, two rows are of the same measurement, or the rows of a workload are
+            of several machines.
+    """
     panels: dict[str, dict[str, Series]] = {}
+    machines: dict[str, dict[str, None]] = {}
     for result in results:
         text, settings = style.split_workload(result.workload)
         workers = settings.pop("workers", "")
@@ -67,20 +111,21 @@ def _panels(path: Path, results: list[style.Result]) -> dict[str, dict[str, Seri
         points = panels.setdefault(workload, {}).setdefault(result.arm, {})
         if points.setdefault(int(workers), result) is not result:
             raise ValueError(f"{path} must have one row for {result.arm!r} with {workers} workers, got several")
+        machines.setdefault(workload, {}).update(dict.fromkeys(result.machine.split(" / ")))
+    for workload, names in machines.items():
+        if len(names) > 1:
+            several = " and ".join(names)
+            raise ValueError(f"{path} must have {workload!r} of one machine, got {several}; measure all of it on one")
     return panels
 
 
-def _panel(
-    axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], counts: list[int], panel_height: float
-) -> None:
-    """Draw one workload: its arms' medians with their spread, the ideal line, a label at each line's end.
-
-    panel_height: of the axes, in inches.
-    """
+def _panel(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], counts: list[int]) -> dict[str, Any]:
+    """Draw one workload: its arms' medians with their spread, and the ideal line. Returns what the legend shows."""
+    lines: dict[str, Any] = {}
     for name, arm in arms.items():
         points = [series[name][count] for count in sorted(series[name])]
         spread = [[point.value - point.low for point in points], [point.high - point.value for point in points]]
-        axes.errorbar(
+        bars = axes.errorbar(
             sorted(series[name]),
             [point.value for point in points],
             yerr=spread,
@@ -91,62 +136,18 @@ def _panel(
             capsize=4,
             zorder=3,
         )
-    axes.set_xticks(counts)
-    margin = 0.03 * (counts[-1] - counts[0]) or 0.5
-    axes.set_xlim(counts[0] - margin, counts[-1] + margin)
+        lines[name] = bars.lines[0]
+    powers = [2**i for i in range(counts[-1].bit_length()) if counts[0] <= 2**i]
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(counts[0] / 1.12, counts[-1] * 1.12)
+    axes.set_xticks(powers or counts, [str(count) for count in powers or counts])
     axes.set_ylim(0, 1.12 * max(point.high for points in series.values() for point in points.values()))
     style.count_axis(axes, "y")
-    _ideal(axes, series)
-    _end_labels(axes, arms, series, panel_height)
-
-
-def _ideal(axes: Axes, series: dict[str, Series]) -> None:
-    """Draw a dotted line: the rate of the fastest arm at its fewest workers, scaled in proportion to the workers."""
-    fewest = min(count for points in series.values() for count in points)
-    rate = max(points[fewest].value for points in series.values() if fewest in points) / fewest
-    most, top = max(max(points) for points in series.values()), axes.get_ylim()[1]
-    end = min(most, top / rate)
-    if end <= fewest:
-        return
-    axes.plot([fewest, end], [rate * fewest, rate * end], ":", color=style.GRAY, linewidth=1.8, zorder=2)
-    has_space = end - fewest < 0.6 * (most - fewest)  # to the right, before the arms' labels begin
-    axes.annotate(
-        "ideal scaling",
-        xy=(end, rate * end),
-        xytext=(6 if has_space else -22, -3 if end < most else 6),
-        textcoords="offset points",
-        ha="left" if has_space else "right",
-        va="top" if end < most else "bottom",
-        color=style.GRAY,
-        fontsize=11.5,
-    )
-
-
-def _labels(arms: dict[str, style.Arm], series: dict[str, Series]) -> list[str]:
-    """For each arm a label with its name and last value."""
-    return [
-        f"{arm.label}  {series[name][max(series[name])].value:,.0f}" for name, arm in arms.items() if name in series
-    ]
-
-
-def _end_labels(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], panel_height: float) -> None:
-    """Draw each arm's label in its colour, to the right of its line's end."""
-    gap = _LABEL / panel_height * axes.get_ylim()[1]
-    most = max(max(points) for points in series.values())
-    ends = [max(series[name]) for name in arms]
-    rates = [series[name][end].value for name, end in zip(arms, ends, strict=True)]
-    places = style.spread_apart(rates, gap=gap, lowest=0)
-    for arm, text, end, rate, place in zip(arms.values(), _labels(arms, series), ends, rates, places, strict=True):
-        axes.annotate(
-            text,
-            xy=(end, rate),
-            xytext=(14, place if end == most else rate),
-            textcoords=("offset points", "data"),
-            color=arm.color,
-            fontweight="bold",
-            va="center",
-            annotation_clip=False,
-        )
+    if (one := series.get("gpuflow", {}).get(1)) is not None:
+        cores = re.match(r"(\d+) cores", one.machine)
+        scaled = np.geomspace(1, min(counts[-1], int(cores[1])) if cores else counts[-1], 100)
+        [lines[_IDEAL]] = axes.plot(scaled, one.value * scaled, "--", color=style.GRAY, linewidth=1.6, zorder=2)
+    return lines
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from plots import epoch_time, extension, gpu_path, load_test, loader_cpu, real_d
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
 LOADERS = (1500.0, 1510.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 1600.0, 1700.0, 12_345.0)
-SCALED = (1300.0, 1310.0, 1320.0, 1330.0, 300.0, 310.0, 305.0)
+SCALED = (1300.0, 1310.0, 1320.0, 1330.0, 300.0, 310.0, 305.0, 306.0, 307.0, 1900.0, 700.0, 1800.0)
 RATES = dict(zip(ARMS, (*LOADERS, *SCALED, 50.0, 12.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
 TRAINED = {"run_s": 0.1, "time_share": 0.0001, "accuracy": 0.0001}
 METRICS = {"images_per_s": 1.0, "step_ratio": 0.0001, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0, **TRAINED}
@@ -105,19 +105,52 @@ def test_kinds_have_a_row_each_with_the_engines_and_the_ratios(tmp_path: Path) -
     assert {"0.300", "0.450", "0.096"} <= set(found)
 
 
-def test_lines_are_labelled_with_their_last_value(tmp_path: Path) -> None:
+IDEAL = "ideal: gpuflow, 1 worker x N"
+
+
+def test_the_legend_of_one_workload_has_the_last_values(tmp_path: Path) -> None:
     workloads, arms = [f"train; workers={n}" for n in (1, 2, 4)], ("gpuflow", "spdl")
     svg, _ = worker_scaling.draw(results(tmp_path / "results.csv", *workloads, arms=arms), tmp_path / "figure")
-    assert {"gpuflow  4,500", "SPDL  30", "ideal scaling"} <= texts(svg)
+    assert {"gpuflow  4,500", "SPDL  30", "1", "2", "4", IDEAL} <= texts(svg)
 
 
-def test_each_workload_has_a_panel_with_its_arms(tmp_path: Path) -> None:
-    path = results(tmp_path / "results.csv", "same; workers=1", "web; batch=2; workers=1", arms=("gpuflow", "spdl"))
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("spdl,web")))
+def test_each_workload_has_a_panel_and_all_share_a_legend(tmp_path: Path) -> None:
+    workloads = ["decode: own; workers=1", "transfer: own; workers=1", "web; batch=2; workers=1"]
+    svg, _ = worker_scaling.draw(
+        results(tmp_path / "results.csv", *workloads, arms=("gpuflow", "spdl")), tmp_path / "figure"
+    )
+    found = re.findall(r"<!-- (.*?) -->", svg.read_text())
+    titles = ["decode and resize: own", "decode, resize, batch, normalize, transfer: own", "web; batch=2"]
+    for text in (*titles, "gpuflow", "SPDL", IDEAL):
+        assert found.count(text) == 1, text
+
+
+def test_the_ideal_line_ends_at_the_number_of_cores_and_needs_one_worker(tmp_path: Path) -> None:
+    path = results(tmp_path / "results.csv", *[f"w; workers={n}" for n in (1, 4, 16)], arms=("gpuflow",))
     svg, _ = worker_scaling.draw(path, tmp_path / "figure")
-    found = texts(svg)
-    assert {"same", "web; batch=2", "gpuflow  1,500", "gpuflow  3,000", "SPDL  10"} <= found
-    assert "SPDL  20" not in found
+    path.write_text(path.read_text().replace("a machine with a rather long name, ", "4 cores of X"))
+    on_four, _ = worker_scaling.draw(path, tmp_path / "four")
+    ends = [max(float(x) for x in re.findall(r"L (\d+\.\d+) ", dashed(file))) for file in (svg, on_four)]
+    assert ends[1] < ends[0]
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "workers=1," not in line))
+    without, _ = worker_scaling.draw(path, tmp_path / "without")
+    assert IDEAL not in texts(without)
+
+
+def dashed(svg: Path) -> str:
+    """The path of the dashed line."""
+    paths: list[str] = re.findall(r"<path [^>]*>", svg.read_text())
+    return next(path for path in paths if "dasharray" in path)
+
+
+def test_a_panel_is_of_one_machine(tmp_path: Path) -> None:
+    path = results(tmp_path / "results.csv", *[f"w; workers={n}" for n in (1, 2)], arms=("gpuflow", "spdl"))
+    machine = '"' + "a machine with a rather long name, " * 3 + '"'
+    lines = [line.replace(machine, "A" if "workers=1" in line else "B") for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match="machine") as caught:
+        worker_scaling.draw(path, tmp_path / "figure")
+    assert str(caught.value) == f"{path} must have 'w' of one machine, got A and B; measure all of it on one"
 
 
 def test_loads_are_labelled_with_their_last_values(tmp_path: Path) -> None:
