@@ -37,7 +37,7 @@ help:  ## list the targets
 demo: $(NATIVE)  ## make sample photographs, train on them, compare loaders
 	$(BIN)/gpuflow samples data/photos -n 2000
 	$(BIN)/gpuflow train configs/demo.yaml --force
-	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
+	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --workloads pipeline --against dataloader --out plots/out
 
 test: $(NATIVE)  ## run the tests but the slow ones, files side by side
 	$(PYTEST) -m "not slow and not integrations"

@@ -526,49 +526,80 @@ def bench(
     against: Annotated[
         str, typer.Option(help="What to compare with: dataloader, dataloader-uint8, spdl; separated by commas.")
     ] = "dataloader",
+    workloads: Annotated[
+        str,
+        typer.Option(
+            help="What to measure, separated by commas. pipeline: the file's pipeline as it is; decode: decode and "
+            "resize to its size, one image a batch; batch: the same in its batches; normalize: these normalized; "
+            "transfer: these copied to the GPU. By default all that this machine and the pipeline allow."
+        ),
+    ] = "",
     pipeline: Annotated[str, typer.Option(help="Which pipeline to run.")] = "train",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each point; the median counts.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a measurement.")] = 4.0,
     out: Annotated[Path, typer.Option(help="Where to write worker_scaling.csv, .png and .svg.")] = Path("plots/out"),
 ) -> None:
-    """Measure images a second against the number of workers, for gpuflow and for others on the same job.
+    """Measure images a second against the number of workers, for gpuflow and for others on the same work.
 
-    The arms take turns, each measurement in a fresh process. Writes a CSV and a plot of medians and spread.
+    The arms take turns, each measurement in a fresh process. Prints a table of each workload with the ratio of gpuflow
+    to each other arm; writes a CSV and a plot of medians and spread. Warns if other processes use more than a tenth of
+    this machine.
     """
     from gpuflow.tools import bench as b
 
     counts = _counts("--workers", workers)
-    arms = ["gpuflow", *(word.strip() for word in against.split(",") if word.strip())]
-    b.check_arms(arms)
+    arms = ["gpuflow", *b.names_of("--against", against, [arm for arm in b.ARMS if arm != "gpuflow"])]
+    wanted = b.names_of("--workloads", workloads, b.WORKLOADS)
     config = _read(path, overrides)
     config.program(pipeline)
     _check_output("--out", out, folder=True)
+    problems = {name: b.workload_problem(config, pipeline, name) for name in wanted or b.WORKLOADS}
+    for name, problem in problems.items():
+        if problem and wanted:
+            raise ValueError(f"--workloads: {name} {problem}; leave it out")
+        if problem:
+            _print_err(_labelled("note:", "yellow", f"{name} is left out: it {problem}"))
     jobs = [
         b.Job(
-            arm=arm, path=str(path), overrides=tuple(overrides or ()), pipeline=pipeline, workers=count, seconds=seconds
+            arm=arm,
+            path=str(path),
+            overrides=tuple(overrides or ()),
+            pipeline=pipeline,
+            workers=count,
+            seconds=seconds,
+            workload=name,
         )
+        for name, problem in problems.items()
         for count in counts
         for arm in arms
+        if not problem
     ]
+    busy: dict[b.Job, float] = {}
     with _bar() as bar:
         task = bar.add_task("measurements", total=repeats * len(jobs), note="")
 
         def note(job: b.Job, rate: float) -> None:
-            bar.update(task, advance=1, note=f"{job.arm}, {job.workers} worker(s): {rate:,.0f} images/s")
+            text = f"{job.workload}, {job.arm}, {job.workers} worker(s): {rate:,.0f} images/s"
+            bar.update(task, advance=1, note=text)
 
-        rates = b.measure(jobs, repeats=repeats, progress=note)
-    size = config.pipelines[pipeline].batch
-    workload = f"{path.stem} {pipeline}; batch={size.size or size.global_size}"
+        def warn(job: b.Job, share: float) -> None:
+            if not busy:
+                text = f"other processes use {share:.0%} of this machine, so that rates are too low; end them, or wait"
+                _print_err(_labelled("warning:", "yellow", text))
+            busy[job] = max(share, busy.get(job, 0.0))
+
+        rates = b.measure(jobs, repeats=repeats, progress=note, busy=warn)
+    source = " and ".join(Path(one.where).name for one in config.sources)
+    titles = {name: f"pipeline {pipeline}" if name == "pipeline" else name for name in problems}
     rows = [
-        b.row(job.arm, f"{workload}; workers={job.workers}", "images_per_s", values, "images/s")
+        b.row(job.arm, f"{titles[job.workload]}: {source}; workers={job.workers}", "images_per_s", values, "images/s")
         for job, values in rates.items()
     ]
     results = out / "worker_scaling.csv"
     b.write_results(results, rows)
-    _print(workload)
-    for job, entry in zip(rates, rows, strict=True):
-        figures = f"{entry['value']:>8} images/s  ({entry['low']}-{entry['high']})"
-        _print(f"{job.arm:16}  {job.workers:>3} worker(s)  {figures}")
+    for name in dict.fromkeys(job.workload for job in jobs):
+        _print(f"{titles[name]}: {source}")
+        _print(b.table({job: values for job, values in rates.items() if job.workload == name}, busy))
     _plot("worker_scaling", results)
 
 

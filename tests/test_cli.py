@@ -479,7 +479,8 @@ def test_ctrl_c_is_not_lost(body: str) -> None:
     ("arguments", "text"),
     [
         (["--against", "dataloader,dataloader"], "--against: 'dataloader' is named twice; name it once"),
-        (["--against", "dataloder"], "--against: 'dataloder' is nothing to compare with; did you mean 'dataloader'?"),
+        (["--against", "dataloder"], "--against: 'dataloder' is not known; did you mean 'dataloader'?"),
+        (["--workloads", "batch,decode,batch"], "--workloads: 'batch' is named twice; name it once"),
         (["--workers", "1,x"], "--workers: must be numbers >= 1 separated by commas, got '1,x'"),
         (["--workers", "0"], "--workers: must be numbers >= 1 separated by commas, got '0'"),
         (["--workers", "1,2,1"], "--workers: must name each number once, got '1,2,1'"),
@@ -490,6 +491,15 @@ def test_bench_refuses_what_it_cannot_measure(arguments: list[str], text: str, g
     assert (done.code, done.out, done.err) == (1, "", f"error: {text}\n")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_bench_leaves_out_a_workload_that_needs_a_gpu_unless_it_is_asked_for(gpuflow: Run, config: Path) -> None:
+    rule = "needs a GPU, and torch sees none here"
+    done = gpuflow("bench", config, "--workloads", "batch,transfer")
+    assert (done.code, done.err) == (1, f"error: --workloads: transfer {rule}; leave it out\n")
+    done = gpuflow("bench", config, "source.folder=/nowhere", "--workers", "1")
+    assert done.err.startswith(f"note: transfer is left out: it {rule}\n")
+
+
 def test_bench_of_an_unknown_pipeline(gpuflow: Run, config: Path) -> None:
     done = gpuflow("bench", config, "--pipeline", "vall")
     assert done.code == 1
@@ -497,7 +507,7 @@ def test_bench_of_an_unknown_pipeline(gpuflow: Run, config: Path) -> None:
 
 
 def test_bench_of_a_source_that_is_not_there_has_no_bar_and_no_traceback(gpuflow: Run, config: Path) -> None:
-    done = gpuflow("bench", config, "source.folder=/nowhere", "--workers", "1")
+    done = gpuflow("bench", config, "source.folder=/nowhere", "--workers", "1", "--workloads", "pipeline")
     first, second, *rest = done.err.strip().splitlines()
     assert (done.code, first, rest) == (1, "error: bench: gpuflow with 1 worker(s) failed:", [])
     assert second.startswith(f"{config}: source.folder must be a directory, got '/nowhere'")

@@ -1,4 +1,4 @@
-"""`gpuflow bench`: measures images per second by number of workers, for gpuflow and for other loaders on the same job.
+"""`gpuflow bench`: measures images per second by number of workers, for gpuflow and for other loaders on the same work.
 
 Every measurement runs in a new process. Within each repeat the loaders (arms) alternate, so that a machine that becomes
 slower affects all of them. Run as `python -m gpuflow.tools.bench JOB`, this module is such a process.
@@ -7,6 +7,7 @@ slower affects all of them. Run as `python -m gpuflow.tools.bench JOB`, this mod
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import io
 import json
@@ -17,18 +18,37 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
 
 from gpuflow.errors import GpuflowError, LoaderError, did_you_mean, is_system_fault
 from gpuflow.runtime.files import atomic_write
+from gpuflow.tools.usage import usage_of
 
-__all__ = ["ARMS", "COLUMNS", "Job", "machine", "measure", "read_log", "versions", "write_log", "write_results"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gpuflow.config import Config
+    from gpuflow.pipeline.program import Program
+
+__all__ = [
+    "ARMS",
+    "COLUMNS",
+    "WORKLOADS",
+    "Job",
+    "machine",
+    "measure",
+    "read_log",
+    "versions",
+    "write_log",
+    "write_results",
+]
 
 COLUMNS = [
     "arm",
@@ -44,6 +64,11 @@ COLUMNS = [
     "commit",
     "date",
 ]
+WORKLOADS = ("pipeline", "decode", "batch", "normalize", "transfer")
+"""The file's pipeline as it is; decode and resize to its size, one image a batch; the same in its batches; these
+normalized; these copied to the GPU."""
+_BUSY_SHARE, _IDLE_SECONDS = 0.1, 0.3
+"""Of all cores, the most that other processes may use, and for how long that is looked at before a measurement."""
 _PROCESS_SECONDS = 600.0
 _TRIES = 100
 """Bad samples in a row before an arm gives up."""
@@ -54,6 +79,7 @@ class Job:
     """One measurement: an arm with `workers` workers runs for `seconds` after a warm-up of `warm_up` seconds.
 
     arm: a name in `ARMS`, or `path/to/file.py:function`: a function that takes the job and yields numbers of images.
+    workload: a name in `WORKLOADS`.
     """
 
     arm: str
@@ -63,22 +89,38 @@ class Job:
     workers: int
     seconds: float
     warm_up: float = 1.5
+    workload: str = "pipeline"
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.workload == "transfer" else "cpu"
 
 
 def measure(
-    jobs: Sequence[Job], *, repeats: int, progress: Callable[[Job, float], None] = lambda job, rate: None
+    jobs: Sequence[Job],
+    *,
+    repeats: int,
+    progress: Callable[[Job, float], None] = lambda job, rate: None,
+    busy: Callable[[Job, float], None] = lambda job, share: None,
 ) -> dict[Job, list[float]]:
-    """Images per second of each job, measured `repeats` times. Jobs alternate, each in a new process."""
+    """Images per second of each job, measured `repeats` times. Jobs alternate, each in a new process.
+
+    busy: called where other processes use more than a tenth of all cores, before or during a measurement, with that
+    share.
+    """
     rates: dict[Job, list[float]] = {job: [] for job in jobs}
     for repeat in range(repeats):
         for job in jobs if repeat % 2 == 0 else reversed(jobs):
-            rate = _in_process(job)
+            before = psutil.cpu_percent(interval=_IDLE_SECONDS) / 100
+            rate, during = _in_process(job)
             rates[job].append(rate)
+            if max(before, during) > _BUSY_SHARE:
+                busy(job, max(before, during))
             progress(job, rate)
     return rates
 
 
-def _in_process(job: Job) -> float:
+def _in_process(job: Job) -> tuple[float, float]:
     command = [sys.executable, "-m", "gpuflow.tools.bench", json.dumps(asdict(job))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROCESS_SECONDS, check=False)
@@ -88,19 +130,89 @@ def _in_process(job: Job) -> float:
         ) from None
     if done.returncode != 0:
         raise GpuflowError(f"bench: {job.arm} with {job.workers} worker(s) failed:\n{done.stderr.strip()[-2000:]}")
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    rate, others = json.loads(done.stdout.splitlines()[-1])
+    return rate, others
+
+
+class CpuTimes(NamedTuple):
+    """Seconds: of a clock, of all cores in use, and of them by this process and its children."""
+
+    clock: float
+    busy: float
+    own: float
+
+
+def _cpu_times() -> CpuTimes:
+    times, own = psutil.cpu_times(), usage_of([os.getpid()])
+    idle = times.idle + times.iowait + times.guest + times.guest_nice  # a guest's time is in user, too
+    return CpuTimes(time.perf_counter(), sum(times) - idle, own.cpu_s if own else 0.0)
+
+
+def share_of_others(begin: CpuTimes, end: CpuTimes, *, cores: int) -> float:
+    """Return the share of all cores that other processes used from `begin` to `end`, 0 to 1."""
+    seconds, busy, own = (after - before for before, after in zip(begin, end, strict=True))
+    return min(max(0.0, (busy - own) / (seconds * cores)), 1.0)  # times are counted in ticks, now and then late
+
+
+# --- the workloads ----------------------------------------------------------------------------------------------------
+
+
+def workload_problem(config: Config, pipeline: str, workload: str) -> str:
+    """Return why a pipeline cannot be measured as this workload; empty where it can."""
+    if workload == "pipeline":
+        return ""
+    program = config.programs[pipeline]
+    if program.decoder.library is not None:
+        return f"needs gpuflow's decoder, and {pipeline} begins with {program.decoder.stage_name}"
+    if workload == "normalize" and not _normalizing(program):
+        return f"needs a stage that normalizes, and {pipeline} has none"
+    if workload == "transfer":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "needs a GPU, and torch sees none here"
+    return ""
+
+
+def _normalizing(program: Program) -> list[dict[str, Any]]:
+    """Return the stages that normalize, as entries of a file."""
+    stages = [stage for stage in program.pipeline.stages if stage.stage_name == "normalize"]
+    return [{stage.stage_name: _parameters(stage)} for stage in stages]
+
+
+def _parameters(stage: Any) -> dict[str, Any]:
+    values = ((field, getattr(stage, field.name)) for field in dataclasses.fields(stage))
+    return {field.name: value for field, value in values if value != field.default}
+
+
+def _config_of(job: Job, *overrides: str) -> Config:
+    """Read the file of a job, with its pipeline changed to the workload."""
+    from gpuflow.config import read_config
+    from gpuflow.vocabulary import stage_table
+
+    every = [*job.overrides, *overrides]
+    config = read_config(job.path, stage_table(), every)
+    if job.workload == "pipeline":
+        return config
+    program = config.programs[job.pipeline]
+    height, width, _ = program.result.shape
+    decode = {**_parameters(program.decoder), "backend": "cpu"}
+    stages = [{program.decoder.stage_name: decode}, {"resize": {"height": height, "width": width}}]
+    if job.workload in ("normalize", "transfer"):
+        stages += _normalizing(program)
+    every += [f"pipelines.{job.pipeline}.stages={json.dumps(stages)}"]
+    every += [f"pipelines.{job.pipeline}.batch={{size: 1}}"] if job.workload == "decode" else []
+    return read_config(job.path, stage_table(), every)
 
 
 # --- the arms ---------------------------------------------------------------------------------------------------------
 
 
 def _gpuflow(job: Job) -> Iterable[int]:
-    from gpuflow.config import read_config
     from gpuflow.loader.assemble import build_loader
-    from gpuflow.vocabulary import stage_table
 
-    config = read_config(job.path, stage_table(), [*job.overrides, f"run.threads={job.workers}"])
-    loader = build_loader(config, job.pipeline, rank=0, world_size=1, device=None)
+    config = _config_of(job, f"run.threads={job.workers}")
+    loader = build_loader(config, job.pipeline, rank=0, world_size=1, device=job.device)
     started = False
     while True:
         for images, _ in loader:
@@ -113,12 +225,10 @@ class _Samples:
     """The same samples as a PyTorch data set: decodes to a PIL image or a uint8 tensor, then torchvision transforms."""
 
     def __init__(self, job: Job, *, pil: bool, normalize: bool) -> None:
-        from gpuflow.config import read_config
         from gpuflow.loader.assemble import open_split
         from gpuflow.pipeline.stage import Mixing
-        from gpuflow.vocabulary import stage_table
 
-        config = read_config(job.path, stage_table(), job.overrides)
+        config = _config_of(job)
         self.source = open_split(config, job.pipeline)
         batch = config.pipelines[job.pipeline].batch
         self.batch_size = batch.size or batch.global_size or 1
@@ -146,6 +256,7 @@ class _Samples:
         import torch
         from PIL import Image
         from torchvision.io import ImageReadMode, decode_image
+        from torchvision.transforms.functional import pil_to_tensor
 
         from gpuflow.parity.others import FORMATS
 
@@ -161,7 +272,7 @@ class _Samples:
             image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
         for transform in self._transforms:
             image = transform(image)
-        return image, self.source.labels[index].tolist()
+        return pil_to_tensor(image) if isinstance(image, Image.Image) else image, self.source.labels[index].tolist()
 
 
 def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterable[int]:
@@ -175,13 +286,14 @@ def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterab
         drop_last=len(samples) >= samples.batch_size,
         num_workers=job.workers,
         prefetch_factor=4,
+        pin_memory=job.device == "cuda",
         persistent_workers=True,
     )
     while True:
         for images, _ in loader:
             for transform in samples.rest:
                 images = transform(images)
-            yield len(images)
+            yield len(images.to(job.device, non_blocking=True))
 
 
 def _spdl(job: Job) -> Iterable[int]:
@@ -200,14 +312,11 @@ def _spdl(job: Job) -> Iterable[int]:
         return torch.stack(images), torch.tensor(labels, device="cpu")
 
     builder: Any = PipelineBuilder()
-    pipeline = (
-        builder.add_source(indices())
-        .pipe(samples.__getitem__, concurrency=job.workers)
-        .aggregate(samples.batch_size)
-        .pipe(collate)
-        .add_sink(3)
-        .build(num_threads=job.workers)
-    )
+    builder.add_source(indices()).pipe(samples.__getitem__, concurrency=job.workers)
+    builder.aggregate(samples.batch_size).pipe(collate)
+    if job.device == "cuda":
+        builder.pipe(lambda batch: (batch[0].cuda(), batch[1]))
+    pipeline = builder.add_sink(3).build(num_threads=job.workers)
     with pipeline.auto_stop():
         for images, _ in pipeline.get_iterator(timeout=60):
             yield len(images)
@@ -230,13 +339,24 @@ def _arm(name: str) -> Callable[[Job], Iterable[int]]:
     return runpy.run_path(path)[function] if colon else ARMS[name]
 
 
-def check_arms(names: Sequence[str]) -> None:
-    """Raise ValueError for an unknown arm, or one that is named twice."""
+def names_of(option: str, text: str, known: Collection[str]) -> list[str]:
+    """Return the names in a text, separated by commas. Raise ValueError for one that is unknown or named twice."""
+    names = [word.strip() for word in text.split(",") if word.strip()]
     for i, name in enumerate(names):
-        if name not in ARMS:
-            raise ValueError(f"--against: {name!r} is nothing to compare with{did_you_mean(name, ARMS)}")
+        if name not in known:
+            raise ValueError(f"{option}: {name!r} is not known{did_you_mean(name, known)}")
         if name in names[:i]:
-            raise ValueError(f"--against: {name!r} is named twice; name it once")
+            raise ValueError(f"{option}: {name!r} is named twice; name it once")
+    return names
+
+
+def _copied(batches: Iterable[int]) -> Iterator[int]:
+    """Wait for each batch's copy to the GPU."""
+    import torch
+
+    for count in batches:
+        torch.cuda.current_stream().synchronize()
+        yield count
 
 
 def rate(batches: Iterable[int], *, warm_up: float, seconds: float) -> float:
@@ -308,6 +428,23 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {**texts, "repeats": len(values)}
 
 
+def table(rates: Mapping[Job, Sequence[float]], busy: Mapping[Job, float]) -> Table:
+    """Return rates of one workload as a table for the terminal. busy: the largest share that other processes used."""
+    from rich.table import Table
+
+    heads = ["workers", "arm", "images/s", "lowest", "highest", "gpuflow / arm", *(["other processes"] if busy else [])]
+    made = Table(*heads, box=None, pad_edge=False)
+    for column in made.columns:
+        column.justify = "left" if column.header == "arm" else "right"
+    for job, values in rates.items():
+        middle = statistics.median(values)
+        figures = [f"{value:,.0f}" for value in (middle, min(values), max(values))]
+        ratio = statistics.median(rates[replace(job, arm="gpuflow")]) / middle
+        others = [f"{busy[job]:.0%}" if job in busy else ""] if busy else []
+        made.add_row(str(job.workers), job.arm, *figures, "" if job.arm == "gpuflow" else f"{ratio:.2f}", *others)
+    return made
+
+
 def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as a tidy CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,10 +469,16 @@ def write_log(path: Path, records: Iterable[dict[str, Any]]) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def rate_of(fields: dict[str, Any]) -> float:
-    """Measure a job in this process. fields: those of `Job`, as JSON has them."""
+def rate_of(fields: dict[str, Any]) -> tuple[float, float]:
+    """Measure a job in this process. fields: those of `Job`, as JSON has them.
+
+    Returns:
+        Images per second, and the share of all cores that other processes used meanwhile.
+    """
     job = Job(**{**fields, "overrides": tuple(fields["overrides"])})
-    return rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
+    begin, batches = _cpu_times(), _arm(job.arm)(job)
+    found = rate(_copied(batches) if job.device == "cuda" else batches, warm_up=job.warm_up, seconds=job.seconds)
+    return found, share_of_others(begin, _cpu_times(), cores=psutil.cpu_count() or 1)
 
 
 def _main() -> None:
@@ -344,7 +487,10 @@ def _main() -> None:
     except GpuflowError as error:
         sys.exit(str(error))
     print(json.dumps(result), flush=True)
-    os._exit(0)  # do not wait for persistent workers of another loader
+    for child in psutil.Process().children(recursive=True):  # workers that would go on during the next measurement
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(0)
 
 
 if __name__ == "__main__":

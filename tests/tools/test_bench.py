@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+from rich.console import Console
 
 from gpuflow.cli import main
+from gpuflow.config import read_config
 from gpuflow.errors import GpuflowError, LoaderError
+from gpuflow.stages import STAGES
 from gpuflow.tools import bench
 from tests.datasets import deadline, make_photos, write_config
 
@@ -54,7 +61,7 @@ from gpuflow.tools import bench
 
 for fields in json.loads(sys.argv[1]):
     try:
-        found = bench.rate_of(fields)
+        found = bench.rate_of(fields)[0]
     except Exception:
         found = traceback.format_exc()
     print(json.dumps(found), flush=True)
@@ -71,10 +78,14 @@ def found_rates(config: Path) -> dict[tuple[str, str], Any]:
     cases = [("dataloader", batch) for batch in OTHER_BATCHES]
     cases += [(arm, "") for arm in sorted(bench.ARMS, key=lambda arm: not arm.startswith("dataloader"))]
     jobs = [job(config, arm, overrides=(f"pipelines.train.batch={batch}",) if batch else ()) for arm, batch in cases]
+    return dict(zip(cases, rates_in_new_process(jobs), strict=True))
+
+
+def rates_in_new_process(jobs: list[bench.Job]) -> list[Any]:
     command = [sys.executable, "-c", ARMS_PROGRAM, json.dumps([asdict(one) for one in jobs])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
@@ -100,6 +111,118 @@ def test_arms_take_turns(config: Path) -> None:
     rates = bench.measure(jobs, repeats=3, progress=lambda done, rate: turns.append(done.arm[-3:]))
     assert turns == ["one", "two", "two", "one", "one", "two"]
     assert [len(rates[j]) for j in jobs] == [3, 3]
+
+
+def test_busy_machine_is_reported(config: Path) -> None:
+    shares: dict[str, float] = {}
+    arm = f"{tmp_arm(config)}:one"
+    count = 1 + (psutil.cpu_count() or 1) // 5
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        bench.measure([job(config, arm)], repeats=1, busy=lambda job, share: shares.update({job.arm: share}))
+    finally:
+        for process in others:
+            process.kill()
+            process.wait(10)
+    assert 0.1 < shares[arm] <= 1
+
+
+def test_a_measurement_leaves_no_process_behind(config: Path) -> None:
+    """It would use the cores during the next one."""
+    marker = config.with_name("left_behind.py")
+    marker.write_text("import time\ntime.sleep(60)\n")
+    arm = config.with_name("starting.py")
+    arm.write_text(
+        "import itertools, subprocess, sys\n"
+        f"def one(job): subprocess.Popen([sys.executable, {str(marker)!r}]); return itertools.repeat(1)\n"
+    )
+    bench.measure([job(config, f"{arm}:one")], repeats=1)
+    running = [process for process in psutil.process_iter(["cmdline", "status"]) if process.info["cmdline"]]
+    left = [process for process in running if str(marker) in process.info["cmdline"]]
+    assert [process for process in left if process.info["status"] != psutil.STATUS_ZOMBIE] == []
+
+
+def test_share_of_others_is_of_all_cores_without_ones_own() -> None:
+    begin = bench.CpuTimes(clock=10.0, busy=100.0, own=2.0)
+    end = bench.CpuTimes(clock=14.0, busy=110.0, own=8.0)
+    assert bench.share_of_others(begin, end, cores=4) == 0.25
+    counted_later = end._replace(own=13.0)
+    assert bench.share_of_others(begin, counted_later, cores=4) == 0.0
+
+
+WORKLOADS = {
+    "pipeline": ("random_resized_crop", 4, "float32"),
+    "decode": ("resize", 1, "uint8"),
+    "batch": ("resize", 4, "uint8"),
+    "normalize": ("resize", 4, "float32"),
+    "transfer": ("resize", 4, "float32"),
+}
+
+
+@pytest.mark.parametrize("workload", bench.WORKLOADS)
+def test_workload_is_the_same_for_all_arms(workload: str, config: Path) -> None:
+    """A workload changes the pipeline of the file, which every arm reads. It keeps the size, and how decode is set."""
+    second, size, dtype = WORKLOADS[workload]
+    asked = job(config, "gpuflow", workload=workload, overrides=("pipelines.train.stages.decode.max_scans=7",))
+    found = bench._config_of(asked, "run.threads=3")
+    stages = found.programs["train"].pipeline.stages
+    assert (stages[1].stage_name, found.pipelines["train"].batch.size, found.run.threads) == (second, size, 3)
+    assert (stages[0].max_scans, found.programs["train"].result.shape) == (7, (24, 24, 3))  # type: ignore[attr-defined]
+    assert found.programs["train"].result.dtype == dtype
+    for pil in (True, False):
+        image, _ = bench._Samples(asked, pil=pil, normalize=True)[0]
+        assert (image.shape, str(image.dtype)) == ((3, 24, 24), f"torch.{dtype}")
+
+
+def test_gpuflow_yields_batches_of_the_workload(config: Path) -> None:
+    for workload in ("decode", "normalize"):
+        batches = bench.ARMS["gpuflow"](job(config, "gpuflow", workload=workload))
+        assert list(islice(batches, 2)) == [WORKLOADS[workload][1]] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_arms_copy_batches_to_the_gpu(config: Path) -> None:
+    jobs = [job(config, arm, workload="transfer") for arm in ("gpuflow", "dataloader", "dataloader-uint8", "spdl")]
+    for one, found in zip(jobs, rates_in_new_process(jobs), strict=True):
+        assert isinstance(found, float), (one.arm, found)
+        assert found > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workload", "text"),
+    [
+        (["pipelines.train.stages.2=flip"], "normalize", "needs a stage that normalizes, and train has none"),
+        (
+            ["pipelines.train={preset: torchpipe_cpu, height: 24, width: 24, stages: []}"],
+            "batch",
+            "needs gpuflow's decoder, and train begins with preset",
+        ),
+    ],
+)
+def test_workloads_that_a_pipeline_cannot_have(overrides: list[str], workload: str, text: str, config: Path) -> None:
+    found = read_config(config, STAGES, overrides)
+    assert bench.workload_problem(found, "train", workload).startswith(text)
+    assert bench.workload_problem(found, "train", "pipeline") == ""
+
+
+def test_table_has_the_ratio_of_gpuflow_to_each_other_arm(config: Path) -> None:
+    rates = {
+        job(config, "gpuflow"): [1000.0, 1200.0, 1100.0],
+        job(config, "spdl"): [275.0],
+        job(config, "gpuflow", workers=2): [2000.0],
+        job(config, "spdl", workers=2): [500.0],
+    }
+    printed = Console(width=200, file=io.StringIO())
+    printed.print(bench.table(rates, {job(config, "spdl", workers=2): 0.34}))
+    lines = [line.split() for line in printed.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert lines[1:] == [
+        ["1", "gpuflow", "1,100", "1,000", "1,200"],
+        ["1", "spdl", "275", "275", "275", "4.00"],
+        ["2", "gpuflow", "2,000", "2,000", "2,000"],
+        ["2", "spdl", "500", "500", "500", "4.00", "34%"],
+    ]
+    assert bench.table(rates, {}).columns[-1].header == "gpuflow / arm"
 
 
 def tmp_arm(config: Path) -> Path:
@@ -178,6 +301,7 @@ def test_the_command_writes_a_table_and_a_chart(
 ) -> None:
     out = tmp_path / "out"
     arguments = ["--workers", "1,2", "--against", "", "--seconds", "0.2", "--repeats", "1", "--out", str(out)]
+    arguments += ["--workloads", "pipeline,batch"]
     monkeypatch.setattr(sys, "argv", ["gpuflow", "bench", str(config), *arguments])
     with pytest.raises(SystemExit) as end:
         main()
@@ -186,12 +310,14 @@ def test_the_command_writes_a_table_and_a_chart(
         reader = csv.DictReader(file)
         rows = list(reader)
         assert reader.fieldnames == DESIGN
+    workloads = [f"{name}: photos; workers={count}" for name in ("pipeline train", "batch") for count in (1, 2)]
     assert [(row["arm"], row["workload"], row["metric"], row["repeats"]) for row in rows] == [
-        ("gpuflow", f"x train; batch=4; workers={count}", "images_per_s", "1") for count in (1, 2)
+        ("gpuflow", workload, "images_per_s", "1") for workload in workloads
     ]
     assert all(0 < float(row["low"]) <= float(row["value"]) <= float(row["high"]) for row in rows)
     assert (out / "worker_scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (out / "worker_scaling.svg").read_text()[:1000]
+    svg = (out / "worker_scaling.svg").read_text()
     printed = capsys.readouterr().out
+    assert "<!-- decode, resize, batch: photos -->" in svg and "\nbatch: photos\nworkers" in printed
     for suffix in ("csv", "png", "svg"):
         assert f"wrote {out / 'worker_scaling'}.{suffix}" in printed
