@@ -108,6 +108,7 @@ print(json.dumps([list(found.shape), torch.equal(found, expected)]))
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
 @pytest.mark.parametrize("kernel", ["triton", "copy", "cuda"])
 def test_a_gpu_gives_the_bits_of_the_cpu(package: Any, kernel: str, tmp_path: Path) -> None:
     """With random numbers, as in training."""
