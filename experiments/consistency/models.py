@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-import math
-from collections.abc import Callable
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class Filters(nn.Module):
         pooled = []
         for signed in (found, -found):
             above = functional.relu(signed - _THRESHOLD)
-            quadratic = above.norm(dim=2) / math.sqrt(above.shape[2])
+            quadratic = above.norm(dim=2) / above.shape[2] ** 0.5
             pooled += [above.mean(2), above.amax(2), quadratic]
         return torch.cat(pooled, 1)
 
@@ -48,7 +48,7 @@ def fit_filters(images: torch.Tensor, labels: torch.Tensor, classes: int, seed: 
 
     model = Filters(_learned_filters(images, seed), classes)
     with torch.no_grad():
-        features = torch.cat([model.features(part) for part in images.split(_CHUNK)])
+        features = torch.cat([model.features(part) for part in torch.split(images, _CHUNK)])
         model.mean.copy_(features.mean(0))
         model.scale.copy_(1 / features.std(0).clamp(min=1e-3))
         scaled = (features - model.mean) * model.scale
@@ -93,7 +93,7 @@ def fit_resnet18(images: torch.Tensor, labels: torch.Tensor, classes: int, seed:
     from torchvision.models import resnet18
 
     torch.manual_seed(seed)
-    model = resnet18(num_classes=classes).to(device, memory_format=torch.channels_last)
+    model: nn.Module = resnet18(num_classes=classes).to(device, memory_format=torch.channels_last)
     images, labels = images.to(device), labels.to(device)
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
@@ -104,7 +104,7 @@ def fit_resnet18(images: torch.Tensor, labels: torch.Tensor, classes: int, seed:
         dims = [dim for dim in (2, 3) if rng.random() < 0.5]
         batch = batch.flip(dims).contiguous(memory_format=torch.channels_last)
         optimizer.zero_grad(set_to_none=True)
-        functional.cross_entropy(model(batch), labels[chosen]).backward()
+        functional.cross_entropy(model(batch), labels[chosen]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
     return model.eval()
@@ -116,7 +116,7 @@ MODELS: dict[str, Fit] = {"filters": fit_filters, "resnet18": fit_resnet18}
 
 def logits_of(model: nn.Module, images: torch.Tensor, engine: str, device: str) -> torch.Tensor:
     """Return float32 logits [N, K]. engine: `torch`; `fp32`, ONNX Runtime on the CPU; `fp16`, torch in 16 bits."""
-    parts = images.split(_CHUNK)
+    parts = torch.split(images, _CHUNK)
     match engine:
         case "torch":
             return _run(model, parts, device)
@@ -129,16 +129,24 @@ def logits_of(model: nn.Module, images: torch.Tensor, engine: str, device: str) 
             raise ValueError(f"engine must be torch, fp32 or fp16, got {engine!r}")
 
 
-def _run(model: nn.Module, parts: list[torch.Tensor] | tuple[torch.Tensor, ...], device: str) -> torch.Tensor:
+def _run(model: nn.Module, parts: Sequence[torch.Tensor], device: str) -> torch.Tensor:
     with torch.no_grad():
         return torch.cat([model(part.to(device)).float().cpu() for part in parts])
 
 
-def _run_onnx(model: nn.Module, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _run_onnx(model: nn.Module, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     import onnxruntime
 
-    file = io.BytesIO()
-    names = {"input_names": ["images"], "output_names": ["logits"], "dynamic_axes": {"images": {0: "n"}}}
-    torch.onnx.export(copy.deepcopy(model).cpu(), (parts[0],), file, dynamo=False, **names)
-    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    with tempfile.NamedTemporaryFile(suffix=".onnx") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the older exporter needs no onnxscript
+        torch.onnx.export(
+            copy.deepcopy(model).cpu(),
+            (parts[0],),
+            file.name,
+            dynamo=False,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_axes={"images": {0: "n"}},
+        )
+        session = onnxruntime.InferenceSession(file.name, providers=["CPUExecutionProvider"])
     return torch.cat([torch.from_numpy(session.run(None, {"images": part.numpy()})[0]) for part in parts])

@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 write_results(options.out / "results.csv", rows_of(records))
                 print(_key(record), f"recall {record['scores']['all'][OWN_WAY]['torch']['recall']:.1f}", flush=True)
     write_results(options.out / "results.csv", rows_of(records))
+    print(*table(rows_of(records)), sep="\n")
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -151,7 +152,7 @@ def _share(labels: torch.Tensor, fraction: float, seed: int) -> torch.Tensor:
     """Return the indices of a random part of each class."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
-    for label in labels.unique():
+    for label in sorted(set(labels.tolist())):
         members = (labels == label).nonzero()[:, 0]
         order = torch.randperm(len(members), generator=generator)
         parts.append(members[order[: max(1, round(fraction * len(members)))]])
@@ -163,7 +164,7 @@ def _logits(model: torch.nn.Module, tests: dict[str, torch.Tensor], device: str)
     known: dict[str, torch.Tensor] = {}
     logits = {}
     for name, images in tests.items():
-        digest = hashlib.sha256(images.contiguous().numpy()).hexdigest()
+        digest = hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest()
         if digest not in known:
             known[digest] = logits_of(model, images, "torch", device)
         logits[name, "torch"] = known[digest]
@@ -191,7 +192,7 @@ def _scores(logits: dict[tuple[str, str], torch.Tensor], truth: torch.Tensor) ->
 
 def _quality(top: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     """Return recall and precision in percent: of class 1 where there are two, else the mean over the classes."""
-    classes = truth.unique().tolist()
+    classes = sorted(set(truth.tolist()))
     recalls, precisions = [], []
     for label in classes[1:] if len(classes) == 2 else classes:
         hits = float(((top == label) & (truth == label)).sum())
@@ -242,6 +243,44 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     half = _T[count - 1] * statistics.stdev(values) / count**0.5 if count > 1 else 0.0
     texts = {"value": mean, "low": mean - half, "high": mean + half}
     return {**{name: f"{number:.5g}" for name, number in texts.items()}, "repeats": count}
+
+
+def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the document's rows in its order, then today's stacks, as Markdown; each task has recall and precision."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for one in rows:
+        task, *settings = one["workload"].split("; ")
+        train, share, engine = (setting.split("=", 1)[1] for setting in settings[:3])
+        found[task, train, share, one["arm"], engine, one["metric"]] = one
+    tasks = list(dict.fromkeys(key[0] for key in found))
+    yield f"| training | data | service | {' | '.join(f'{task}: recall | precision' for task in tasks)} |"
+    yield "| --- " * (3 + 2 * len(tasks)) + "|"
+    for line in _lines({key[1] for key in found}, dict.fromkeys(key[3] for key in found)):
+        cells = []
+        for task in tasks:
+            for metric in ("recall", "precision"):
+                value, difference = (found.get((task, *line, name)) for name in (metric, f"{metric}_difference"))
+                cells.append("-" if value is None or difference is None else _cell(value, difference))
+        train, share, service, engine = line
+        yield f"| {train} | {share} | {service}, {engine} | {' | '.join(cells)} |"
+
+
+def _lines(trainings: set[str], services: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield training, share of the data, service and engine of each row."""
+    gpu = "gpu decode" if "gpu decode" in trainings else "gpu decode (emulated)"
+    for share in SHARES:
+        yield from (("cpu decode", share, service, "torch") for service in ("cpu decode", gpu))
+    yield gpu, "all", gpu, "torch"
+    yield from ((gpu, "all", OWN_WAY, engine) for engine in ENGINES)
+    others = [service for service in services if service not in (OWN_WAY, "gpuflow")]
+    for share in SHARES:
+        yield from (("gpuflow", share, service, "torch") for service in (*others, "gpuflow"))
+
+
+def _cell(value: dict[str, Any], difference: dict[str, Any]) -> str:
+    mean, low, high = (float(difference[side]) for side in ("value", "low", "high"))
+    change = f" ({mean:+.1f} ± {(high - low) / 2:.1f})" if mean or low != high else " (0)"
+    return f"{float(value['value']):.1f}{change}"
 
 
 if __name__ == "__main__":
