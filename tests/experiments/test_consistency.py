@@ -51,7 +51,8 @@ def test_services_that_read_the_file_of_the_training_differ_in_nothing(out: Path
     for way in ("gpuflow", "cpu decode"):
         assert differences(results, way, way) == {metric: {0.0} for metric in DIFFERENCES}
     assert min(differences(results, "gpu decode (emulated)", "gpuflow")["logit_distance"]) != 0.0
-    opencv = differences(results, "opencv", "cpu decode")["logit_distance"]  # equal levels, normalized by another formula
+    # The levels are equal; another formula normalizes them.
+    opencv = differences(results, "opencv", "cpu decode")["logit_distance"]
     assert max(opencv) < 1e-4 < max(differences(results, "opencv", "gpuflow")["logit_distance"])
 
 
