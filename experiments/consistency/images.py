@@ -34,7 +34,7 @@ _CONTRAST, _CHROMA = (22, 60), (14, 40)
 _CB, _CR = 1.772, 1.402
 """JPEG's blue and red for one level of Cb and Cr."""
 
-Pixels = NDArray[np.float32]
+Pixels = NDArray[Any]
 
 
 def make_images(folder: Path, task: str, part: str, *, count: int, seed: int) -> None:
