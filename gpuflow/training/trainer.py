@@ -547,11 +547,11 @@ def _require_classes(config: Config, source: Source) -> None:
         gives, action = "no label", f"declare a label in source.fields, or {action}"
     elif source.labels.dtype == np.uint8:
         gives = "several classes (a label of the kind classes)"
-        action += ", with torch's binary_cross_entropy_with_logits as the loss (docs/records.md, Labels)"
+        action += ", with torch's binary_cross_entropy_with_logits as the loss (docs/labels.md)"
     else:
         one = source.labels.ndim == 1
         gives = "a number (a label of the kind number)" if one else "several numbers (a label of the kind vector)"
-        action += ", with a loss such as torch's mse_loss (docs/records.md, Labels)"
+        action += ", with a loss such as torch's mse_loss (docs/labels.md)"
     rule = f"must give gpuflow train one class for each sample, gives {gives}"
     raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
 

@@ -659,17 +659,17 @@ def test_images_that_no_model_takes_are_located(overrides: list[str], expected: 
         (
             "classes",
             "several classes (a label of the kind classes)",
-            f"{OWN_LOOP}, with torch's binary_cross_entropy_with_logits as the loss (docs/records.md, Labels)",
+            f"{OWN_LOOP}, with torch's binary_cross_entropy_with_logits as the loss (docs/labels.md)",
         ),
         (
             "number",
             "a number (a label of the kind number)",
-            f"{OWN_LOOP}, with a loss such as torch's mse_loss (docs/records.md, Labels)",
+            f"{OWN_LOOP}, with a loss such as torch's mse_loss (docs/labels.md)",
         ),
         (
             "vector",
             "several numbers (a label of the kind vector)",
-            f"{OWN_LOOP}, with a loss such as torch's mse_loss (docs/records.md, Labels)",
+            f"{OWN_LOOP}, with a loss such as torch's mse_loss (docs/labels.md)",
         ),
     ],
 )
