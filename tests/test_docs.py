@@ -484,7 +484,8 @@ def test_ratios_of_a_service_on_a_gpu_are_those_of_results_csv() -> None:
 def test_levels_of_other_libraries_are_those_of_the_parity_report() -> None:
     log = (ROOT / "experiments/service/parity_h100.log").read_text()
     levels = dict(re.findall(r"^val against (\w+)\b[^@]*?\n  normalize, whole +(\d+)", log, flags=re.MULTILINE))
-    text = " ".join(PAGES["docs/migrating.md"].split())
+    pages = ("torchvision", "timm", "torchpipe")
+    text = " ".join(" ".join(PAGES[f"docs/from_{library}.md"] for library in pages).split())
     assert f"the report has {levels['torchvision']} levels on those photographs" in text
     assert f"Against PIL images it has {levels['pillow']} level." in text
     assert f"against those the report has {levels['pillow']} level, for a bilinear resize" in text
