@@ -108,7 +108,7 @@ def test_options_out_of_range(option: str) -> None:
 
 
 def test_options_become_limits(monkeypatch: pytest.MonkeyPatch, models: Models) -> None:
-    """A megabyte has 10^6 bytes, as in the metrics and in `docs/serving.md`."""
+    """A megabyte has 10^6 bytes, as in the metrics and in `docs/service_limits.md`."""
     given: dict[str, Any] = {}
     monkeypatch.setattr("gpuflow.serve.http.server.run", lambda load, **options: given.update(options))
     options = ["--max-body-mb=1.5", "--max-queue=3", "--max-megapixels=2", "--timeout-s=2", "--max-connections=7"]
