@@ -244,7 +244,7 @@ def test_every_key_of_a_source_is_explained() -> None:
     rows = re.findall(r"^\| (`[a-z_`, ]+`) \|", section, flags=re.MULTILINE)
     keys = {key for kind in KINDS.values() for key in kind.key_fields()}
     assert {key for row in rows for key in re.findall(r"[a-z_]+", row)} == keys
-    section = PAGES["docs/concepts.md"].split("## Sources")[1].split("\n## ")[0]
+    section = PAGES["docs/sources.md"].split("\n## ")[0]
     assert re.findall(r"^\| `([a-z_]+): ", section, flags=re.MULTILINE) == list(KINDS)
 
 
