@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md run as they stand."""
+"""The examples of the pages about trainers run as they stand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from tests.datasets import make_photos
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/trainers.md").read_text()
-[FILE] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-EXAMPLES = re.findall(r"^## (\S+).*?$|```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE)
-NEEDED = {"Lightning": "lightning", "Accelerate": "accelerate", "timm": "timm", "torchdata": "torchdata"}
+PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("trainers", "metrics", "from_timm")]
+[FILE] = re.findall(r"```yaml\n(.*?)```", PAGES[0], flags=re.DOTALL)
+EXAMPLES = re.findall(r"^## (\S+).*?$|```python\n(.*?)```", "\n".join(PAGES), flags=re.DOTALL | re.MULTILINE)
+NEEDED = {"Lightning": "lightning", "Accelerate": "accelerate", "create_loader": "timm", "torchdata": "torchdata"}
 
 
 def examples() -> list[tuple[str, str]]:
