@@ -113,8 +113,8 @@ def place_on_gpu(
     """Create the runner for a program on the stream's GPU, on its engines; or say why none can run it.
 
     A GPU without engines decodes with CUDA kernels if `decode.backend` is gpu. Otherwise the CPU decodes, because that
-    is faster where a GPU has several cores (measured in experiments/real_data/NOTES.md), and the training has the GPU for
-    itself.
+    is faster where a GPU has several cores (measured in experiments/real_data/NOTES.md), and the training has the GPU
+    for itself.
 
     images: the largest number of images in a chunk. Kernels decode chunks of few images in another way.
     decode_bytes, buffers, later_images, threads, decoder_calls: see `GpuRunner`.
