@@ -30,7 +30,12 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
     "Pillow chooses a decoder by the content: name the formats": (
         ("Image.open", "PIL.Image.open", "ImageFile.Parser"),
         _has("formats"),
-        {},
+        {
+            "experiments/consistency/images.py": "pictures that Python packages ship",
+            "experiments/consistency/ways.py": "photographs that the experiment has made",
+            "experiments/peers/arms.py": "photographs that the experiment has made",
+            "experiments/peers/inputs.py": "photographs that the experiment has made",
+        },
     ),
     "OpenCV chooses a decoder by the content: gpuflow.decode.codecs.imdecode lets through what gpuflow knows": (
         tuple(
@@ -42,6 +47,7 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
             "gpuflow/decode/codecs.py": "the function imdecode, which checks the format first",
             "gpuflow/decode/self_test.py": "gpuflow's own JPEG",
             "gpuflow/decode/libjpeg_turbo.py": "a JPEG that it has encoded itself",
+            "experiments/consistency/ways.py": "photographs that the experiment has made",
             "experiments/augment/run.py": "photographs that the experiment has made",
             "experiments/migrate/two_parts_before.py": "a script of a user, as it is before gpuflow",
             "experiments/real_data/calls.py": "photographs that the experiment has made",
@@ -53,7 +59,10 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
         ("decode_image", "read_image", "decode_gif", "decode_webp", "decode_avif", "decode_heic"),
         None,
         {
+            "gpuflow/parity/others.py": "the way of torchcodec, on images to compare, as a user would write it",
             "gpuflow/tools/bench.py": "the arm of torchvision, on the user's own images, as a user would write it",
+            "experiments/consistency/ways.py": "photographs that the experiment has made",
+            "experiments/peers/arms.py": "photographs that the experiment has made",
             "experiments/epoch_time/arms.py": "photographs that the experiment has made",
             "experiments/worker_scaling/arms.py": "photographs that the experiment has made",
         },

@@ -13,12 +13,10 @@ import argparse
 import datetime
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,17 +173,9 @@ def measured(job: Measurement, options: argparse.Namespace) -> Record:
 
 
 def ran(job: Job) -> Record:
-    """Measure an arm in a new process. The processes that it has started are killed with it if it takes too long."""
     command = [sys.executable, str(HERE / "arms.py"), json.dumps(asdict(job))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            output, _ = process.communicate(timeout=ARM_SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    found: Record = json.loads(output.splitlines()[-1])
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ARM_SECONDS, check=True)
+    found: Record = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
