@@ -425,6 +425,26 @@ def test_measured_table_of_ordinary_photographs_is_that_of_web_csv() -> None:
             assert ratio == f"{rates[arm, workload] / rates['dataloader', workload]:.2f}"
 
 
+def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
+    with (ROOT / "experiments/gpu_path/results.csv").open(newline="") as file:
+        values = {
+            (row["arm"], row["metric"], row["workload"].partition(";")[0]): row["value"] for row in csv.DictReader(file)
+        }
+    section = (ROOT / "experiments/gpu_path/README.md").read_text().split("| on a GPU,", 1)[1].split("\n\n", 1)[0]
+    table = re.findall(r"^\| (\S.*?) \| ([\d.,]+) \| ([\d.,]+) \|$", section, flags=re.MULTILINE)
+    loader = "random_resized_crop 224, flip, normalize to 16 bits nhwc"
+    metrics = [
+        ("images_per_s", loader, "{:,.0f}"),
+        ("step_ratio", "resnet18", "{:.3f}"),
+        ("step_ratio", "resnet50", "{:.3f}"),
+        ("cpu_s_per_1000_of_loader", "resnet50", "{:.3f}"),
+        ("gpu_mem_mb", "resnet50", "{:,.0f}"),
+        ("gpu_mem_mb", loader, "{:,.0f}"),
+    ]
+    for (_, *shown), (metric, workload, form) in zip(table, metrics, strict=True):
+        assert shown == [form.format(float(values[arm, metric, workload])) for arm in ("gpuflow", "dali")]
+
+
 def service_figures(form: str) -> dict[tuple[str | None, ...], float]:
     """By arm, groups of the workload's form, and metric: of experiments/service/results.csv."""
     with (ROOT / "experiments/service/results.csv").open(newline="") as file:
@@ -517,7 +537,7 @@ def test_levels_of_other_libraries_are_those_of_the_parity_report() -> None:
 
 
 def linked(path: Path) -> set[Path]:
-    """The files of the repository that a page links to."""
+    """Return the files of the repository that a page links to."""
     found = re.findall(r"\]\(([^()\s#:]+)(?:#[^()\s]*)?\)", path.read_text()) if path.suffix == ".md" else []
     return {(path.parent / link).resolve() for link in found}
 
@@ -538,7 +558,7 @@ def test_results_are_two_links_away_and_beside_the_command_that_repeats_them(fol
 
 
 def commands_of(folder: Path) -> str:
-    """The README of an experiment, with the lines of each command joined."""
+    """Return the README of an experiment, with the lines of each command joined."""
     return (folder / "README.md").read_text().replace("\\\n", " ")
 
 
