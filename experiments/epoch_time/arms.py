@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a process trains. loaded: images in a batch of its loader."""
+    """Names the device of a process that trains. loaded: images in a batch of its loader."""
 
     rank: int
     ranks: int

@@ -29,7 +29,7 @@ DEFAULT_ARMS, BASE = ARMS[:-1], "dataloader-pil"
 """BASE: the arm whose time is 100%."""
 PARALLEL = {"none": "", "dp": "DataParallel", "ddp": "DistributedDataParallel"}
 VALIDATION_SHARE = 8
-"""One photograph is for validation for so many of training."""
+"""Photographs of training for each photograph of validation."""
 SECONDS = 500.0
 """A training that takes longer is ended."""
 ORIGIN = ("machine", "versions", "commit", "date")

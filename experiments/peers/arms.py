@@ -33,7 +33,7 @@ Loader = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What an arm gets.
+    """Holds what an arm gets.
 
     input: the photographs in the format that the arm reads (Arm.input); empty to find out whether it can run.
     workers: processes, or threads where the loader has those. seconds: how long to measure, after `warm_up` seconds; 0

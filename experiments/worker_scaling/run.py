@@ -40,7 +40,7 @@ RECIPES = {
     "rotate": "crop, flip, rotate",
     "two_views": "two views of SimCLR",
 }
-"""Workloads: the four of SPDL's example run one after the other in one process, a recipe in a process of its own."""
+"""Workloads: the four of SPDL's example run one after the other in one process, each recipe in another process."""
 FOUR_COUNTS = {
     "gpuflow": (1, 2, 4, 8, 16, 32),
     **dict.fromkeys(
