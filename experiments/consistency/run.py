@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
@@ -25,7 +24,7 @@ from images import PARTS, TASKS, make_images
 from models import MODELS, logits_of
 from ways import LEFT_OUT, TRAINING, files_of, missing, serving
 
-from gpuflow.tools.bench import commit, machine, read_log, versions, write_log, write_results
+from gpuflow.tools.bench import append_log, commit, machine, read_log, versions, write_log, write_results
 
 HERE = Path(__file__).parent
 SHARES = {"all": 1.0, "5%": 0.05}
@@ -61,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pending = [job for job in jobs if _key(job) not in done]
             for record in measured(pending, options):
                 records.append(record)
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+                append_log(log, record)
                 write_results(options.out / "results.csv", rows_of(records))
                 print(_key(record), f"recall {record['scores']['all'][OWN_WAY]['torch']['recall']:.1f}", flush=True)
     write_results(options.out / "results.csv", rows_of(records))

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuflow.tools.bench import commit, machine, read_log, spread, versions, write_log, write_results
+from gpuflow.tools.bench import append_log, commit, machine, read_log, spread, versions, write_log, write_results
 
 HERE = Path(__file__).parent
 PHOTOS = HERE.parent / "real_data" / "photos.py"
@@ -54,8 +54,7 @@ def main() -> None:
             print(failures[-1], flush=True)
             continue
         records.append(record)
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_log(log, record)
         write_results(options.out / "results.csv", rows_of(records))
         print(brief(job), " ".join(f"{name}={value:.4g}" for name, value in record["metrics"].items()), flush=True)
     if records:

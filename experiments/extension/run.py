@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import gpuflow
-from gpuflow.tools.bench import read_log, row, write_log, write_results
+from gpuflow.tools.bench import append_log, read_log, row, write_log, write_results
 
 HERE = Path(__file__).parent
 ARMS = {
@@ -61,8 +61,7 @@ def main() -> None:
                 failures.append(f"{arm}: {output.strip().splitlines()[-1]}")
                 continue
             records.append({"arm": arm, "workload": workload, "repeat": repeat, "metrics": metrics})
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(records[-1]) + "\n")
+            append_log(log, records[-1])
             write_results(options.out / "results.csv", rows_of(records))
             print(repeat, arm, *(f"{name}={value:.5g}" for name, value in metrics.items()), flush=True)
     if failures:

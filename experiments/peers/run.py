@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from arms import ARMS, Job
 
-from gpuflow.tools.bench import commit, machine, read_log, spread, versions, write_log, write_results
+from gpuflow.tools.bench import append_log, commit, machine, read_log, spread, versions, write_log, write_results
 from gpuflow.tools.samples import encoded, load_photos, noisy_crop, write
 
 HERE = Path(__file__).parent
@@ -77,8 +77,7 @@ def main() -> None:
             problems[job.arm] = record["missing"]
             continue
         records.append(record)
-        with log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_log(log, record)
         for name, gpu in (("results.csv", False), ("gpu.csv", True)):
             if rows := rows_of(record for record in records if ARMS[record["job"]["arm"]].gpu == gpu):
                 write_results(options.out / name, rows)

@@ -198,9 +198,10 @@ class Rounds:
     def _answer(self, key: str, job: dict[str, Any]) -> Any:
         """What `run` returns, or what it returned before the run was cut off."""
         if key not in self._done:
+            from gpuflow.tools.bench import append_log
+
             answer = run(job)
-            with self._log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "answer": answer}) + "\n")
+            append_log(self._log, {"key": key, "answer": answer})
             self._done[key] = answer
         return self._done[key]
 

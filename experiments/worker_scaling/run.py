@@ -29,7 +29,7 @@ import psutil
 import torch
 from arms import FOUR
 
-from gpuflow.tools.bench import commit, machine, read_log, spread, versions, write_log, write_results
+from gpuflow.tools.bench import append_log, commit, machine, read_log, spread, versions, write_log, write_results
 
 HERE = Path(__file__).parent
 PHOTOS = HERE.parent / "real_data" / "photos.py"
@@ -142,8 +142,7 @@ def main() -> None:
                 print(failures[-1], flush=True)
                 continue
             records.append(record)
-            with log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append_log(log, record)
             write_tables(options.out, records)
             for workload, metrics in record["metrics"].items():
                 print(job, workload, " ".join(f"{name}={value:.4g}" for name, value in metrics.items()), flush=True)

@@ -42,6 +42,7 @@ __all__ = [
     "COLUMNS",
     "WORKLOADS",
     "Job",
+    "append_log",
     "machine",
     "measure",
     "read_log",
@@ -467,6 +468,12 @@ def write_log(path: Path, records: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, text=True) as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def append_log(path: Path, record: dict[str, Any]) -> None:
+    """Add a record to a log."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def rate_of(fields: dict[str, Any]) -> tuple[float, float]:
