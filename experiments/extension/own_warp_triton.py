@@ -1,8 +1,7 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The operator of own_warp.py in Triton, which compiles it at the first call. With TRITON_INTERPRET=1 a CPU runs it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -13,14 +12,14 @@ __all__ = ["warp"]
 _BLOCK = 256
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _level(image: Any, y: Any, x: Any, c: Any, H: Any, W: Any, C: tl.constexpr, inside: Any) -> Any:
+@triton.jit
+def _level(image, y, x, c, H, W, C: tl.constexpr, inside):
     found = inside & (y >= 0) & (x >= 0) & (y < H) & (x < W)
     return tl.load(image + (y * W + x) * C + c, mask=found, other=0).to(tl.float64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _warp(images: Any, out: Any, matrices: Any, H: Any, W: Any, C: tl.constexpr, BLOCK: tl.constexpr) -> None:
+@triton.jit
+def _warp(images, out, matrices, H, W, C: tl.constexpr, BLOCK: tl.constexpr):
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n = tl.program_id(1).to(tl.int64)
     inside = pixel < H * W
