@@ -456,7 +456,7 @@ def service_figures(form: str) -> dict[tuple[str | None, ...], float]:
 
 
 ON_TWO_CORES = r"resnet18 by (\w+), 2 cores; 500x375; clients=(\d+)"
-ON_A_GPU = r"resnet50 by torch \(CUDA graphs\), H100, 16 cores; (\w+); clients=(\d+)"
+ON_A_GPU = r"resnet50 by torch \(CUDA graphs\), H200, 16 cores; (\w+); clients=(\d+)"
 
 
 def test_measured_table_of_serving_is_that_of_results_csv() -> None:
