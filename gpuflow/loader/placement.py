@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from gpuflow.config import Config
@@ -16,6 +14,7 @@ from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, 
 from gpuflow.execute.passes import passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.runtime.hardware_queues import warn_if_late
+from gpuflow.torchpipe.adapter import missing_operators
 
 __all__ = ["explain_gpu", "memory_for_decoding", "place"]
 
@@ -93,8 +92,8 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
         raise fault(
             f"which knows the first GPU alone, but the device is {device}; set CUDA_VISIBLE_DEVICES to that one"
         )
-    if importlib.util.find_spec("torchpipe") is None:
-        raise fault("which needs torchpipe, and that is not installed; pip install 'gpuflow[serve]'")
+    if (missing := missing_operators("a preset")) is not None:
+        raise fault(f"and {missing}")
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.torchpipe.preset_runner import PresetRunner
 

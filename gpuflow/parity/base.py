@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -10,10 +9,11 @@ from typing import Protocol
 import torch
 
 from gpuflow.config import Config
-from gpuflow.errors import BadSampleError, MissingExtra
+from gpuflow.errors import BadSampleError
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline.program import Program
+from gpuflow.torchpipe.adapter import missing_operators, missing_scheduler
 
 __all__ = ["BATCH", "Result", "Results", "Way", "missing_gpu", "missing_torchpipe", "served"]
 
@@ -45,9 +45,10 @@ def missing_gpu(device: str) -> str | None:
     return "torch sees no NVIDIA GPU here" if device == "cuda" and not torch.cuda.is_available() else None
 
 
-def missing_torchpipe(feature: str) -> str | None:
-    """A text that says that torchpipe is not installed; None if it is. feature: the feature that needs it."""
-    return str(MissingExtra(feature, "torchpipe", "serve")) if importlib.util.find_spec("torchpipe") is None else None
+def missing_torchpipe(*, preset: bool) -> str | None:
+    """Return a text that says what of torchpipe is missing to serve; None if nothing is."""
+    missing = missing_operators("a preset") if preset else missing_scheduler()
+    return None if missing is None else str(missing)
 
 
 def served(config: Config, program: Program, device: str, images: Sequence[Encoded]) -> Results:

@@ -331,7 +331,7 @@ class TorchpipeOperators:
             return "torchpipe's operators give no gray images"
         if self.program.decoder == self._head():
             return "the pipeline itself begins with it"
-        return missing_torchpipe("a preset") or missing_gpu(self._head().device)
+        return missing_torchpipe(preset=True) or missing_gpu(self._head().device)
 
     def refuses(self, prefix: Prefix) -> str | None:
         whole = prefix.program.pipeline.stages == self.program.pipeline.stages

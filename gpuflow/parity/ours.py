@@ -45,7 +45,7 @@ class Training:
         by_torchpipe = is_preset_on_gpu(decoder)
         if self.device == "cpu" and (by_torchpipe or decoder.backend == "gpu"):
             return f"{decoder!r} runs only on a GPU"
-        return missing_gpu(self.device) or (missing_torchpipe("a preset") if by_torchpipe else None)
+        return missing_gpu(self.device) or (missing_torchpipe(preset=True) if by_torchpipe else None)
 
     def refuses(self, prefix: Prefix) -> str | None:
         return None
@@ -91,12 +91,9 @@ class Serving:
     def describe(self) -> str:
         decoder = self.config.programs["serve"].decoder
         if isinstance(decoder, Preset):
-            description = PRESET_OPERATORS[decoder.name]
-        elif self.device == "cuda":
-            description = explain_gpu(self.config, "serve")
-        else:
-            description = decoder_description()
-        return f"torchpipe {importlib.metadata.version('torchpipe')}: {description}"
+            return f"torchpipe {importlib.metadata.version('torchpipe')}: {PRESET_OPERATORS[decoder.name]}"
+        description = explain_gpu(self.config, "serve") if self.device == "cuda" else decoder_description()
+        return f"omniback {importlib.metadata.version('omniback')}: {description}"
 
     def missing(self) -> str | None:
         if self.config.serve is None:
@@ -104,7 +101,7 @@ class Serving:
         decoder = self.config.programs["serve"].decoder
         if self.device == "cpu" and is_preset_on_gpu(decoder):
             return f"{decoder!r} runs only on a GPU"
-        return missing_torchpipe("serving") or missing_gpu(self.device)
+        return missing_torchpipe(preset=isinstance(decoder, Preset)) or missing_gpu(self.device)
 
     def refuses(self, prefix: Prefix) -> str | None:
         program = self._program(prefix)

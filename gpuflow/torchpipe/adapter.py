@@ -1,7 +1,7 @@
 """Runs torchpipe: the only module that imports it, or that depends on how it works inside.
 
 torchpipe's scheduler is the package omniback, which is all that gpuflow's own nodes need. torchpipe itself has the
-operators that presets and TensorRT need; on a machine with a GPU it compiles parts of them at its first import.
+operators that presets and `via: torchpipe` need; on a machine with a GPU it compiles parts of them at its first import.
 
 What this module works around:
 
@@ -16,6 +16,8 @@ What this module works around:
 - Its batching makes callers wait for a lock. The nodes that run a model do without it, see
   `request_queue.py`.
 - Python would discard its state for each of torchpipe's threads after every batch. It is kept.
+- Its wheel has operators for some versions of torch. For others each process would compile them: for minutes, with
+  thousands of lines of output, and in the end without success. It does so only where the user asks for it.
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
-from gpuflow.errors import MissingExtra
+from gpuflow.errors import MissingExtra, PredictorError
 
 __all__ = [
     "TESTED_VERSIONS",
     "Pipe",
     "import_operators",
     "keep_thread_state",
+    "missing_operators",
+    "missing_scheduler",
     "register_nodes",
     "skip_cleanup",
     "turn_off_batching",
@@ -53,6 +58,8 @@ TESTED_VERSIONS: Mapping[str, frozenset[str]] = {
 }
 """The versions that this module was written for. Others run too, but their logger is left alone."""
 _LEVEL_INFO, _LEVEL_OFF = 2, 6
+_SKIP = "TORCHPIPE_SKIP_ALL"
+"""The environment variable by which torchpipe is imported without operators: `1`. With `0` it compiles missing ones."""
 
 _lock = threading.Lock()
 _numbers = itertools.count()
@@ -66,17 +73,19 @@ def register_nodes(classes: Mapping[str, type], *, at_exit: Callable[[], None]) 
         at_exit: called when the process exits, before omniback's own clean-up.
 
     Raises:
-        MissingExtra: torchpipe is not installed.
+        MissingExtra: omniback is not installed.
     """
     global _omniback
     with _lock:
         if _omniback is not None:
             return
+        if (missing := missing_scheduler()) is not None:
+            raise missing
         os.environ.setdefault("TORCHPIPE_SKIP_TENSORRT", str(int(importlib.util.find_spec("tensorrt") is None)))
-        try:
-            import omniback
-        except ModuleNotFoundError as error:
-            raise _missing(error) from error
+        if missing_operators("") is not None:
+            os.environ.setdefault(_SKIP, "1")  # also where the user imports torchpipe
+        import omniback
+
         turn_off_logger(omniback, importlib.metadata.version("omniback"))
         for name, node in classes.items():
             omniback.register(name, node)
@@ -88,16 +97,42 @@ def register_nodes(classes: Mapping[str, type], *, at_exit: Callable[[], None]) 
 
 
 def import_operators() -> None:
-    """Import torchpipe, which makes its operators known to omniback. Raises MissingExtra."""
-    try:
-        import torchpipe  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise _missing(error) from error
+    """Import torchpipe, which makes its operators known to omniback.
+
+    Raises:
+        MissingExtra: torchpipe is not installed.
+        PredictorError: torchpipe has no operators for this version of torch.
+    """
+    if (missing := missing_operators("a preset or via: torchpipe")) is not None:
+        raise missing
+    import torchpipe  # noqa: F401
 
 
-def _missing(error: ModuleNotFoundError) -> ImportError:
-    """What to raise where torchpipe, or something that it needs, is not installed."""
-    return MissingExtra("serving", "torchpipe", "serve") if error.name in ("omniback", "torchpipe") else error
+def missing_scheduler() -> MissingExtra | None:
+    """Return an error that says that omniback is not installed; None if it is."""
+    return MissingExtra("serving", "omniback", "serve") if importlib.util.find_spec("omniback") is None else None
+
+
+def missing_operators(feature: str) -> MissingExtra | PredictorError | None:
+    """Return an error that says why torchpipe's operators cannot run here; None if they can.
+
+    Args:
+        feature: what needs them.
+    """
+    spec = importlib.util.find_spec("torchpipe")
+    if spec is None or spec.origin is None:
+        return MissingExtra(feature, "torchpipe (x86-64 only)", "serve")
+    torch = ".".join(importlib.metadata.version("torch").split(".")[:2])
+    cache = Path(os.environ.get("OMNIBACK_CACHE_DIR", "~/.cache/omniback")).expanduser()
+    folders = Path(spec.origin).parent / "lib", cache
+    library = f"torchpipe_core-torch{torch.replace('.', '')}-*.so"
+    if os.environ.get(_SKIP) == "0" or any(next(folder.glob(library), None) for folder in folders):
+        return None
+    version = importlib.metadata.version("torchpipe")
+    return PredictorError(
+        f"{feature} needs torchpipe's operators, and torchpipe {version} has none for torch {torch}; install torch "
+        f"2.11 or 2.12, or set {_SKIP}=0: then torchpipe compiles them, which takes minutes and may fail"
+    )
 
 
 def turn_off_logger(omniback: Any, version: str) -> bool:

@@ -258,9 +258,10 @@ A torchpipe graph of {origin}, written by gpuflow {version}. Preprocessing {prep
 
 Run it, with gpuflow[serve] installed:
 
-    import gpuflow.serve, torch, torchpipe
-
+    import gpuflow.serve
     gpuflow.serve.register()
+
+    import torch, torchpipe
     graph = torchpipe.pipe({file!r})
     request = {{"data": open("photo.jpg", "rb").read()}}
     graph(request)

@@ -98,7 +98,7 @@ def test_serve_is_the_graph_up_to_each_stage_of_one_size(folder: Path) -> None:
         assert list(found) == list(expected)
         assert all(torch.equal(found[name], expected[name]) for name in GOOD)  # type: ignore[arg-type]
         assert {name for name in SOME if isinstance(found[name], BadSampleError)} == {"text", "jpeg cut short"}
-    assert ways["serve"].describe().startswith("torchpipe 0.")
+    assert ways["serve"].describe().startswith("omniback 0.")
 
 
 def test_where_serving_has_other_stages_its_whole_counts(folder: Path) -> None:
