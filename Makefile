@@ -1,8 +1,9 @@
-# Every target sets up .venv first, once, and again when the pins or pyproject.toml change; test-latest and
+# Every target sets up .venv first, once, and again when the pins or pyproject.toml change; test-latest, test-oldest and
 # test-integrations have their own.
 PYTHON ?= python3
 BIN := .venv/bin
 LATEST := .venv-latest
+OLDEST := .venv-oldest
 INTEGRATIONS := .venv-integrations
 chaos: MINUTES ?= 60
 fuzz: MINUTES ?= 10
@@ -29,7 +30,7 @@ pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(W
 PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-integrations
+.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-oldest test-integrations
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -80,14 +81,26 @@ fuzz: $(NATIVE)  ## run C code on random programs and damaged JPEGs under saniti
 		> build/libjpeg-turbo.log 2>&1 || tail -n 1 build/libjpeg-turbo.log
 	$(BIN)/python -m tests.native.fuzz --minutes $(MINUTES) --library "$(INSTRUMENTED)"
 
-test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
-	$(call install,$(LATEST),--upgrade torch torchvision -r $<)
-	$(call pytest_by,$(LATEST)) -m "not gpu and not integrations"
+# The extras whose code the tests run. UNBOUNDED=1 takes away the upper bounds of torch, torchvision and uvicorn.
+JOBS := serve export formats plots remote hf samples
+BOUNDED := (torch|torchvision|uvicorn)(>=[0-9.]+),<[0-9.]+
+# $(call test_with,VENV,OPTIONS) installs what pyproject.toml allows, by uv with these options, and the pinned tools of
+# requirements.txt, and runs the tests.
+define test_with
+	$(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --quiet --no-compile --constraint requirements.txt uv
+	sed -E '$(if $(UNBOUNDED),s/$(BOUNDED)/\1\2/)' pyproject.toml > $(1)/pyproject.toml
+	sed -n '/^# tests/,/^$$/p' requirements.txt > $(1)/tools.txt
+	$(1)/bin/uv pip install --python $(1)/bin/python $(2) -r $(1)/pyproject.toml $(JOBS:%=--extra %) -r $(1)/tools.txt
+	$(call install_gpuflow,$(1))
+	$(call pytest_by,$(1)) -m "not gpu and not integrations"
+endef
 
-# All pins but those of torch, torchvision and what torch pins itself.
-$(LATEST)/requirements.txt: requirements.txt
-	$(PYTHON) -m venv $(LATEST)
-	grep -vE '^(torch|torchvision)==' $< > $@
+test-latest:  ## run the CPU tests with the newest versions that pyproject.toml allows; with any: UNBOUNDED=1
+	$(call test_with,$(LATEST))
+
+test-oldest:  ## run the CPU tests with the oldest versions that pyproject.toml allows
+	$(call test_with,$(OLDEST),--resolution lowest-direct)
 
 test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests against the real libraries
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_integrations.py tests/sources/test_hf.py

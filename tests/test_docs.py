@@ -112,12 +112,41 @@ def test_ci_runs_the_checks_the_tests_and_the_documentation() -> None:
 
 def test_the_workflow_runs_what_ci_runs() -> None:
     job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["ci"]
-    assert job["strategy"]["matrix"] == {"python": ["3.11", "3.12", "3.13"]}
+    assert job["strategy"]["matrix"] == {"python": ["3.11", "3.12", "3.13", "3.14"]}
     assert [step.get("run") or step["uses"].partition("@")[0] for step in job["steps"]] == [
         "actions/checkout",
         "actions/setup-python",
         ".ci/run",
     ]
+
+
+def test_versions_of_python_that_run_are_those_that_are_named() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    named = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
+    assert workflow["jobs"]["ci"]["strategy"]["matrix"]["python"] == named
+    assert PROJECT["requires-python"] == f">={named[0]}"
+
+
+def test_the_bounds_run_in_the_workflow() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    jobs = workflow["jobs"]
+    assert jobs["versions"]["strategy"]["matrix"] == {"target": ["test-oldest", "test-latest"]}
+    assert jobs["versions"]["steps"][-1] == {"run": "make ${{ matrix.target }}"}
+    assert jobs["unbounded"]["steps"][-1] == {"run": "make test-latest UNBOUNDED=1"}
+    assert jobs["unbounded"]["if"] == "github.event_name == 'schedule'" and workflow[True]["schedule"]
+
+
+def test_bounds_are_those_that_the_makefile_runs() -> None:
+    """Without the upper bounds, the requirements of the pattern are bounded below alone; no other one has both."""
+    extras = PROJECT["optional-dependencies"]
+    pattern = re.search(r"^BOUNDED := (.*)$", MAKEFILE, flags=re.MULTILINE)
+    jobs = re.search(r"^JOBS := (.*)$", MAKEFILE, flags=re.MULTILINE)
+    assert pattern is not None and jobs is not None
+    needed = [*PROJECT["dependencies"], *(entry for job in jobs[1].split() for entry in extras[job])]
+    assert all(re.search(">=|==", entry) for entry in needed), "test-oldest needs a minimum of each"
+    bounded = {base_name(entry) for entry in needed if "<" in entry}
+    assert bounded == {base_name(entry) for entry in needed if re.fullmatch(pattern[1], entry)}
+    assert bounded == {"torch", "torchvision", "uvicorn"}
 
 
 def test_every_test_runs_in_the_workflow() -> None:

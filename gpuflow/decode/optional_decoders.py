@@ -81,10 +81,7 @@ def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
     def load() -> Any:
         import importlib
 
-        try:
-            module: Any = importlib.import_module(f"PIL.{plugin}")
-        except ImportError as error:
-            raise MissingExtra(f"decoding {LABELS[name]}", "pillow 12 or newer", _EXTRA) from error
+        module: Any = importlib.import_module(f"PIL.{plugin}")
         if not getattr(module, "SUPPORTED", True):
             raise MissingExtra(f"decoding {LABELS[name]}", "a Pillow that was built with it", _EXTRA)
         if name == "avif" and not module.DEFAULT_MAX_THREADS:

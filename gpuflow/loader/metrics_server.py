@@ -52,7 +52,7 @@ def serve_metrics(loaders: Loader | Mapping[str, Loader], *, port: int, address:
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
-        raise MissingExtra("serving metrics", "prometheus-client", "serve") from error
+        raise MissingExtra("serving metrics", "prometheus-client", "metrics") from error
     named = {loaders.pipeline.name: loaders} if isinstance(loaders, Loader) else dict(loaders)
     registry = CollectorRegistry()
     registry.register(_Collector(named))

@@ -244,9 +244,10 @@ def _write_onnx(
     try:
         import onnx  # noqa: F401
         import onnx_ir
+        import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("exporting to ONNX", "onnxscript", "serve") from error
+        raise MissingExtra("exporting to ONNX", str(error.name), "export") from error
     with _exporting():
         batch = torch.export.Dim("batch")
         program: Any = torch.onnx.export(

@@ -576,7 +576,6 @@ def test_the_stage_names_every_format() -> None:
 @pytest.mark.parametrize(
     ("name", "module", "package"),
     [
-        ("tiff", "PIL.TiffImagePlugin", "pillow 12 or newer"),
         ("heic", "pillow_heif", "pillow-heif"),
         ("jxl", "pylibjxl", "pylibjxl"),
     ],

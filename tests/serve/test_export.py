@@ -400,8 +400,11 @@ def test_opsets_that_torch_writes(models: Models, tmp_path: Path, gpuflow_export
     assert gpuflow_export(models.config, "--onnx", tmp_path / "m.onnx", "--opset", 17).code == 2
 
 
-def test_exporting_to_onnx_is_an_extra(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime", "onnxscript"])
+def test_exporting_to_onnx_is_an_extra(
+    package: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
     assert fault(lambda: export_model(models.read(), tmp_path / "m.onnx"), MissingExtra) == (
-        "exporting to ONNX needs onnxscript, which is not installed; pip install 'gpuflow[serve]'"
+        f"exporting to ONNX needs {package}, which is not installed; pip install 'gpuflow[export]'"
     )
