@@ -30,7 +30,7 @@ pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(W
 PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-oldest test-integrations
+.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-oldest test-integrations test-wheel
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -104,6 +104,9 @@ test-oldest:  ## run the CPU tests with the oldest versions that pyproject.toml 
 
 test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests against the real libraries
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_integrations.py tests/sources/test_hf.py
+
+test-wheel: .venv/.installed  ## build wheel and sources, use both in an empty environment
+	$(BIN)/python -m tests.packaging.wheel
 
 $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(INTEGRATIONS)
