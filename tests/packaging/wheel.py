@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 SERVES = platform.machine() == "x86_64"
 """torchpipe, which serves, has wheels for this machine alone."""
 EXTRAS = "samples,serve" if SERVES else "samples"
-SECONDS = 300
+SECONDS = 600
 """Limit of each command. A runner may have to download torch."""
 
 SHAPES = ["pipelines.train.batch.size=16", "pipelines.val.batch.size=16"]
