@@ -5,14 +5,16 @@ ARG VARIANT=cpu
 
 FROM python:3.11-slim-bookworm AS build
 ARG VARIANT
-# torch without CUDA, which would add 3 GB. On aarch64 this index has it, too.
+# torch without CUDA, which would add 3 GB. What torch depends on comes from pip's own index, by the second call of pip.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/gpuflow
 ENV PATH=/opt/gpuflow/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY requirements.txt ./
-RUN if [ "$VARIANT" = cpu ]; then pip install -c requirements.txt torch torchvision --index-url "$TORCH_INDEX"; fi
+RUN if [ "$VARIANT" = cpu ]; then \
+      pip install -c requirements.txt --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
+    fi
 COPY pyproject.toml README.md LICENSE ./
 COPY gpuflow gpuflow
 COPY stages stages
