@@ -519,6 +519,26 @@ def train(
 
 
 @app.command()
+def audit(
+    logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="The files of all ranks, of all restarts.")],
+) -> None:
+    """Prove from the files of run.audit that a training got each sample of each epoch exactly once.
+
+    After a restart, what was delivered after the restored checkpoint does not count, and comes again. Exits 1 if
+    samples are missing or came several times, and names them.
+    """
+    from gpuflow.tools import audit as audits
+
+    lines, damaged = audits.read_lines(logs)
+    for place in damaged:
+        _print_err(_labelled("note:", "yellow", f"{place} is incomplete, as a kill leaves it, and was left out"))
+    epochs = audits.audit(lines)
+    _print("\n".join(map(str, epochs)))
+    if any(epoch.faults for epoch in epochs):
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(
     path: ConfigFile,
     overrides: Overrides = None,

@@ -36,6 +36,7 @@ COMMANDS = [
         "show",
         "doctor",
         "train",
+        "audit",
         "bench",
         "scan",
         "export",

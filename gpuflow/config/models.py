@@ -394,6 +394,8 @@ class RunSpec(_Block):
         max_bad: the most bad samples that are allowed: a number of each process, or a fraction of the source; by
             default no limit.
         bad_file: a file that lists each bad sample, as JSON lines.
+        audit: a file that lists the samples of each step, as JSON lines for `gpuflow audit`; each rank has its own,
+            such as audit.0.jsonl for audit.jsonl.
         timeout_s: the longest wait for a batch or an answer, in seconds. A server that files come from is tried for
             0.7 of it.
         memory_limit: the most GPU memory of the loader's batches and buffers, in bytes or with a unit, such as 2GB.
@@ -409,6 +411,7 @@ class RunSpec(_Block):
     on_error: OnError | None = None
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
     bad_file: str | None = None
+    audit: Annotated[str, Field(min_length=1)] | None = None
     timeout_s: Seconds = 120.0
     memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes | None)] = None
     deterministic: bool = False

@@ -100,7 +100,11 @@ def build_loader(
     readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
     share = cpu_share_of(config, name) if placement.gpu is not None else None
     targets = target_mapper(config, name, fields_of(source))
+    if run.audit is not None and listed is not None:
+        rule, action = "needs an order of gpuflow's, not that of a sampler", "remove it, or use gpuflow.load"
+        raise ConfigError([Problem(f"{config.path}:", rule, run.audit, action, ("run", "audit"), "config.conflict")])
     plan = LoaderPlan(
+        audit=run.audit,
         program=program,
         source=source,
         order=order,

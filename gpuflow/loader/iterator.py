@@ -70,6 +70,7 @@ class EpochIterator(Iterator[Batch]):
     """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it.
 
     loader: is not collected, and so not closed, before the epoch has ended: a `for` may hold nothing but this iterator.
+    audit: gets each batch before it is delivered.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class EpochIterator(Iterator[Batch]):
         in_use: BatchesInUse,
         epoch: int,
         steps: EpochSteps,
+        audit: Callable[[Assembly], None] | None = None,
     ) -> None:
+        self._audit = audit
         self._loader: object = loader
         self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
         self._epoch, self._steps = epoch, steps
@@ -133,6 +136,8 @@ class EpochIterator(Iterator[Batch]):
             batch = self._batch(assembly, stream, asked)
             self._warn_of_turned()
             self._warn_of_many_bad()  # which raises where warnings are errors
+            if self._audit is not None:
+                self._audit(assembly)
         except BaseException:
             self.end("an error was raised")
             raise

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 from gpuflow.errors import LoaderError, StateError
 from gpuflow.loader.agreement import RankAgreement
+from gpuflow.loader.audit_log import audit_log
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.batches_in_use import BatchesInUse
 from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.rng import epoch_number, key64
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
@@ -47,7 +49,11 @@ class Loader:
     needs neither start nor stop. `close`, or leaving a `with` block, ends its threads; so does collection.
 
     Made by `gpuflow.load`; not for two threads at once.
+
+    audited: whether `run.audit` lists what the next `for` delivers; false for batches that nothing is trained on.
     """
+
+    audited = True
 
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan, self._steps = plan, plan.steps
@@ -155,7 +161,12 @@ class Loader:
         self._stats.start_epoch(epoch)
         steps = self._steps.begin(epoch, start)
         self._plan.bad.begin_epoch(len(steps) * self.batch_size)
-        iterator = EpochIterator(self, self._plan, self._feed, self._stats, self._progress, self._in_use, epoch, steps)
+        audit = None
+        if self.audited and self._plan.audit is not None and isinstance(steps, Steps):
+            audit = audit_log(self._plan.audit, self.pipeline.name, self._plan.order, steps, epoch)
+        iterator = EpochIterator(
+            self, self._plan, self._feed, self._stats, self._progress, self._in_use, epoch, steps, audit
+        )
         self._progress.begin()
         self._active = weakref.ref(iterator)
         return iterator

@@ -50,6 +50,7 @@ class LoaderPlan:
         prefetch: finished batches that wait for the consumer.
         timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
+        audit: `run.audit`, the file that lists what is delivered.
         targets: maps the fields of the source's records; None if it has no fields besides image and label.
         turned: counts images that EXIF data turn, where that may matter for `targets`; None elsewhere.
         record_values: what stages take from these records.
@@ -81,6 +82,7 @@ class LoaderPlan:
     prefetch: int
     timeout_seconds: float = 120.0
     bad: BadSamples
+    audit: str | None = None
     targets: TargetMapper | None = None
     turned: TurnedImages | None = None
     record_values: tuple[RecordValue, ...] = ()

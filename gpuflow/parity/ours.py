@@ -60,7 +60,9 @@ class Training:
                 source_block=Folder(folder="", seed=self.config.source.seed),  # the samples are in memory
                 pipelines={self.name: stages},
                 programs={self.name: prefix.program},
-                run=self.config.run.model_copy(update={"bad_file": str(listed), "max_bad": None, "memory_limit": None}),
+                run=self.config.run.model_copy(
+                    update={"bad_file": str(listed), "max_bad": None, "memory_limit": None, "audit": None}
+                ),
             )
             source = InMemory(images)
             with build_loader(config, self.name, rank=0, world_size=1, device=self.device, whole=source) as loader:

@@ -214,6 +214,7 @@ def _gpuflow(job: Job) -> Iterable[int]:
 
     config = _config_of(job, f"run.threads={job.workers}")
     loader = build_loader(config, job.pipeline, rank=0, world_size=1, device=job.device)
+    loader.audited = False
     started = False
     while True:
         for images, _ in loader:

@@ -78,6 +78,7 @@ def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device:
         views = _views(config.any_program(name))
         labelled, fields = has_labels(loader.dataset), fields_of(loader.dataset)
         loader.set_epoch(epoch)
+        loader.audited = False
         for batch in loader:
             for i in range(len(batch.indices)):
                 index = int(batch.indices[i])

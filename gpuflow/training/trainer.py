@@ -273,11 +273,13 @@ class Trainer:
         self.model.train()
         self._seed_step()
         loader.set_epoch(self.epoch)
+        loader.audited = False
         for images, _ in islice(loader, math.ceil(_STATISTICS_SAMPLES / loader.batch_size)):
             self._logits(self.model, images)
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         loader.load_state_dict(state)
+        loader.audited = True
 
     @torch.no_grad()
     def _validate(self, group: Group, events: TrainerEvents) -> PassResult:

@@ -44,8 +44,8 @@ pipelines:
 PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error, targets"
 SOURCE_KEYS = ", ".join(dict.fromkeys([*KINDS, *(key for kind in KINDS.values() for key in kind.key_fields())]))
 KIND_WORDS = f"{', '.join(list(KINDS)[:-1])} and {list(KINDS)[-1]}"
-RUN_KEYS = "threads, readers, processes, decoder_calls, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit"
-RUN_KEYS += ", deterministic, nvtx"
+RUN_KEYS = "threads, readers, processes, decoder_calls, prefetch, on_error, max_bad, bad_file, audit, timeout_s"
+RUN_KEYS += ", memory_limit, deterministic, nvtx"
 
 
 def read(text: str, *overrides: str) -> Config:
