@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from gpuflow.migration.dataset import bytes_loader
     from gpuflow.migration.transforms import TensorToTensor, cv2_resize
     from gpuflow.migration.wrap import WrappedLoader
+    from gpuflow.runtime.preemption import Preemption
     from gpuflow.training.checkpoint import save_checkpoint
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "MissingExtra",
     "PredictorError",
     "PredictorTimeout",
+    "Preemption",
     "ServerFault",
     "SourceError",
     "StateError",
@@ -82,6 +84,7 @@ _request_queues()
 _MODULES = {
     "Batch": "gpuflow.loader.batch",
     "Loader": "gpuflow.loader.loader",
+    "Preemption": "gpuflow.runtime.preemption",
     "TensorToTensor": "gpuflow.migration.transforms",
     "Transform": "gpuflow.loader.transform",
     "WrappedLoader": "gpuflow.migration.wrap",
@@ -90,7 +93,7 @@ _MODULES = {
     "save_checkpoint": "gpuflow.training.checkpoint",
     "serve_metrics": "gpuflow.loader.metrics_server",
 }
-"""Names that are imported at their first use, because their modules need torch."""
+"""Names that are imported at their first use, because most of their modules need torch."""
 
 
 def __getattr__(name: str) -> object:

@@ -17,6 +17,7 @@ import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -449,12 +450,31 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
+class Resume(enum.StrEnum):
+    """What `gpuflow train --resume` goes on from."""
+
+    checkpoint = "checkpoint"
+    auto = "auto"
+
+
+class _TrainCommand(TyperCommand):
+    """Takes --resume without a value as --resume=checkpoint."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if dict(pairwise([*args, ""])).get("--resume") not in list(Resume):
+            args = ["--resume=checkpoint" if arg == "--resume" else arg for arg in args]
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_TrainCommand)
 def train(
+    ctx: typer.Context,
     path: ConfigFile,
     overrides: Overrides = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps, with a checkpoint.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in train.out.")] = False,
+    resume: Annotated[
+        Resume | None, typer.Option(help="Go on from the checkpoint in train.out; auto: if there is one.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start anew, over a checkpoint in train.out.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
     metrics_port: Annotated[
@@ -467,7 +487,13 @@ def train(
     state and the preprocessing's hash. If there is one already, exits 1 unless --resume or --force is given.
 
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
+
+    After a SIGTERM or SIGUSR1 to any of the processes, all save after the same step and exit 75; a second one ends a
+    process at once.
     """
+    from gpuflow.runtime.preemption import Preemption
+
+    preemption = ctx.with_resource(Preemption())  # before torch is imported, which takes seconds
     from gpuflow.loader.metrics_server import serve_metrics
     from gpuflow.runtime.ranks import Ranks, device_named
     from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
@@ -502,7 +528,14 @@ def train(
     if device is not None:
         device_named(device)
     config = _read(path, overrides)
-    trainer = Trainer(config, device=device, resume=resume, force=force, ranks=ranks)
+    trainer = Trainer(
+        config,
+        device=device,
+        resume="auto" if resume is Resume.auto else resume is not None,
+        force=force,
+        ranks=ranks,
+        preemption=preemption,
+    )
     first, start = ranks.rank == 0, trainer.step
     if first and (note := _order_note(config)):
         _print_err(_labelled("note:", "yellow", note))
@@ -516,6 +549,10 @@ def train(
         _print(f"nothing left to train: {done}; raise train.epochs to go on")
     elif first:
         _print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
+    if trainer.preempted:
+        if first:
+            _print_err("stopped by a signal; --resume goes on")
+        raise typer.Exit(os.EX_TEMPFAIL)
 
 
 @app.command()

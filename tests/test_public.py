@@ -34,6 +34,7 @@ def test_everything_public_is_listed_and_there() -> None:
         "MissingExtra",
         "PredictorError",
         "PredictorTimeout",
+        "Preemption",
         "ServerFault",
         "SourceError",
         "StateError",

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, Stat
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder, replaced_file
+from gpuflow.runtime.preemption import Preemption
 from gpuflow.runtime.ranks import Group, Ranks, process_group
 from gpuflow.sources import Source, has_labels, has_one_class
 from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
@@ -87,9 +88,10 @@ class Trainer:
     Args:
         config: a checked configuration.
         device: where to train; by default a GPU if torch sees one.
-        resume: continue from `<train.out>/last.pt`.
+        resume: continue from `<train.out>/last.pt`; `auto`: if there is one.
         force: start anew where there is such a checkpoint, which the new run's replaces.
         ranks: the rank of this process and the number of ranks; by default one rank.
+        preemption: says when to save and end early.
 
     Raises:
         ConfigError, SourceError, StateError, LoaderError: the configuration cannot be trained or resumed, or neither
@@ -101,14 +103,16 @@ class Trainer:
         config: Config,
         *,
         device: str | None = None,
-        resume: bool = False,
+        resume: bool | Literal["auto"] = False,
         force: bool = False,
         ranks: Ranks | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
         self._config, self._spec, self._ranks = config, config.train, ranks or Ranks()
         self.checkpoint = Path(self._spec.out) / "last.pt"
         with self._locating():
             self._found = _identity(self.checkpoint)  # the first save compares with it
+        resume = self._found is not None if resume == "auto" else resume
         if self._found is not None and not (resume or force) and self._ranks.rank == 0:
             self._refuse_out(
                 "holds the checkpoint of another run",
@@ -144,6 +148,7 @@ class Trainer:
         )
         self._steps_in_all = self._spec.epochs * len(self.train_loader)
         self.step, self.epoch = 0, 0
+        self.preempted, self._preemption = False, preemption
         self._saved = 0, time.monotonic()
         self._epoch_sums: list[float] | None = None
         self.preprocessing = (self.val_loader or self.train_loader).preprocessing
@@ -151,7 +156,7 @@ class Trainer:
             self._resume()
 
     def run(self, events: TrainerEvents, *, max_steps: int | None = None) -> PassResult | None:
-        """Train to the end, or for `max_steps` steps.
+        """Train to the end, or for `max_steps` steps, or until `preemption` requests the end: then `preempted` is true.
 
         Writes a checkpoint after each epoch, within it as `train.save_every` says, and at the end.
 
@@ -173,13 +178,13 @@ class Trainer:
             process_group(self._ranks, self.device, timeout_seconds=timeout) as group,
         ):
             replica = group.replicate(self.model)
-            while self.step < last_step:
+            while self.step < last_step and not self.preempted:
                 whole = self._train_epoch(replica, group, events, last_step)
                 if whole:
                     self._recompute_statistics()
                 self._save_of_rank_0()
                 group.wait()
-                if whole and self.val_loader is not None:
+                if whole and self.val_loader is not None and not self.preempted:
                     result = self._validate(group, events)
         return result
 
@@ -192,7 +197,7 @@ class Trainer:
                 loader.close()
 
     def _train_epoch(self, replica: nn.Module, group: Group, events: TrainerEvents, last_step: int) -> bool:
-        """Train until the epoch ends or `last_step` is reached; returns whether the epoch ended."""
+        """Train until the epoch ends, to `last_step` or until the end is requested; return whether the epoch ended."""
         loader = self.train_loader
         self.epoch = loader.state_dict()["epoch"]
         replica.train()
@@ -218,7 +223,7 @@ class Trainer:
             correct = logits.argmax(dim=1) == (labels if labels.ndim == 1 else labels.argmax(dim=1))
             totals.add(loss.detach() * len(labels), correct.sum(), len(labels))
             events.step(*totals.so_far())
-            if self.step >= last_step:
+            if self.step >= last_step or self._must_end():
                 break
             if loader.state_dict()["epoch"] == self.epoch:  # otherwise the epoch's end follows, and its save
                 self._save_if_due(totals, not first, group)
@@ -227,6 +232,10 @@ class Trainer:
         events.end_pass("train", self.epoch, totals.result(group, range(first, done), len(loader)))
         self._epoch_sums = None if whole or first else totals.of_all_ranks(group)
         return whole
+
+    def _must_end(self) -> bool:
+        self.preempted = self._preemption is not None and self._preemption.requested()
+        return self.preempted
 
     def _logits(self, replica: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """The model's logits, and those of its auxiliary classifiers, which GoogLeNet and Inception v3 have.
@@ -283,11 +292,14 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, group: Group, events: TrainerEvents) -> PassResult:
-        """Validate once. Samples that a rank repeats to fill its last step are not counted."""
+        """Validate once, or until the end is requested.
+
+        Samples that a rank repeats to fill its last step are not counted.
+        """
         assert self.val_loader is not None
         group.share(self.model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
         self.model.eval()
-        totals = _PassTotals(self.device, self._ranks)
+        totals, done = _PassTotals(self.device, self._ranks), 0
         events.begin_pass("val", self.epoch, len(self.val_loader))
         self.val_loader.set_epoch(self.epoch)  # so that a resumed run draws the same
         for batch in self.val_loader:
@@ -296,8 +308,10 @@ class Trainer:
             losses = F.cross_entropy(logits, labels, reduction="none").where(batch.valid, 0)
             totals.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
             events.step(*totals.so_far())
-        steps = len(self.val_loader)
-        result = totals.result(group, range(steps), steps)
+            done = batch.step + 1
+            if self._must_end():
+                break
+        result = totals.result(group, range(done), len(self.val_loader))
         events.end_pass("val", self.epoch, result)
         return result
 
