@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 import enum
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from gpuflow.config import Config
     from gpuflow.loader.loader import Loader
+    from gpuflow.tools.predict import RowPredictor
 
 __all__ = ["app", "main"]
 
@@ -928,6 +929,116 @@ def serve(
         access_log=access_log,
         report=_print_err,
     )
+
+
+class Format(enum.StrEnum):
+    """What `gpuflow predict` writes."""
+
+    parquet = "parquet"
+    csv = "csv"
+
+
+SourcePart = Annotated[str, typer.Option("--pipeline", help="The pipeline whose part of the source is read.")]
+ModelDevice = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
+
+
+@app.command()
+def predict(
+    path: ConfigFile,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder for part-00000.parquet and so on.")],
+    overrides: Overrides = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Images without labels, in place of the file's source: a folder of any depth, a CSV or JSON-lines "
+            "file with the column path, tar shards or Parquet files; also a URL.",
+        ),
+    ] = None,
+    pipeline: SourcePart = "val",
+    top_k: Annotated[int, typer.Option(min=1, help="How many of the most likely classes a row has.")] = 5,
+    form: Annotated[
+        Format | None, typer.Option("--format", help="Of the files; by default parquet if pyarrow is installed.")
+    ] = None,
+    logits: Annotated[bool, typer.Option("--logits", help="Write the logits, too.")] = False,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(metavar="LAYER", help="Write the output of this layer of a checkpoint, such as avgpool."),
+    ] = None,
+    device: ModelDevice = None,
+) -> None:
+    """Run the model of the file's block `serve` over all samples of a source, and write a row for each.
+
+    A row has index, path, class and probability, those of less likely classes, and for a bad sample the stage that
+    refused it and the reason. The loader reads and decodes, and batches are `serve.model.batch` samples.
+
+    The same command goes on behind the last file of a run that was killed, and changes nothing once all are written.
+    A folder of another model, source, preprocessing or options is an error.
+    """
+    from gpuflow.tools.predict import write_predictions
+
+    _check_output("--out", out, folder=True)
+    if form is None:
+        form = Format.parquet if importlib.util.find_spec("pyarrow") else Format.csv
+    given = {"data": data, "top_k": top_k, "logits": logits, "embeddings": embeddings}
+    with _row_predictor(path, overrides, pipeline=pipeline, device=device, **given) as predictor:
+        write_predictions(predictor, out, form=form)
+    if predictor.done:
+        _print(f"wrote {predictor.done:,} rows to {out}, {predictor.bad:,} of bad samples")
+    else:
+        _print(f"nothing left to predict: {out} has all rows")
+
+
+@contextmanager
+def _row_predictor(path: Path, overrides: list[str] | None, **given: Any) -> Iterator[RowPredictor]:
+    """Give a predictor of rows whose progress is shown, on rank 0."""
+    from gpuflow.tools.predict import RowPredictor
+
+    with _bar(quiet=os.environ.get("RANK", "0") != "0") as bar:
+        task = bar.add_task("samples", total=None, note="", visible=False)
+
+        def show(done: int, total: int, bad: int) -> None:
+            bar.update(task, completed=done, total=total, note=f"{bad} bad", visible=True)
+
+        with closing(RowPredictor(path, overrides or (), progress=show, **given)) as predictor:
+            yield predictor
+
+
+@app.command()
+def evaluate(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    pipeline: SourcePart = "val",
+    device: ModelDevice = None,
+    out: Annotated[
+        Path, typer.Option(help="Where to write confusion.csv, its picture, classes.csv and bad.csv.")
+    ] = Path("runs/evaluate"),
+) -> None:
+    """Run the model of the file's block `serve` over a pipeline's samples, and compare it with their labels.
+
+    Prints how often the label is the most likely class, and one of the five most likely ones, and the classes of the
+    lowest recall. Bad samples are left out, and listed in bad.csv.
+
+    Several processes share the work, with the same result: torchrun --nproc-per-node 2 -m gpuflow evaluate FILE.
+    """
+    from gpuflow.runtime.ranks import process_group
+    from gpuflow.tools.evaluate import evaluate as evaluation
+
+    _check_output("--out", out, folder=True)
+    with _row_predictor(path, overrides, pipeline=pipeline, device=device) as predictor:
+        seconds = 2 * predictor.timeout_seconds
+        with process_group(predictor.ranks, predictor.device, timeout_seconds=seconds) as group:
+            found = evaluation(predictor, group)
+    if predictor.ranks.rank:
+        return
+    _print(str(found))
+    confusion, *others = found.write(out)
+    for file in others:
+        _print(f"wrote {file}")
+    if importlib.util.find_spec("matplotlib"):
+        _plot("confusion", confusion)
+    else:
+        _print(f"wrote {confusion}; its picture needs pip install 'gpuflow[plots]'")
 
 
 @app.command(name="load-test")

@@ -36,7 +36,7 @@ from gpuflow.engines.base import (
 )
 from gpuflow.engines.cuda_graphs import Captured, CudaGraphs, GraphMaker, difference, tolerance
 from gpuflow.engines.program_file import drop_origins, refuse_code
-from gpuflow.errors import ConfigError, Problem, reason_of
+from gpuflow.errors import ConfigError, Problem, reason_of, suggest
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
@@ -44,6 +44,7 @@ __all__ = [
     "CHECKPOINT_VERSION",
     "EXTRA_FILE",
     "TorchEngine",
+    "WithLayer",
     "build_model",
     "info_of",
     "load_checkpoint",
@@ -218,6 +219,28 @@ class TorchEngine:
         self._graphs.clear()
 
 
+class WithLayer(nn.Module):
+    """A model whose result has the output of one of its layers, flattened, after each image's logits.
+
+    Raises ConfigError if the model has no layer of this name.
+    """
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        super().__init__()
+        layers = {name: module for name, module in model.named_modules() if name}
+        if layer not in layers:
+            raise ConfigError([Problem("--embeddings:", "must be a layer of the model", layer, suggest(layer, layers))])
+        self.model, self._output = model, None
+        layers[layer].register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._output = output
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(images)
+        return torch.cat([logits, check_logits(self._output, len(images)).flatten(1)], dim=1)
+
+
 @lru_cache(maxsize=1)
 def _lasting_thread() -> DaemonPool:
     return DaemonPool(1, "programs", lambda: use_torch_threads(1))  # loading needs no more; compiled code sets its own
@@ -236,14 +259,20 @@ def _run_in_lasting_thread(work: Callable[[], T]) -> T:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TorchEngine]:
-    """See `open_engines`. All engines share one module, which has no state."""
+def open_all(
+    model: ModelSpec, *, image: ImageSpec, device: torch.device, layer: str | None = None
+) -> list[TorchEngine]:
+    """See `open_engines`. All engines share one module, which has no state.
+
+    layer: of a checkpoint's model, whose output follows the logits, see `WithLayer`.
+    """
     path, precision = model.file, None
     if model.cuda_graphs is True and device.type != "cuda":
         rule = f"is true and needs an NVIDIA GPU, but the device is {device}; use auto"
         raise ConfigError([Problem("serve.model.cuda_graphs", rule)])
     if path.endswith(".pt"):
         module, info = load_checkpoint(path)
+        module = module if layer is None else WithLayer(module, layer)
         precision = model.precision
     else:
         info = info_of(path)

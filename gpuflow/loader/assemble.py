@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ import torch
 from gpuflow.config import BatchSpec, Config
 from gpuflow.config.record_fields import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
-from gpuflow.errors import ConfigError, Problem, SourceError, show
+from gpuflow.errors import BadSampleError, ConfigError, Problem, SourceError, show
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.drawn_orders import MixedOrder, MixInOrder, WeightedOrder
@@ -65,11 +65,12 @@ def build_loader(
     whole: Source | None = None,
     rank_given: bool = True,
     listed: ListedEpochs | None = None,
+    report: Callable[[BadSampleError], None] | None = None,
 ) -> Loader:
     """The loader of one pipeline. See `gpuflow.load`.
 
     whole: the opened source, if other loaders read it, too. rank_given: see `LoaderPlan`. listed: epochs of `whole`, in
-    place of the file's split, order and batches.
+    place of the file's split, order and batches. report: see `BadSamples`.
     """
     program = config.any_program(name)
     pipeline = config.pipelines[name]
@@ -118,7 +119,9 @@ def build_loader(
         threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
-        bad=_bad_samples(config, config.on_error_of(name, drawn=None if listed is None else listed.drawn), len(source)),
+        bad=_bad_samples(
+            config, config.on_error_of(name, drawn=None if listed is None else listed.drawn), len(source), report
+        ),
         targets=targets,
         turned=TurnedImages(source) if targets is not None and targets.leaves_orientation_open else None,
         record_values=program.record_values,
@@ -242,13 +245,15 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
     return batch.global_size // world_size
 
 
-def _bad_samples(config: Config, policy: str, samples: int) -> BadSamples:
+def _bad_samples(
+    config: Config, policy: str, samples: int, report: Callable[[BadSampleError], None] | None
+) -> BadSamples:
     _require_other_file(config)
     most, of = config.run.max_bad, None
     if isinstance(most, float):
         most, of = int(Fraction(str(most)) * samples), samples  # 0.29 * 100 is less than 29 in floating point
     try:
-        return BadSamples(policy=policy, limit=most, path=config.run.bad_file, samples=of)
+        return BadSamples(policy=policy, limit=most, path=config.run.bad_file, samples=of, report=report)
     except OSError as error:
         problem = f"cannot be written: {error.strerror}: {error.filename!r}; name a file in a directory that exists"
         raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)]) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Callable
 from io import FileIO
 
 from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
@@ -26,10 +27,20 @@ class BadSamples:
         samples: the number of samples of the source if `limit` is for all of them. A process that has drawn only a part
             of them, such as one of several ranks, may find that part of `limit`, and what chance adds. None: `limit` is
             for this process.
+        report: gets each bad sample before its batch is delivered. A batch may then be empty.
     """
 
-    def __init__(self, *, policy: str, limit: int | None, path: str | None, samples: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        policy: str,
+        limit: int | None,
+        path: str | None,
+        samples: int | None = None,
+        report: Callable[[BadSampleError], None] | None = None,
+    ) -> None:
         self.policy, self.limit, self._samples = policy, limit, samples
+        self.report = report
         self.count, self._drawn = 0, 0
         self._known: set[int] = set()
         self._first: list[BadSampleError] = []
@@ -65,6 +76,8 @@ class BadSamples:
         """Count one bad sample. Raises TooManyBadSamples above the limit, LoaderError if it cannot be listed."""
         with self._lock:
             self.count += 1
+            if self.report is not None:
+                self.report(fault)
             if fault.index not in self._known:
                 self._known.add(fault.index)
                 self._first = [*self._first, fault][:_SHOWN]

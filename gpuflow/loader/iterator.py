@@ -195,7 +195,7 @@ class EpochIterator(Iterator[Batch]):
                 self._stats.gpu_wait_share = self._gpu_wait.share
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
-            if len(kept) == 0:
+            if len(kept) == 0 and self._plan.bad.report is None:
                 steps = self._plan.steps  # of a wrapped DataLoader, these alone know of other ranks
                 where = f" on rank {steps.rank}" if steps.world_size > 1 else ""
                 raise TooManyBadSamples(
@@ -232,7 +232,8 @@ class EpochIterator(Iterator[Batch]):
 
     def _warn_of_many_bad(self) -> None:
         bad, samples = self._plan.bad, len(self._plan.source)
-        if not self._progress.warned_of_many_bad and bad.distinct > bad.allowed(_MANY_BAD * samples, samples):
+        known = bad.report is not None or self._progress.warned_of_many_bad
+        if not known and bad.distinct > bad.allowed(_MANY_BAD * samples, samples):
             self._progress.warned_of_many_bad = True
             warnings.warn(
                 f"{bad.distinct} of {samples} samples are bad so far; run `gpuflow scan` to list them, or set "

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, reason_of
 
@@ -201,6 +201,16 @@ class Group:
 
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        """Return the values of all ranks, in the order of the ranks. pickle must know them."""
+        if self._alone:
+            return values
+        import torch.distributed as dist
+
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, values)
+        return [value for each in gathered for value in each]
 
     def wait(self) -> None:
         """Block until every rank has called this."""

@@ -2,6 +2,7 @@
 
 Unlike there, names that begin with a dot are left out: `.ipynb_checkpoints` is no class, and `._1.jpg` no image. With
 `splits` each of these is a directory that holds the classes' directories; the first one says which classes there are.
+Where `fields` declare no label, images may lie at any depth.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
 def _open(spec: Folder) -> FileSource:
     """Index `spec.folder`, ordered by class, then by directory, then by file name."""
     storage: Storage
-    tree_of: Callable[[str, tuple[str, ...]], Iterator[tuple[str, list[str]]]]
+    tree_of: Callable[[str, tuple[str, ...], bool], Iterator[tuple[str, list[str]]]]
     extensions = spec.image_extensions
+    labelled = not spec.declared or any(field.type == "label" for _, field in spec.declared)
     if is_remote(spec.folder):
         root = spec.folder.rstrip("/")
         storage = remote = open_remote(root, spec.cache)
@@ -118,8 +120,8 @@ def _open(spec: Folder) -> FileSource:
     for split in spec.splits or ("",):
         first, below = sum(counts), f"{split}/" if split else ""
         empty = list[str]()
-        for name, images in tree_of(os.path.join(root, split) if split else root, extensions):
-            if splits and name not in classes:
+        for name, images in tree_of(os.path.join(root, split) if split else root, extensions, labelled):
+            if labelled and splits and name not in classes:
                 raise SourceError(
                     f"{root}/{split}/{name}: must be a class of the first split, {spec.splits[0]}"
                     f"{near_word(name, classes)}; rename the directory, or name the split that has all classes first"
@@ -127,16 +129,20 @@ def _open(spec: Folder) -> FileSource:
             table.add([below + image for image in images])
             codes.append(classes.setdefault(name, len(classes)))
             counts.append(len(images))
-            if not images:
+            if labelled and not images:
                 empty.append(below + name)
         if empty:
             raise _without_images(root, empty, extensions)
+        if sum(counts) == first:
+            raise SourceError(
+                f"{os.path.join(root, split)}: must hold an image ({', '.join(extensions)}), got none; check the path"
+            )
         if split:
             splits[split] = first, sum(counts)
-    if not spec.splits:
+    if labelled and not spec.splits:
         _warn_of_parts(root, classes)
     paths = table.build(os.path.join(root, ""))
-    if spec.declared and not any(field.type == "label" for _, field in spec.declared):
+    if not labelled:
         return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False, splits=splits)
     labels = np.repeat(np.array(codes, np.int64), counts)
     return FileSource(storage, paths, labels, tuple(classes), splits=splits)
@@ -163,8 +169,8 @@ def _warn_of_parts(root: str, classes: Collection[str]) -> None:
         )
 
 
-def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each class and its images, as paths relative to the root."""
+def _local_tree(root: str, extensions: tuple[str, ...], labelled: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield each class and its images, as paths relative to the root; without labels first the images in the root."""
     try:
         with os.scandir(root) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
@@ -185,7 +191,9 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
     classes = sorted(
         name for name, is_class in known if is_class and identity_of(os.path.join(root, name)) not in above
     )
-    if not classes:
+    if not labelled:
+        yield "", sorted(name for name, is_class in known if not is_class and name.lower().endswith(extensions))
+    elif not classes:
         raise SourceError(
             f"{root}: must hold one directory per class, got none ({len(known)} files); "
             f"move the images into class directories, or name them in a source.listing"
@@ -200,18 +208,18 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
 
 
 def _remote_tree(
-    storage: RemoteStorage | CachedStorage, root: str, extensions: tuple[str, ...]
+    storage: RemoteStorage | CachedStorage, root: str, extensions: tuple[str, ...], labelled: bool
 ) -> Iterator[tuple[str, list[str]]]:
     """Like `_local_tree`. A class is a directory that holds a file, because object stores have no other directories."""
     classes: dict[str, list[tuple[str, str, str]]] = {}
     found = storage.find(root)
     for name, path, *_ in found:
         directory, _, file = name.rpartition("/")
-        if directory and not any(part.startswith(".") for part in name.split("/")):
+        if (directory or not labelled) and not any(part.startswith(".") for part in name.split("/")):
             images = classes.setdefault(directory.partition("/")[0], [])
             if file.lower().endswith(extensions):
                 images.append((directory, file, path))
-    if not classes:
+    if labelled and not classes:
         raise SourceError(
             f"{root}: must hold one directory per class, got none ({len(found)} files); check the address"
         )

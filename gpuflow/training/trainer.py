@@ -30,7 +30,7 @@ from gpuflow.runtime.ranks import Group, Ranks, process_group
 from gpuflow.sources import Source, has_labels, has_one_class
 from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
 
-__all__ = ["PassResult", "Trainer", "TrainerEvents"]
+__all__ = ["PassResult", "Trainer", "TrainerEvents", "device_of_rank"]
 
 _READ_SECONDS = 0.5
 _LEARNING_RATE, _PER_SAMPLES = 0.1, 256
@@ -118,7 +118,7 @@ class Trainer:
                 "holds the checkpoint of another run",
                 "--resume goes on with that run, --force overwrites it, another directory keeps both",
             )
-        self.device = _device(device, self._ranks)
+        self.device = device_of_rank(device, self._ranks)
         _refuse_untrainable(config)
         whole = open_whole(config)
         _require_classes(config, whole)
@@ -504,12 +504,12 @@ class _PassTotals:
         return PassResult(loss / max(1, images), correct / max(1, images), rate, steps, steps_in_pass)
 
 
-def _device(device: str | None, ranks: Ranks) -> torch.device:
-    """The device of this process, which becomes torch's current GPU."""
+def device_of_rank(device: str | None, ranks: Ranks) -> torch.device:
+    """The device of this process, by default a GPU if torch sees one, which becomes torch's current GPU."""
     asked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if ranks.world_size > 1 and asked.type == "cuda" and asked.index not in (None, ranks.local_rank):
         raise LoaderError(
-            f"--device must leave the GPU to LOCAL_RANK where {ranks.world_size} ranks train, got {str(asked)!r}; "
+            f"--device must leave the GPU to LOCAL_RANK where there are {ranks.world_size} ranks, got {str(asked)!r}; "
             "use --device cuda"
         )
     target = ranks.device(asked)

@@ -128,7 +128,7 @@ def test_ranks_do_not_choose_their_gpus(config_file: Path) -> None:
         with pytest.raises(LoaderError) as caught:
             Trainer(read(config_file), device="cuda:0", ranks=ranks)
         assert str(caught.value) == (
-            "--device must leave the GPU to LOCAL_RANK where 2 ranks train, got 'cuda:0'; use --device cuda"
+            "--device must leave the GPU to LOCAL_RANK where there are 2 ranks, got 'cuda:0'; use --device cuda"
         )
 
 

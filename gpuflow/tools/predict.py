@@ -1,0 +1,278 @@
+"""`gpuflow predict`: runs a model over all samples of a source, and writes a row for each to files of a folder."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gpuflow.config import BatchSpec, PipelineSpec, read_config
+from gpuflow.engines import class_names, open_engine, read_checked_info, warm_up_all
+from gpuflow.engines.base import noise_images
+from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, Problem, StateError
+from gpuflow.loader.assemble import build_loader, open_split
+from gpuflow.loader.batch import Batch
+from gpuflow.loader.listed import ListedEpochs
+from gpuflow.runtime.files import atomic_write, locked_folder
+from gpuflow.runtime.ranks import Ranks
+from gpuflow.serve.predictor import NOT_FINITE, check_block
+from gpuflow.sources import SourceSpec, fingerprint_of, has_one_class, source_spec, without_records
+from gpuflow.training.trainer import device_of_rank
+from gpuflow.vocabulary import stage_table
+
+__all__ = ["Row", "RowPredictor", "source_of", "write_predictions", "write_table"]
+
+_KINDS = {".csv": "listing", ".jsonl": "listing", ".ndjson": "listing", ".parquet": "hf", ".arrow": "hf"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The prediction for one sample, or why there is none.
+
+    index: of the sample in the source, or in the part of it that is read. path: the place of the sample.
+    label: the number of its class; None if that is not known.
+    top: number and probability of the most likely outputs, the most likely first; empty for a bad sample.
+    output: what the model gave: the logits, and behind them the embedding.
+    stage, reason: the stage that gave a bad sample up, and the rule that it broke; None for others.
+    """
+
+    index: int
+    path: str
+    label: int | None = None
+    top: Sequence[tuple[int, float]] = ()
+    output: Sequence[float] = ()
+    stage: str | None = None
+    reason: str | None = None
+
+
+class RowPredictor:
+    """Predicts samples of a source, by the stages and the model of a file's block `serve`.
+
+    gpuflow's loader reads and decodes the samples: their pixels are those of validation and of the service. Its batches
+    are those of the model, `serve.model.batch` samples each. `close` ends its threads.
+
+    Args:
+        path, overrides: as of `gpuflow.load`.
+        pipeline: the pipeline whose part of the source is read.
+        data: images without labels in place of the source, see `source_of`.
+        device: by default a GPU if torch sees one.
+        top_k: the number of outputs in a row; all if the model has fewer.
+        logits: whether tables have the logits.
+        embeddings: the layer whose output tables have.
+        progress: called after each batch with the number of samples that are done, how many there are to do, and how
+            many of those that are done are bad.
+
+    classes: the names of the outputs. identity: what decides the rows, a text of several lines.
+
+    Raises:
+        ConfigError, SourceError: the file, the model or the source cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        pipeline: str = "val",
+        data: str | None = None,
+        device: str | None = None,
+        top_k: int = 5,
+        logits: bool = False,
+        embeddings: str | None = None,
+        progress: Callable[[int, int, int], None] = lambda done, total, bad: None,
+    ) -> None:
+        config = read_config(path, stage_table(), overrides)
+        model = check_block(config).model
+        assert model is not None
+        program, part = config.programs["serve"], None
+        if data is not None:
+            config = replace(config, source_block=source_of(data))
+        else:
+            config.any_program(pipeline)
+            part = config.split_of(pipeline)
+        spec = PipelineSpec(split=part or "all", batch=BatchSpec(size=model.batch), on_error="skip")
+        config = replace(config, pipelines={**config.pipelines, "serve": spec})
+        self.path, self.batch, self.timeout_seconds = config.path, model.batch, config.run.timeout_s
+        self.ranks = Ranks.from_environment()
+        self.device = device_of_rank(device, self.ranks)
+        names = class_names(model, read_checked_info(model, program.pipeline))
+        self.source = without_records(open_split(config, "serve"))
+        self._is_labelled = has_one_class(self.source)
+        self._engine = open_engine(model, image=program.result, device=self.device, layer=embeddings)
+        warm_up_all([self._engine], model.file)
+        outputs = self._engine.run(noise_images(1, program.result, self.device)).shape[1]
+        self.has_names, self.classes = names is not None, names or tuple(map(str, range(outputs)))
+        self.top_k, self._has_logits, self._has_embeddings = min(top_k, len(self.classes)), logits, bool(embeddings)
+        digest = hashlib.sha256(Path(model.file).read_bytes()).hexdigest()
+        self.identity = (
+            f"source {fingerprint_of(self.source)} of {len(self.source)} samples\n"
+            f"preprocessing {program.pipeline.fingerprint}\n"
+            f"model {digest[:16]} in {model.precision} by {model.runtime}, in batches of {self.batch}\n"
+            f"columns for top {self.top_k}, logits: {logits}, embeddings: {embeddings}\n"
+        )
+        self._progress, self.done, self.bad = progress, 0, 0
+        self._batches, self._faults = list[NDArray[np.int64]](), dict[int, BadSampleError]()
+        listed = ListedEpochs(
+            lambda epoch, start: (np.concatenate(self._batches), [*map(len, self._batches)]),
+            lambda: len(self._batches),
+            samples=len(self.source),
+            batch_size=self.batch,
+            rank=0,
+            world_size=1,
+            drawn=False,
+        )
+        self._loader = build_loader(
+            config,
+            "serve",
+            rank=0,
+            world_size=1,
+            device=self.device,
+            whole=self.source,
+            listed=listed,
+            report=lambda fault: self._faults.update({fault.index: fault}),
+        )
+        self.close = self._loader.close
+
+    def predict(self, indices: ArrayLike) -> Iterator[list[Row]]:
+        """Yield the rows of these samples in their order, those of a batch at a time. An index must not come twice.
+
+        The same batches give the same rows. In other batches the last digits of their numbers may differ.
+        """
+        samples = np.asarray(indices, np.int64)
+        self._batches = np.split(samples, range(self.batch, len(samples), self.batch))
+        for batch, part in zip(self._loader if len(samples) else (), self._batches, strict=False):
+            good = {row.index: row for row in self._predicted(batch)} if len(batch.indices) else {}
+            rows = [good.get(index) or _bad_row(self._faults.pop(index)) for index in part.tolist()]
+            self.done, self.bad = self.done + len(rows), self.bad + sum(not row.top for row in rows)
+            self._progress(self.done, len(samples), self.bad)
+            yield rows
+
+    def _predicted(self, batch: Batch) -> Iterator[Row]:
+        output = self._engine.run(batch.images)
+        values, outputs = (found.tolist() for found in output[:, : len(self.classes)].softmax(1).topk(self.top_k))
+        labels = batch.labels.tolist() if self._is_labelled else [None] * len(output)
+        for i, (index, label) in enumerate(zip(batch.indices.tolist(), labels, strict=True)):
+            path = _text(self.source.path(index))
+            if math.isfinite(values[i][0]):
+                yield Row(index, path, label, tuple(zip(outputs[i], values[i], strict=True)), output[i].tolist())
+            else:
+                yield Row(index, path, stage="model", reason=NOT_FINITE)
+
+    def table(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
+        """Return rows as columns: index, path, class and probability (class_2, ... of the less likely), stage, reason.
+
+        `logits` and `embedding` are among them if they were asked for. A bad sample has None in place of a prediction.
+        """
+        table: dict[str, list[Any]] = {"index": [row.index for row in rows], "path": [row.path for row in rows]}
+        for k in range(self.top_k):
+            end = f"_{k + 1}" if k else ""
+            table[f"class{end}"] = [self.classes[row.top[k][0]] if row.top else None for row in rows]
+            table[f"probability{end}"] = [row.top[k][1] if row.top else None for row in rows]
+        count = len(self.classes)
+        if self._has_logits:
+            table["logits"] = [row.output[:count] if row.top else None for row in rows]
+        if self._has_embeddings:
+            table["embedding"] = [row.output[count:] if row.top else None for row in rows]
+        return {**table, "stage": [row.stage for row in rows], "reason": [row.reason for row in rows]}
+
+
+def _bad_row(fault: BadSampleError) -> Row:
+    return Row(fault.index, _text(fault.path), stage=fault.stage, reason=_text(fault.reason))
+
+
+def _text(name: str) -> str:
+    """Return the name of a file, which need not be text, as text."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def source_of(data: str) -> SourceSpec:
+    """Return the source of images without labels: a folder of images at any depth, a CSV or JSON-lines file with the
+    column path, tar shards, or Parquet files; a path, a pattern or a URL."""
+    name = PurePath(data.lower().partition("?")[0])
+    kind = "tar" if ".tar" in name.name else _KINDS.get(name.suffix, "folder")
+    return source_spec(**{kind: data, "fields": {"image": {"column": "path"} if kind == "listing" else {}}})
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_predictions(predictor: RowPredictor, out: Path, *, form: str, part_rows: int = 4096) -> None:
+    """Write the rows of all samples to `out`: part-00000.parquet (or .csv) and so on, each whole or not at all.
+
+    Parts that are there already stay: a run that was killed goes on behind its last part. Each of several ranks writes
+    some of the parts.
+
+    Args:
+        form: csv or parquet.
+        part_rows: rows of a part, rounded up to whole batches.
+
+    Raises:
+        StateError: the folder holds other files, or the rows of another source, model, preprocessing or options.
+        ConfigError: another run writes there.
+        MissingExtra: pyarrow is not installed.
+    """
+    if form == "parquet" and not importlib.util.find_spec("pyarrow"):
+        raise MissingExtra("writing Parquet", "pyarrow", "hf")
+    samples, size = len(predictor.source), math.ceil(part_rows / predictor.batch) * predictor.batch
+    starts = range(0, samples, size)[predictor.ranks.rank :: predictor.ranks.world_size]
+    parts = {out / f"part-{start // size:05}.{form}": np.arange(start, min(start + size, samples)) for start in starts}
+    try:
+        with nullcontext() if predictor.ranks.rank else locked_folder(out):
+            _claim(out, f"{predictor.identity}files of {size} rows as {form}\n")
+            left = [file for file in parts if not file.exists()]
+            rows: list[Row] = []
+            for some in predictor.predict(np.concatenate([[], *map(parts.__getitem__, left)])):
+                rows += some
+                if len(rows) == len(parts[left[0]]):
+                    for killed in out.glob(f".{left[0].name}.*"):
+                        killed.unlink()
+                    write_table(left.pop(0), predictor.table(rows))
+                    rows = []
+    except BlockingIOError as error:
+        rule, action = "is in use by another run of gpuflow predict", "wait for it, or name another folder"
+        raise ConfigError([Problem("--out:", rule, str(out), action)]) from error
+
+
+def _claim(out: Path, identity: str) -> None:
+    """Write down which run the folder is of. Raises StateError if it is of another one, or of none."""
+    others = [entry.name for entry in out.iterdir() if not entry.name.startswith(".")]
+    record = out / "run.txt"  # looked for after the others, because another rank may write it
+    known = record.read_text() if record.exists() else min(others, default="")
+    if not known:
+        with atomic_write(record, text=True) as file:
+            file.write(identity)
+    for theirs, ours in zip_longest(known.splitlines(), identity.splitlines()) if known else ():
+        if theirs != ours:
+            rule = f"holds other files than those of this run: {theirs} in place of {ours}"
+            raise StateError(f"{out}: {rule}; name another folder")
+
+
+def write_table(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
+    """Write columns as a CSV or Parquet file, by the name's end, whole or not at all. Lists in CSV are JSON."""
+    match path.suffix:
+        case ".csv":
+            with atomic_write(path, text=True) as text:
+                rows = csv.writer(text, lineterminator="\n")
+                rows.writerow(table)
+                rows.writerows(zip(*table.values(), strict=True))
+        case ".parquet":
+            import pyarrow as pa
+            from pyarrow import parquet
+
+            types = {"index": pa.int64(), **dict.fromkeys(("logits", "embedding"), pa.list_(pa.float32()))}
+            for name in table.keys() - types:
+                types[name] = pa.float32() if name.startswith("probability") else pa.string()
+            with atomic_write(path) as file:
+                parquet.write_table(pa.table({name: pa.array(table[name], types[name]) for name in table}), file)
+        case other:
+            raise AssertionError(f"no format {other!r}")
