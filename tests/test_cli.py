@@ -35,6 +35,8 @@ COMMANDS = [
         "explain",
         "show",
         "doctor",
+        "predict",
+        "evaluate",
         "train",
         "audit",
         "bench",

@@ -16,10 +16,10 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, t
 from gpuflow.errors import ConfigError
 from gpuflow.runtime.ranks import Group, Ranks
 from gpuflow.tools.evaluate import Evaluation, evaluate
-from gpuflow.tools.predict import RowPredictor
+from gpuflow.tools.predict import Row, RowPredictor
 from tests.commands import Run, command_here
 from tests.datasets import VAL, deadline, write_config
-from tests.ranks import torchrun
+from tests.ranks import ROOT, torchrun
 from tests.serve.models import save_program
 from tests.tools.test_predict import BAD, CLASSES, Colours, make_setup
 
@@ -112,3 +112,18 @@ def test_labels_that_are_not_those_of_the_model(config: Path, tmp_path: Path) ->
     save_program(tmp_path / "b.pt2", Colours(), torch.zeros(2, 3, 24, 24))
     model |= {"file": str(tmp_path / "b.pt2"), "preprocessing": "trust"}
     refused("must have labels below 4, the number of the model's outputs, got 7", listing=str(tmp_path / "a.csv"))
+
+
+def test_the_page_shows_what_is_printed(config: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "predict.md").read_text()
+    confusion = np.array([[57, 1, 2], [4, 16, 0], [2, 0, 18]])
+    found = Evaluation(
+        classes=("apple", "pear", "plum"), confusion=confusion, top=100, top_k=3, bad=[Row(1, "a"), Row(2, "b")]
+    )
+    assert f"```text\n{found}\n```" in page
+    with closing(RowPredictor(config, device="cpu", top_k=2)) as predictor:
+        assert f"\n{','.join(predictor.table([]))}\n" in page
+        assert (
+            f"columns for top 5, logits: False, embeddings: None in place of {predictor.identity.splitlines()[-1]}"
+            in page
+        )
