@@ -96,7 +96,10 @@ def test_a_service_whose_decoder_fails_is_not_ready(monkeypatch: pytest.MonkeyPa
         assert live.get("/readyz").status_code == 200
         faults.append(DecoderError("OpenCV does not decode gpuflow's test image; end this process"))
         answer = live.get("/readyz")
-        assert (answer.status_code, answer.json()) == (503, {"status": "failing", "reason": str(faults[0])})
+        assert (answer.status_code, answer.json()) == (
+            503,
+            {"status": "failing", "ready": False, "reason": str(faults[0])},
+        )
         assert "gpuflow_ready 0.0" in live.get("/metrics").text
         faults.clear()
         assert live.get("/readyz").status_code == 200

@@ -3,13 +3,16 @@
     POST /predict?top_k=5   an image as the body: {"predictions": [{"label", "index", "probability"}, ...]}
                             a form with files: {"results": [one such object, or {"error": {...}}, for each file]}
     POST /seen              an image as the body: a PNG of the image that the model gets
+    POST /v2/models/NAME/infer   the Open Inference Protocol: see open_inference
+    GET  /v2, /v2/health/live, /v2/health/ready, /v2/models/NAME, /v2/models/NAME/ready   of that protocol, too
     GET  /healthz, /readyz, /metrics, /openapi.json, and / for a web page
 
 Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 404 no such path, 405 another method,
 408 a head or a body that does not arrive, 413 too large, 415 another media type or a compressed body, 422 not an image,
 500 the model failed, 501 no picture of the model's input, 503 with Retry-After while the service is full, overloaded,
 loading or shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image, and a 500 if no
-file has predictions and the model's logits of some are not finite.
+file has predictions and the model's logits of some are not finite. Below /v2 an error is {"error": reason}, and a 400
+if an image is bad.
 
 The service never reads a path or a URL that a client names.
 """
@@ -24,7 +27,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from importlib import resources
 from typing import Annotated, Any, Protocol, TypeVar
@@ -58,7 +60,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("the service", str(error.name), "serve") from error
 
 from gpuflow.runtime.threads import DaemonPool
-from gpuflow.serve.http.body import BodyMiddleware, check_headers, read_images
+from gpuflow.serve.http.body import BodyMiddleware, check_headers, error_at, read_images
 from gpuflow.serve.http.body import error_content as _error
 from gpuflow.serve.http.limits import (
     CLOSED_HERE,
@@ -71,9 +73,11 @@ from gpuflow.serve.http.limits import (
 )
 from gpuflow.serve.http.limits import busy as _busy
 from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
+from gpuflow.serve.http.open_inference import describe_model, encode_answer, read_request
 from gpuflow.serve.matrices import most_pixels
 from gpuflow.serve.pictures import Pictures
 from gpuflow.serve.predictor import NOT_FINITE, Prediction, Predictor
+from gpuflow.version import __version__
 
 __all__ = ["Health", "RequestLimits", "Service", "check_origins", "create_app"]
 
@@ -112,12 +116,14 @@ def create_app(
     limits: RequestLimits = RequestLimits(),  # noqa: B008
     *,
     cors: Sequence[str] = (),
+    name: str = "model",
 ) -> FastAPI:
     """The application; its `state.service` is the Service. It does not close the predictor.
 
     Args:
         predictor: may be a future while the model is loaded; until it is done, requests are refused.
         cors: the origins whose pages may send requests, such as `https://example.org`; `*` for all.
+        name: of the model, in the paths of the Open Inference Protocol.
 
     Raises:
         ValueError: a value of `cors` is not an origin.
@@ -127,7 +133,7 @@ def create_app(
         loaded: Future[Predictor] = Future()
         loaded.set_result(predictor)
         predictor = loaded
-    service = Service(predictor, limits)
+    service = Service(predictor, limits, name)
     app = FastAPI(title="gpuflow", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     shares: dict[str, Any] = {
@@ -142,7 +148,8 @@ def create_app(
 
     async def internal(request: Request, error: Exception) -> ASGIApp:
         """The answer in place of an exception, which Starlette writes to the server's log afterwards."""
-        return shared(JSONResponse(_INTERNAL, status_code=500))
+        reason = "internal error; the log of the service has the traceback"
+        return shared(JSONResponse(error_at(request.url.path, "internal", reason), 500))
 
     if cors:
         app.add_middleware(CORSMiddleware, **shares)
@@ -157,10 +164,20 @@ def create_app(
     app.add_exception_handler(RequestValidationError, service.refusal)
     app.add_exception_handler(ClientDisconnect, service.refusal)
     app.add_exception_handler(Exception, internal)  # type: ignore[arg-type]  # it needs no more than an ASGI app
-    app.add_route("/", _page(), include_in_schema=False)
-    app.add_route("/healthz", service.healthz, include_in_schema=False)
-    app.add_route("/readyz", service.readyz, include_in_schema=False)
-    app.add_route("/metrics", service.exposition, include_in_schema=False)
+    answers = {
+        "/": _page(),
+        "/healthz": service.healthz,
+        "/readyz": service.readyz,
+        "/metrics": service.exposition,
+        "/v2": service.metadata,
+        "/v2/health/live": service.healthz,
+        "/v2/health/ready": service.readyz,
+    }
+    for path in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
+        answers |= {path: service.model, f"{path}/ready": service.readyz}
+        app.add_route(f"{path}/infer", service.infer, methods=["POST"], include_in_schema=False)
+    for path, answer in answers.items():
+        app.add_route(path, answer, include_in_schema=False)
     app.post("/predict", openapi_extra=_REQUEST, responses=_documented(_PREDICTIONS))(service.predict)
     app.post("/seen", openapi_extra=_REQUEST, responses=_documented(_PICTURE, 501))(service.seen)
     return app
@@ -181,8 +198,8 @@ class Service:
     draining: set it to refuse new requests. occupancy: what requests take up now.
     """
 
-    def __init__(self, predictor: Future[Predictor], limits: RequestLimits) -> None:
-        self.limits, self.draining = limits, False
+    def __init__(self, predictor: Future[Predictor], limits: RequestLimits, name: str) -> None:
+        self.limits, self.name, self.draining = limits, name, False
         self._health = Health(lambda: predictor.result().check())
         self._loading = predictor
         self.occupancy = Occupancy(
@@ -209,12 +226,7 @@ class Service:
         """The most likely labels of one image, or of every file of a form."""
         begun = time.perf_counter()
         _refuse_unknown(request, {"top_k"})
-        check_headers(request, self.limits)
-        with self._admitted(request) as reservation:
-            images, several = await read_images(request, self.limits, reservation)
-            sizes = await self._sizes(images)
-            futures = self._submit(images, sizes, reservation, self._loading.result().submit_all)
-            answers = await self._answers(request, futures, reservation)
+        answers, several = await self._answered(request, read_images)
         found = [self._result(answer, top_k) for answer in answers]
         bad, failed = sum("error" in result for result in found), found.count(_FAILED)
         if failed and bad == len(found):
@@ -228,16 +240,27 @@ class Service:
         milliseconds = (time.perf_counter() - begun) * 1000
         return JSONResponse(
             content,
-            status_code=422 if bad == len(found) else 200,
-            headers={"Server-Timing": f"total;dur={milliseconds:.1f}"},
+            422 if bad == len(found) else 200,
+            {"Server-Timing": f"total;dur={milliseconds:.1f}"},
         )
+
+    async def infer(self, request: Request) -> Response:
+        """The outputs of the model for the images of a request of the Open Inference Protocol."""
+        answers, asked = await self._answered(request, read_request)
+        for index, answer in enumerate(answers):
+            if isinstance(answer, BadSampleError):
+                raise Refused(400, "bad_image", str(answer.located(index, "image")))
+            if not math.isfinite(answer.logits.max()):
+                raise Refused(500, "model", NOT_FINITE)
+        self.metrics.images.inc(len(answers))
+        return encode_answer(self.name, asked, answers)
 
     async def seen(self, request: Request) -> Response:
         """The image that the model gets, as a PNG; see Pictures."""
         _refuse_unknown(request, set())
-        check_headers(request, self.limits)
-        with self._admitted(request) as reservation:
-            images, _ = await read_images(request, self.limits, reservation)
+
+        async def read_one(*arguments: Any) -> Any:
+            images, _ = await read_images(*arguments)
             if len(images) > 1:
                 raise Refused(400, "bad_request", f"/seen takes one image, got {len(images)}")
             predictor = self._loading.result()
@@ -247,29 +270,38 @@ class Service:
                     "no_picture",
                     "the model runs inside torchpipe, which does not return its input; set serve.model.via=python",
                 )
-            sizes = await self._sizes(images)
-            submit = lambda files, *, deadline: [predictor.submit_image(files[0], deadline=deadline)]  # noqa: E731
-            futures = self._submit(images, sizes, reservation, submit)
-            (answer,) = await self._answers(request, futures, reservation)
+            return images, predictor
+
+        submit = lambda files, *, deadline: [self._loading.result().submit_image(files[0], deadline=deadline)]  # noqa: E731
+        (answer,), predictor = await self._answered(request, read_one, submit)
         if isinstance(answer, BadSampleError):
-            return JSONResponse(self._bad_image(answer), status_code=422)
+            return JSONResponse(self._bad_image(answer), 422)
         pictures = Pictures(predictor.image, predictor.pipeline)
         return Response(await asyncio.to_thread(pictures.png, answer), media_type="image/png")
 
     async def healthz(self, request: Request) -> Response:
         """200 while the process runs."""
-        return JSONResponse({"status": "alive"})
+        return JSONResponse({"status": "alive", "live": True})
 
     async def readyz(self, request: Request) -> Response:
         """200 while requests are admitted and every idle decoder decodes a test image, otherwise 503."""
         refused = self._refusal()
         if refused is not None:
-            return JSONResponse({"status": refused.kind}, status_code=503, headers=refused.headers)
+            return JSONResponse({"status": refused.kind, "ready": False}, 503, refused.headers)
         if (fault := await self._health.refresh()) is not None:
-            return JSONResponse({"status": "failing", "reason": fault}, status_code=503)
+            return JSONResponse({"status": "failing", "ready": False, "reason": fault}, 503)
         predictor = self._loading.result()
         described = {"image": str(predictor.image), "preprocessing": predictor.preprocessing}
-        return JSONResponse({"status": "ready", **described})
+        return JSONResponse({"status": "ready", "ready": True, **described})
+
+    async def metadata(self, request: Request) -> Response:
+        """The name and the version of the service, in the Open Inference Protocol."""
+        return JSONResponse({"name": "gpuflow", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def model(self, request: Request) -> Response:
+        """The inputs and outputs of the model, in that protocol."""
+        classes = self._loading.result().classes if self.loaded else None
+        return JSONResponse(describe_model(self.name, len(classes or ()) or -1))
 
     async def exposition(self, request: Request) -> Response:
         """The metrics."""
@@ -286,12 +318,18 @@ class Service:
             return _busy("loading", "the model is still being loaded", _RESTART_SECONDS)
         return None
 
-    def _admitted(self, request: Request) -> AbstractContextManager[Reservation]:
-        """Count a request, as long as it lasts. Raises Refused."""
-        refused = self._refusal()
-        if refused is not None:
+    async def _answered(
+        self, request: Request, read: Callable[..., Any], submit: _Submit[Any] | None = None
+    ) -> tuple[list[Any], Any]:
+        """Return the answer for each image that `read` finds in a request, and what else it returns. Raises Refused."""
+        check_headers(request, self.limits)
+        if (refused := self._refusal()) is not None:
             raise refused
-        return self.occupancy.admit(allowed_seconds(request.headers.getlist(TIMEOUT_HEADER)))
+        with self.occupancy.admit(allowed_seconds(request.headers.getlist(TIMEOUT_HEADER))) as reservation:
+            images, others = await read(request, self.limits, reservation)
+            sizes = await self._sizes(images)
+            futures = self._submit(images, sizes, reservation, submit or self._loading.result().submit_all)
+            return await self._answers(request, futures, reservation), others
 
     async def _sizes(self, images: Sequence[bytes]) -> list[int | BadSampleError]:
         """`_pixels` of each image. Long headers are read on another thread: this one answers all callers."""
@@ -409,16 +447,16 @@ class Service:
         elif isinstance(error, HTTPException):
             kind = "method" if error.status_code == 405 else "not_found" if error.status_code == 404 else "bad_request"
             hint = suggest(request.url.path, ROUTES, else_all=False) if error.status_code == 404 else ""
-            reason = f"{request.method} {request.url.path}: {error.detail}{hint and f'; {hint}'}"
+            named = hint and f"; {hint.replace('{name}', self.name)}"
+            reason = f"{request.method} {request.url.path}: {error.detail}{named}"
             refused = Refused(error.status_code, kind, reason, dict(error.headers or {}))
         else:
             assert isinstance(error, ClientDisconnect)
             refused = Refused(_DISCONNECTED, "disconnected", "the client closed the connection")
         if refused.status_code != _DISCONNECTED or CLOSED_HERE not in request.scope.get("state", ()):
             self.metrics.error(refused.kind)  # a connection that the service closed was counted then
-        return JSONResponse(
-            _error(refused.kind, refused.detail), status_code=refused.status_code, headers=refused.headers
-        )
+        content = error_at(request.url.path, refused.kind, refused.detail)
+        return JSONResponse(content, refused.status_code, refused.headers)
 
 
 class Health:
@@ -480,9 +518,6 @@ def _cancel_others(futures: Sequence[asyncio.Future[Any]], future: asyncio.Futur
     """Cancel all images of a request of which one was dropped: the request is refused."""
     if _is_late(future):
         _cancel(futures)
-
-
-_INTERNAL = _error("internal", "internal error; the log of the service has the traceback")
 
 
 def _refuse_unknown(request: Request, known: set[str]) -> None:

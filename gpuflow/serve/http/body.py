@@ -26,12 +26,12 @@ from gpuflow.serve.http.metrics import Metrics
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-__all__ = ["BodyMiddleware", "check_headers", "error_content", "read_images"]
+__all__ = ["BodyMiddleware", "check_headers", "error_at", "error_content", "read_images", "too_many"]
 
 _ACCEPTED = "image/*, application/octet-stream, multipart/form-data"
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _KNOWN = ("", "application/octet-stream", "multipart/form-data", _URL_ENCODED)
-_PROBES = ("/healthz", "/readyz", "/metrics")
+_PROBES = ("/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready")
 """Answered also on connections above the limit."""
 _DISCARDED_BODIES, _DISCARDED_BYTES = 8, 64_000_000
 """How much of a body is discarded at most: this multiple of the largest body, and no less than these bytes."""
@@ -49,7 +49,7 @@ def check_headers(request: Request, limits: RequestLimits) -> None:
         raise _unsupported(f"got {kind!r}")
     encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
     if {name.strip() for name in encoding.split(",")} - {"", "identity"}:
-        reason = f"a body must not be compressed, got Content-Encoding {encoding!r}; send the image file as it is"
+        reason = f"a body must not be compressed, got Content-Encoding {encoding!r}; send it as it is"
         raise Refused(415, "unsupported_type", reason, {"Accept-Encoding": "identity"})
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limits.max_body_bytes:
@@ -89,7 +89,9 @@ def _unsupported(got: str) -> Refused:
 
 
 def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    """Return the media type of a body; below /v2 none, because clients of that protocol send any."""
+    kind = "" if request.url.path.startswith("/v2") else request.headers.get("content-type", "")
+    return kind.partition(";")[0].strip().lower()
 
 
 def _too_large(limits: RequestLimits) -> Refused:
@@ -121,7 +123,7 @@ async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: 
         async for piece in pieces:
             delimiters += piece.count(delimiter)  # of each within a file the parser makes several calls of Python
             if delimiters > max_files + 1:
-                raise _too_many(max_files)
+                raise too_many(max_files)
             parser.write(piece)
     except FormParserError as error:
         raise _bad_form(str(error)) from error
@@ -159,7 +161,7 @@ class _Form:
     def _begin_part(self) -> None:
         self._disposition = b""
         if len(self.files) == self._max_files:
-            raise _too_many(self._max_files)
+            raise too_many(self._max_files)
 
     def _more_header(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -187,7 +189,8 @@ class _Form:
         self.ended = True
 
 
-def _too_many(most: int) -> Refused:
+def too_many(most: int) -> Refused:
+    """Return the refusal of a request with more images than this."""
     return Refused(413, "too_large", f"a request must have at most {most} images; send several requests")
 
 
@@ -199,8 +202,13 @@ def _bad_form(reason: str) -> Refused:
 
 
 def error_content(kind: str, reason: str, **more: str) -> dict[str, Any]:
-    """The content of every error's answer."""
+    """The content of every error's answer but those of `error_at`."""
     return {"error": {"kind": kind, **more, "reason": reason}}
+
+
+def error_at(path: str, kind: str, reason: str) -> dict[str, Any]:
+    """Return the content of an error's answer on this path: below /v2 that of the Open Inference Protocol."""
+    return {"error": reason} if path.startswith("/v2") else error_content(kind, reason)
 
 
 _AUTHORITY = re.compile("https?://[^/]*", re.IGNORECASE)
@@ -240,7 +248,7 @@ class BodyMiddleware:
         try:
             if (refused := _refusal(scope, self._occupancy)) is not None:
                 self._metrics.error(refused.kind)
-                content = error_content(refused.kind, refused.detail)
+                content = error_at(scope["path"], refused.kind, refused.detail)
                 headers = {**(refused.headers or {}), "Connection": "close"}
                 answer = self._shared(JSONResponse(content, refused.status_code, headers))
                 await answer(scope, exchange.receive, exchange.send)

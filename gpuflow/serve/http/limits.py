@@ -194,6 +194,10 @@ class Reservation:
         """Return the seconds that this request has for its next step, its body or its answer; 0 if none are left."""
         return max(0.0, min(self._occupancy.limits.timeout_s, self._ends - time.monotonic()))
 
+    def shorten(self, seconds: float) -> None:
+        """Let the request end after these seconds at the latest."""
+        self._ends = min(self._ends, time.monotonic() + seconds)
+
     # --- the body -----------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -16,6 +16,7 @@ process_*                               CPU seconds, memory and files of this pr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -50,8 +51,11 @@ KINDS = (
 """The values of `error.kind` in an answer. Three are counted only: `disconnected` for clients that closed the
 connection before the answer, `evicted` for connections that the service closed because there were too many, and
 `unread` for those that it closed because the client did not read its answers."""
-ROUTES = ("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen")
-TIMED = ("/predict", "/seen")
+ROUTES = (
+    *("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen", "/v2", "/v2/health/live"),
+    *("/v2/health/ready", "/v2/models/{name}", "/v2/models/{name}/infer", "/v2/models/{name}/ready"),
+)
+TIMED = ("/predict", "/seen", "/v2/models/{name}/infer")
 """The routes whose answers are timed: those that take images."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -100,6 +104,7 @@ class Metrics:
 
     def answer(self, path: str, *, status: int, seconds: float, received: int, sent: int) -> None:
         """Count one answer. received, sent: bytes of the bodies."""
+        path = re.sub("^/v2/models/[^/]+(/versions/[^/]+)?", "/v2/models/{name}", path)  # clients choose these
         route = path if path in ROUTES else "other"
         self._requests.labels(route, str(status)).inc()
         self._received.inc(received)

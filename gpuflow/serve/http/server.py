@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NoReturn, cast, final
 
 from gpuflow.errors import MissingExtra
@@ -71,7 +72,7 @@ def run(
 
     Args:
         load: makes the predictor; called on a thread.
-        name: of the configuration.
+        name: the path of the configuration.
         port: 0 selects a free one.
         cors: the origins whose pages may send requests.
         report: gets a line at the start, when the model is loaded, at each signal and at the end. A line that it cannot
@@ -85,7 +86,7 @@ def run(
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     QuickSwitching(0.00002)  # until the process ends
     loading = DaemonPool(1, "load").submit(load)
-    app = create_app(loading, limits, cors=cors)
+    app = create_app(loading, limits, cors=cors, name=Path(name).stem)
     service: Service = app.state.service
     server = make_server(app, access_log=access_log, log_config=_LOGGING)
     say(f"serving {name} at {_url(listener)}; loading the model")

@@ -270,7 +270,7 @@ def test_an_image_that_curl_sends_without_naming_its_type(live: Live) -> None:
 
 def test_a_compressed_body_is_refused(live: Live) -> None:
     answer = live.ask(gzip.compress(PHOTO), Content_Encoding="gzip")
-    reason = "a body must not be compressed, got Content-Encoding 'gzip'; send the image file as it is"
+    reason = "a body must not be compressed, got Content-Encoding 'gzip'; send it as it is"
     assert error(answer) == (415, "unsupported_type", reason)
     assert answer.headers["Accept-Encoding"] == "identity"
     assert live.ask(PHOTO, Content_Encoding="identity").ok
@@ -730,7 +730,7 @@ def test_a_model_that_keeps_failing_is_not_ready() -> None:
             assert live.ask(PHOTO).status_code == 500
         answer = live.get("/readyz")
         reason = "the model failed on the last 3 batches: RuntimeError('no memory')"
-        assert (answer.status_code, answer.json()) == (503, {"status": "failing", "reason": reason})
+        assert (answer.status_code, answer.json()) == (503, {"status": "failing", "ready": False, "reason": reason})
         assert live.get("/healthz").ok
 
 
@@ -790,16 +790,21 @@ def test_a_closed_predictor() -> None:
 def test_while_the_model_is_loaded() -> None:
     loading: Future[Predictor] = Future()
     with served(loading) as live, predictor_of(FakeEngine()) as predictor:
-        assert live.get("/healthz").json() == {"status": "alive"}
+        assert live.get("/healthz").json() == {"status": "alive", "live": True}
         assert live.get("/").ok
         answer = live.get("/readyz")
-        assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+        assert (answer.status_code, answer.json()) == (503, {"status": "loading", "ready": False})
         answer = live.ask(PHOTO)
         assert error(answer) == (503, "loading", "the model is still being loaded")
         assert answer.headers["Retry-After"] == "5"
         assert samples(live)["gpuflow_ready",] == 0
         loading.set_result(predictor)
-        ready = {"status": "ready", "image": "float32 24x24x3 nchw", "preprocessing": predictor.preprocessing}
+        ready = {
+            "status": "ready",
+            "ready": True,
+            "image": "float32 24x24x3 nchw",
+            "preprocessing": predictor.preprocessing,
+        }
         assert live.get("/readyz").json() == ready
         assert samples(live)["gpuflow_ready",] == 1
         assert live.ask(PHOTO).ok
@@ -812,7 +817,7 @@ def test_while_the_service_shuts_down() -> None:
         assert gate.reached.wait(timeout=20)
         live.service.draining = True
         answer = live.get("/readyz")
-        assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+        assert (answer.status_code, answer.json()) == (503, {"status": "draining", "ready": False})
         answer = live.ask(PHOTO)
         assert error(answer) == (503, "draining", "the service is shutting down; retry later or on another server")
         assert (answer.headers["Retry-After"], answer.headers["Connection"]) == ("5", "close")
@@ -864,7 +869,7 @@ def test_every_answer_is_counted() -> None:
     for size in (1, 2, 4):
         assert counts["gpuflow_batch_size_bucket", str(float(size))] == sum(n <= size for n in engine.counts)
     assert counts["gpuflow_received_bytes_total",] == bodies
-    assert counts["gpuflow_sent_bytes_total",] == sent + len('{"status":"alive"}')
+    assert counts["gpuflow_sent_bytes_total",] == sent + len('{"status":"alive","live":true}')
     assert counts["gpuflow_queue_length",] == 0
     assert counts["process_resident_memory_bytes",] > 1e6
 
@@ -959,8 +964,9 @@ def test_the_description_names_every_status_that_the_service_gives(live: Live) -
 
 def test_every_route_has_metrics() -> None:
     routes = [route for route in create_app(Future[Predictor]()).routes if isinstance(route, Route)]
-    assert sorted(route.path for route in routes) == sorted(metrics.ROUTES)
-    assert {route.path for route in routes if "POST" in (route.methods or ())} == set(metrics.TIMED)
+    paths = {re.sub("/models/model(/versions/1)?", "/models/{name}", route.path): route.methods for route in routes}
+    assert sorted(paths) == sorted(metrics.ROUTES)
+    assert {path for path, methods in paths.items() if "POST" in (methods or ())} == set(metrics.TIMED)
 
 
 @pytest.mark.parametrize("value", ["3.0", "+3", "-3", " 3", "3 ", "", "1_0", "true", "1e2", "٣", "0x3", "9" * 10])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import socket
@@ -19,11 +20,14 @@ PHOTO = jpeg(0, 0)
 LIMITS = RequestLimits(max_body_bytes=50_000, max_images=3, head_s=1.0, timeout_s=2.0)
 STATUSES = {200, 400, 404, 405, 408, 413, 415, 422, 431, 503, 504}
 """All that a client can cause."""
-CASES = 150
+LENGTH = b"Inference-Header-Content-Length"
+CASES = 250
 TOKENS = (
     b"\r\n", b"\r\n\r\n", b"--x", b"--x--", b": ", b";", b"\0", b"\xff", b"%00", b"=", b'"', b"\\", b"*=", b"HTTP/1.1",
     b"Content-Length: 5\r\n", b"Content-Length: 18446744073709551616\r\n", b"Transfer-Encoding: chunked\r\n",
     b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Upgrade: websocket\r\n", b"Content-Encoding: br\r\n",
+    b"Inference-Header-Content-Length: 5\r\n", b"\xff\xff\xff\xff", b"\0\0\0\0", b"[[[[",
+    b'"shape":[1e9],', b'"data":[""],',
     b"0\r\n\r\n", b"ffffffffffffffff\r\n", b"/predict", b"?top_k=", b"a" * 2000, b"filename*=utf-8''%zz",
 )  # fmt: skip
 
@@ -39,6 +43,18 @@ def form(files: int) -> bytes:
     return (head + PHOTO + b"\r\n") * files + b"--x--\r\n"
 
 
+def tensors(rng: random.Random) -> tuple[bytes, bytes]:
+    """The body of a request of the Open Inference Protocol, and its type with its length."""
+    tensor = (len(PHOTO).to_bytes(4, "little") + PHOTO) * (count := rng.randint(1, 3))
+    given: dict[str, object] = {"parameters": {"binary_data_size": len(tensor)}}
+    if rng.random() < 0.5:
+        tensor, given = b"", {"data": [base64.b64encode(PHOTO).decode()] * count}
+    names = [{"name": name, "parameters": {"binary_data": rng.random() < 0.5}} for name in ("logits", "labels")]
+    image = {"name": "image", "datatype": "BYTES", "shape": [count], **given}
+    text = json.dumps({"id": "1", "inputs": [image], "outputs": names, "parameters": {"timeout": 2_000_000}}).encode()
+    return text + tensor, b"application/octet-stream\r\n%s: %d" % (LENGTH, len(text))
+
+
 def request(rng: random.Random) -> tuple[bytes, bytes]:
     """Head and body of a good request."""
     path = rng.choice([b"/predict", b"/predict?top_k=2", b"/seen", b"/healthz", b"/metrics", b"/nothing"])
@@ -47,8 +63,12 @@ def request(rng: random.Random) -> tuple[bytes, bytes]:
             (PHOTO, b"image/jpeg"),
             (form(1), b"multipart/form-data; boundary=x"),
             (form(2), b"multipart/form-data; boundary=x"),
+            tensors(rng),
+            tensors(rng),
         ]
     )
+    if LENGTH in kind:
+        path = b"/v2/models/model/infer"
     head = rng.choice([b"POST ", b"POST ", b"GET "]) + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: " + kind
     if rng.random() < 0.3:
         sizes = [b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:100], body[100:])]
