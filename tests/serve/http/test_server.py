@@ -149,7 +149,7 @@ def test_no_admitted_request_is_lost(starter: ServiceStarter) -> None:
         answers = [pool.submit(client, number) for number in range(50)]
         wait(lambda: queue_length(url) >= 20)
         process.signal()
-        wait(lambda: requests.get(f"{url}/readyz", timeout=20).json() == {"status": "draining"})
+        wait(lambda: requests.get(f"{url}/readyz", timeout=20).json() == {"status": "draining", "ready": False})
         refused = post(url)
         assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "draining")
         assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("5", "close")
@@ -169,7 +169,7 @@ def test_a_second_signal_exits_at_once(starter: ServiceStarter) -> None:
         url = process.ready().url
         lost = admitted(pool, url)
         process.signal()
-        wait(lambda: requests.get(f"{url}/readyz", timeout=20).json() == {"status": "draining"})
+        wait(lambda: requests.get(f"{url}/readyz", timeout=20).json() == {"status": "draining", "ready": False})
         process.signal(signal.SIGINT)
         assert process.wait() == 128 + signal.SIGINT
         assert isinstance(lost.exception(timeout=20), requests.ConnectionError)
@@ -252,7 +252,11 @@ def test_a_body_that_is_on_its_way_at_the_signal_is_still_answered(starter: Serv
             # Answered on another connection, so the head above has been read, too.
             assert post(process.url).ok
             process.signal()
-            wait(lambda: requests.get(f"{process.url}/readyz", timeout=20).json() == {"status": "draining"})
+            wait(
+                lambda: (
+                    requests.get(f"{process.url}/readyz", timeout=20).json() == {"status": "draining", "ready": False}
+                )
+            )
             connection.sendall(PHOTO[100:])
             status, headers, _ = answer_of(connection)
             assert (status, headers["connection"]) == (200, "close")
