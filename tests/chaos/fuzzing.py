@@ -6,6 +6,7 @@ A target takes a random generator and a folder, makes one input, and feeds it. I
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 import resource
@@ -390,8 +391,45 @@ def forms(rng: random.Random, directory: Path) -> None:
     assert isinstance(json.loads(answer), dict)
 
 
-async def _request(app: Any, kind: bytes, pieces: list[bytes]) -> tuple[int, bytes]:
-    """POST /predict to an ASGI application: the status and the body of its answer."""
+_TENSOR_WORDS = (
+    b'"shape":[2,1]',
+    b'"data":[]',
+    b"[",
+    b"{",
+    b"}",
+    b",",
+    b'"',
+    b"null",
+    b"1e400",
+    b"-1",
+    b"\\ud800",
+    b"\0" * 4,
+)
+
+
+def tensors(rng: random.Random, directory: Path) -> None:
+    """Requests of the Open Inference Protocol, and lengths of their JSON: an answer, never a 500."""
+    images = [jpeg(0, 0)] * rng.randint(1, 5)
+    tensor = b"".join(len(data).to_bytes(4, "little") + data for data in images)
+    given: dict[str, Any] = {"parameters": {"binary_data_size": len(tensor)}}
+    if rng.random() < 0.5:
+        tensor, given = b"", {"data": [base64.b64encode(data).decode() for data in images]}
+    image = {"name": "image", "datatype": "BYTES", "shape": [len(images)], **given}
+    outputs = [{"name": name, "parameters": {"binary_data": rng.random() < 0.5}} for name in ("logits", "labels")]
+    text = json.dumps({"id": "1", "inputs": [image], "outputs": outputs, "parameters": {"timeout": 30_000_000}})
+    body = mutated(rng, text.encode() + tensor, _TENSOR_WORDS, within=rng.choice((300, None)))
+    length = rng.choice((len(text), len(text), 0, len(body), len(body) + 1, 10**17, rng.randrange(len(text))))
+    header = (b"inference-header-content-length", str(length).encode())
+    status, answer = asyncio.run(_request(_app()[0], b"", [body], path="/v2/models/model/infer", more=(header,)))
+    assert status in (200, 400, 413), f"{status}: {answer!r}"
+    if status != 200:
+        assert isinstance(json.loads(answer)["error"], str)
+
+
+async def _request(
+    app: Any, kind: bytes, pieces: list[bytes], *, path: str = "/predict", more: Sequence[tuple[bytes, bytes]] = ()
+) -> tuple[int, bytes]:
+    """POST to an ASGI application: the status and the body of its answer."""
     left, ended = iter(pieces), asyncio.Event()
     status, answer, over = 0, b"", False
 
@@ -414,11 +452,11 @@ async def _request(app: Any, kind: bytes, pieces: list[bytes]) -> tuple[int, byt
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
-        "path": "/predict",
-        "raw_path": b"/predict",
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"host", b"x"), (b"content-type", kind), (b"transfer-encoding", b"chunked")],
+        "headers": [(b"host", b"x"), (b"content-type", kind), (b"transfer-encoding", b"chunked"), *more],
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 2),
     }
@@ -434,5 +472,6 @@ TARGETS: dict[str, tuple[Target, int]] = {
     "configurations": (configurations, 300),
     "states": (states, 60),
     "forms": (forms, 300),
+    "tensors": (tensors, 300),
 }
 """Each target, and how many inputs CI gives it."""
