@@ -62,7 +62,7 @@ class EpochAudit:
     def faults(self) -> dict[str, NDArray[np.int64]]:
         """What is missing or was repeated. The names of missing samples are known once a whole epoch was delivered."""
         size, came = self.steps.size, self.samples[self.counts > 0]
-        absent = np.setdiff1d(np.arange(size), came) if self.reached == size and not self.drawn else []
+        absent = np.setdiff1d(np.arange(size), came) if self.reached == size and not self.drawn else came[:0]
         samples, times = np.unique(came, return_counts=True)
         repeated = np.union1d(self.samples[self.counts > 1], samples[times > 1] if not self.drawn else [])
         missing = np.flatnonzero(self.counts[: self.reached] == 0)

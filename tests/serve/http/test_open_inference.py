@@ -52,7 +52,8 @@ def as_binary(images: Sequence[bytes], **more: Any) -> tuple[bytes, int]:
 
 
 def infer(live: Live, body: bytes, length: object = None, **headers: str) -> requests.Response:
-    extra = headers if length is None else {**headers, LENGTH: str(length)}
+    extra = {name.replace("_", "-"): value for name, value in headers.items()}
+    extra |= {} if length is None else {LENGTH: str(length)}
     return requests.post(f"{live.url}{MODEL}/infer", data=body, headers=extra, timeout=SECONDS)
 
 
@@ -201,7 +202,7 @@ def test_every_content_type_is_taken(live: Live) -> None:
         assert infer(live, as_json(PHOTOS), Content_Type=kind).ok
         assert infer(live, as_json(PHOTOS), **{"Content-Type": kind}).ok
     form = "multipart/form-data; boundary=x"
-    assert infer(live, *as_binary(PHOTOS), **{"Content-Type": form}).ok
+    assert infer(live, *as_binary(PHOTOS), Content_Type=form).ok
 
 
 def test_shapes_of_several_images(live: Live) -> None:
