@@ -38,7 +38,8 @@ def project_with_addresses(project: str, tag: str, address: str) -> str:
         "Changelog": f"{address}/blob/{tag}/CHANGELOG.md",
         "Issues": f"{address}/issues",
     }
-    changed = project.replace('\nreadme = "README.md"\n', '\nreadme = ".github/README.md"\n')
+    changed = project.partition("\n[project.urls]\n")[0]  # a source distribution is changed already
+    changed = changed.replace('\nreadme = "README.md"\n', '\nreadme = ".github/README.md"\n')
     return f"{changed}\n[project.urls]\n" + "".join(f'{name} = "{url}"\n' for name, url in urls.items())
 
 

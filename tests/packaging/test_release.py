@@ -55,7 +55,9 @@ def test_a_relative_link_becomes_an_absolute_one(link: str, expected: str) -> No
 
 
 def test_an_index_gets_the_addresses_of_the_project() -> None:
-    project = tomllib.loads(release().project_with_addresses(PROJECT, TAG, ADDRESS))["project"]
+    text = release().project_with_addresses(PROJECT, TAG, ADDRESS)
+    assert release().project_with_addresses(text, TAG, ADDRESS) == text
+    project = tomllib.loads(text)["project"]
     assert set(project["urls"]) == {"Source", "Documentation", "Changelog", "Issues"}
     assert all(url.startswith(ADDRESS) for url in project["urls"].values())
     assert project["readme"] == ".github/README.md"
