@@ -980,8 +980,16 @@ def predict(
     _check_output("--out", out, folder=True)
     if form is None:
         form = Format.parquet if importlib.util.find_spec("pyarrow") else Format.csv
-    given = {"data": data, "top_k": top_k, "logits": logits, "embeddings": embeddings}
-    with _row_predictor(path, overrides, pipeline=pipeline, device=device, **given) as predictor:
+    with _row_predictor(
+        path,
+        overrides,
+        pipeline=pipeline,
+        data=data,
+        device=device,
+        top_k=top_k,
+        logits=logits,
+        embeddings=embeddings,
+    ) as predictor:
         write_predictions(predictor, out, form=form)
     if predictor.done:
         _print(f"wrote {predictor.done:,} rows to {out}, {predictor.bad:,} of bad samples")
@@ -995,11 +1003,7 @@ def _row_predictor(path: Path, overrides: list[str] | None, **given: Any) -> Ite
     from gpuflow.tools.predict import RowPredictor
 
     with _bar(quiet=os.environ.get("RANK", "0") != "0") as bar:
-        task = bar.add_task("samples", total=None, note="", visible=False)
-
-        def show(done: int, total: int, bad: int) -> None:
-            bar.update(task, completed=done, total=total, note=f"{bad} bad", visible=True)
-
+        show = partial(bar.update, bar.add_task("samples", total=None, note="", visible=False), visible=True)
         with closing(RowPredictor(path, overrides or (), progress=show, **given)) as predictor:
             yield predictor
 
@@ -1026,7 +1030,7 @@ def evaluate(
 
     _check_output("--out", out, folder=True)
     with _row_predictor(path, overrides, pipeline=pipeline, device=device) as predictor:
-        seconds = 2 * predictor.timeout_seconds
+        seconds = 2 * predictor.config.run.timeout_s
         with process_group(predictor.ranks, predictor.device, timeout_seconds=seconds) as group:
             found = evaluation(predictor, group)
     if predictor.ranks.rank:

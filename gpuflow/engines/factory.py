@@ -18,28 +18,15 @@ from gpuflow.engines.base import (
     refuse_other_preprocessing,
     run_in_thread,
 )
-from gpuflow.errors import ConfigError, Problem
+from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 
 __all__ = ["open_engine", "open_engines", "read_checked_info", "read_info"]
 
 
-def open_engine(model: ModelSpec, *, image: ImageSpec, device: torch.device, layer: str | None = None) -> Engine:
-    """One engine that may use all cores. See `open_engines`.
-
-    layer: of a checkpoint's model, whose output follows an image's logits.
-    """
-    model = model.model_copy(update={"instances": 1})
-    engine = open_engines(model, image=image, device=device)[0]
-    if layer is None:
-        return engine
-    engine.close()
-    if not model.file.endswith(".pt"):
-        rule, action = "needs a checkpoint (.pt), whose layers have names", "name one in serve.model.file"
-        raise ConfigError([Problem("--embeddings:", rule, model.file, action)])
-    from gpuflow.engines import pytorch
-
-    return run_in_thread(lambda: pytorch.open_all(model, image=image, device=device, layer=layer))[0]
+def open_engine(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> Engine:
+    """One engine that may use all cores. See `open_engines`."""
+    return open_engines(model.model_copy(update={"instances": 1}), image=image, device=device)[0]
 
 
 def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> tuple[Engine, ...]:

@@ -44,7 +44,6 @@ __all__ = [
     "CHECKPOINT_VERSION",
     "EXTRA_FILE",
     "TorchEngine",
-    "WithLayer",
     "build_model",
     "info_of",
     "load_checkpoint",
@@ -202,6 +201,17 @@ class TorchEngine:
             return f"its logits differ from those of the plain run by {apart:.3g}, more than {allowed:.3g}"
         return None
 
+    def layer(self, name: str) -> nn.Module:
+        """Return a layer of the model by its name. Its hooks do not run where a CUDA graph is replayed.
+
+        Raises ConfigError if there is none.
+        """
+        assert self._module is not None, "a closed engine has no layers"
+        layers: dict[str, nn.Module] = {known: layer for known, layer in self._module.named_modules() if known}
+        if name not in layers:
+            raise ConfigError([Problem("--embeddings:", "must be a layer of the model", name, suggest(name, layers))])
+        return layers[name]
+
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self._device) if self._stream is not None else "cpu"
         return {
@@ -217,28 +227,6 @@ class TorchEngine:
     def close(self) -> None:
         self._module, self._compiled, self._capture = None, None, None
         self._graphs.clear()
-
-
-class WithLayer(nn.Module):
-    """A model whose result has the output of one of its layers, flattened, after each image's logits.
-
-    Raises ConfigError if the model has no layer of this name.
-    """
-
-    def __init__(self, model: nn.Module, layer: str) -> None:
-        super().__init__()
-        layers = {name: module for name, module in model.named_modules() if name}
-        if layer not in layers:
-            raise ConfigError([Problem("--embeddings:", "must be a layer of the model", layer, suggest(layer, layers))])
-        self.model, self._output = model, None
-        layers[layer].register_forward_hook(self._keep)
-
-    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._output = output
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(images)
-        return torch.cat([logits, check_logits(self._output, len(images)).flatten(1)], dim=1)
 
 
 @lru_cache(maxsize=1)
@@ -259,20 +247,14 @@ def _run_in_lasting_thread(work: Callable[[], T]) -> T:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def open_all(
-    model: ModelSpec, *, image: ImageSpec, device: torch.device, layer: str | None = None
-) -> list[TorchEngine]:
-    """See `open_engines`. All engines share one module, which has no state.
-
-    layer: of a checkpoint's model, whose output follows the logits, see `WithLayer`.
-    """
+def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TorchEngine]:
+    """See `open_engines`. All engines share one module, which has no state."""
     path, precision = model.file, None
     if model.cuda_graphs is True and device.type != "cuda":
         rule = f"is true and needs an NVIDIA GPU, but the device is {device}; use auto"
         raise ConfigError([Problem("serve.model.cuda_graphs", rule)])
     if path.endswith(".pt"):
         module, info = load_checkpoint(path)
-        module = module if layer is None else WithLayer(module, layer)
         precision = model.precision
     else:
         info = info_of(path)

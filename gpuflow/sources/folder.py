@@ -135,7 +135,7 @@ def _open(spec: Folder) -> FileSource:
             raise _without_images(root, empty, extensions)
         if sum(counts) == first:
             raise SourceError(
-                f"{os.path.join(root, split)}: must hold an image ({', '.join(extensions)}), got none; check the path"
+                f"{os.path.join(root, split).rstrip('/')}: must hold an image ({', '.join(extensions)}), got none; check the path"
             )
         if split:
             splits[split] = first, sum(counts)

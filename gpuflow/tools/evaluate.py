@@ -45,9 +45,11 @@ class Evaluation:
     def __str__(self) -> str:
         """The shares of right predictions, and the classes of the lowest recall."""
         samples, (recall, precision) = int(self.confusion.sum()), self.shares
-        lines = [f"{samples:,} samples of {len(self.classes)} classes, without {len(self.bad):,} bad ones"]
-        for k, count in ((1, int(self.confusion.trace())), (self.top_k, self.top)):
-            lines.append(f"top-{k}  {count / max(1, samples):.4f}")
+        lines = [
+            f"{samples:,} samples of {len(self.classes)} classes, without {len(self.bad):,} bad ones",
+            f"top-1  {self.confusion.trace() / max(1, samples):.4f}",
+            f"top-{self.top_k}  {self.top / max(1, samples):.4f}",
+        ]
         for i in np.argsort(recall, kind="stable")[:_WORST]:
             lines.append(f"  recall {recall[i]:.4f}  precision {precision[i]:.4f}  {self.classes[i]}")
         return "\n".join(lines)
@@ -110,4 +112,4 @@ def _require_classes(predictor: RowPredictor) -> None:
     elif source.labels.max() >= count:
         rule = f"must have labels below {count}, the number of the model's outputs, got {source.labels.max()}"
     if rule:
-        raise ConfigError([Problem(f"{predictor.path}: source", rule)])
+        raise ConfigError([Problem(f"{predictor.config.path}: source", rule)])

@@ -14,12 +14,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.config import BatchSpec, PipelineSpec, read_config
 from gpuflow.engines import class_names, open_engine, read_checked_info, warm_up_all
 from gpuflow.engines.base import noise_images
-from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, Problem, StateError
+from gpuflow.engines.pytorch import TorchEngine
+from gpuflow.errors import ConfigError, MissingExtra, Problem, StateError
 from gpuflow.loader.assemble import build_loader, open_split
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.listed import ListedEpochs
@@ -42,7 +44,7 @@ class Row:
     index: of the sample in the source, or in the part of it that is read. path: the place of the sample.
     label: the number of its class; None if that is not known.
     top: number and probability of the most likely outputs, the most likely first; empty for a bad sample.
-    output: what the model gave: the logits, and behind them the embedding.
+    logits, embedding: what the model and the layer gave; empty where that was not asked for.
     stage, reason: the stage that gave a bad sample up, and the rule that it broke; None for others.
     """
 
@@ -50,7 +52,8 @@ class Row:
     path: str
     label: int | None = None
     top: Sequence[tuple[int, float]] = ()
-    output: Sequence[float] = ()
+    logits: Sequence[float] = ()
+    embedding: Sequence[float] = ()
     stage: str | None = None
     reason: str | None = None
 
@@ -69,10 +72,10 @@ class RowPredictor:
         top_k: the number of outputs in a row; all if the model has fewer.
         logits: whether tables have the logits.
         embeddings: the layer whose output tables have.
-        progress: called after each batch with the number of samples that are done, how many there are to do, and how
-            many of those that are done are bad.
+        progress: called after each batch with `completed` and `total` samples, and a `note` of how many are bad.
 
-    classes: the names of the outputs. identity: what decides the rows, a text of several lines.
+    classes: the names of the outputs. identity: what decides the rows, a text of several lines. done, bad: how many
+    samples have a row, and how many of these are bad.
 
     Raises:
         ConfigError, SourceError: the file, the model or the source cannot be used.
@@ -89,7 +92,7 @@ class RowPredictor:
         top_k: int = 5,
         logits: bool = False,
         embeddings: str | None = None,
-        progress: Callable[[int, int, int], None] = lambda done, total, bad: None,
+        progress: Callable[..., object] = lambda **numbers: None,
     ) -> None:
         config = read_config(path, stage_table(), overrides)
         model = check_block(config).model
@@ -100,19 +103,27 @@ class RowPredictor:
         else:
             config.any_program(pipeline)
             part = config.split_of(pipeline)
+        if embeddings is not None:
+            model = model.model_copy(update={"cuda_graphs": False, "compile": False})  # which run no hooks
         spec = PipelineSpec(split=part or "all", batch=BatchSpec(size=model.batch), on_error="skip")
-        config = replace(config, pipelines={**config.pipelines, "serve": spec})
-        self.path, self.batch, self.timeout_seconds = config.path, model.batch, config.run.timeout_s
-        self.ranks = Ranks.from_environment()
+        self.config = config = replace(config, pipelines={**config.pipelines, "serve": spec})
+        self.batch, self.ranks = model.batch, Ranks.from_environment()
         self.device = device_of_rank(device, self.ranks)
         names = class_names(model, read_checked_info(model, program.pipeline))
         self.source = without_records(open_split(config, "serve"))
-        self._is_labelled = has_one_class(self.source)
-        self._engine = open_engine(model, image=program.result, device=self.device, layer=embeddings)
+        self._engine = open_engine(model, image=program.result, device=self.device)
+        self._embeddings: torch.Tensor | None = None
+        if embeddings is not None:
+            if not (isinstance(self._engine, TorchEngine) and model.file.endswith(".pt")):
+                rule, action = "needs a checkpoint (.pt), whose layers have names", "name one in serve.model.file"
+                raise ConfigError([Problem("--embeddings:", rule, model.file, action)])
+            self._engine.layer(embeddings).register_forward_hook(self._keep)
         warm_up_all([self._engine], model.file)
         outputs = self._engine.run(noise_images(1, program.result, self.device)).shape[1]
         self.has_names, self.classes = names is not None, names or tuple(map(str, range(outputs)))
-        self.top_k, self._has_logits, self._has_embeddings = min(top_k, len(self.classes)), logits, bool(embeddings)
+        if embeddings is not None and self._embeddings is None:
+            raise ConfigError([Problem("--embeddings:", "must be a layer that runs and gives a tensor", embeddings)])
+        self.top_k, self._has_logits = min(top_k, len(self.classes)), logits
         digest = hashlib.sha256(Path(model.file).read_bytes()).hexdigest()
         self.identity = (
             f"source {fingerprint_of(self.source)} of {len(self.source)} samples\n"
@@ -121,7 +132,7 @@ class RowPredictor:
             f"columns for top {self.top_k}, logits: {logits}, embeddings: {embeddings}\n"
         )
         self._progress, self.done, self.bad = progress, 0, 0
-        self._batches, self._faults = list[NDArray[np.int64]](), dict[int, BadSampleError]()
+        self._batches, self._bad = list[NDArray[np.int64]](), dict[int, Row]()
         listed = ListedEpochs(
             lambda epoch, start: (np.concatenate(self._batches), [*map(len, self._batches)]),
             lambda: len(self._batches),
@@ -139,9 +150,14 @@ class RowPredictor:
             device=self.device,
             whole=self.source,
             listed=listed,
-            report=lambda fault: self._faults.update({fault.index: fault}),
+            report=lambda fault: self._bad.update(
+                {fault.index: Row(fault.index, fault.path, stage=fault.stage, reason=fault.reason)}
+            ),
         )
         self.close = self._loader.close
+
+    def _keep(self, layer: object, inputs: object, output: object) -> None:
+        self._embeddings = output if isinstance(output, torch.Tensor) else None
 
     def predict(self, indices: ArrayLike) -> Iterator[list[Row]]:
         """Yield the rows of these samples in their order, those of a batch at a time. An index must not come twice.
@@ -152,19 +168,24 @@ class RowPredictor:
         self._batches = np.split(samples, range(self.batch, len(samples), self.batch))
         for batch, part in zip(self._loader if len(samples) else (), self._batches, strict=False):
             good = {row.index: row for row in self._predicted(batch)} if len(batch.indices) else {}
-            rows = [good.get(index) or _bad_row(self._faults.pop(index)) for index in part.tolist()]
+            rows = [good.get(index) or self._bad[index] for index in part.tolist()]
             self.done, self.bad = self.done + len(rows), self.bad + sum(not row.top for row in rows)
-            self._progress(self.done, len(samples), self.bad)
+            self._progress(completed=self.done, total=len(samples), note=f"{self.bad} bad")
             yield rows
 
     def _predicted(self, batch: Batch) -> Iterator[Row]:
-        output = self._engine.run(batch.images)
-        values, outputs = (found.tolist() for found in output[:, : len(self.classes)].softmax(1).topk(self.top_k))
-        labels = batch.labels.tolist() if self._is_labelled else [None] * len(output)
-        for i, (index, label) in enumerate(zip(batch.indices.tolist(), labels, strict=True)):
-            path = _text(self.source.path(index))
-            if math.isfinite(values[i][0]):
-                yield Row(index, path, label, tuple(zip(outputs[i], values[i], strict=True)), output[i].tolist())
+        logits, count = self._engine.run(batch.images), len(batch.indices)
+        values, outputs = (found.tolist() for found in logits.softmax(1).topk(self.top_k))
+        columns = (
+            batch.indices.tolist(),
+            batch.labels.tolist() if has_one_class(self.source) else [None] * count,
+            logits.tolist() if self._has_logits else [()] * count,
+            [()] * count if self._embeddings is None else self._embeddings[:count].flatten(1).tolist(),
+        )
+        for index, label, *given, shares, numbers in zip(*columns, values, outputs, strict=True):
+            path = self.source.path(index)
+            if math.isfinite(shares[0]):
+                yield Row(index, path, label, tuple(zip(numbers, shares, strict=True)), *given)
             else:
                 yield Row(index, path, stage="model", reason=NOT_FINITE)
 
@@ -178,21 +199,11 @@ class RowPredictor:
             end = f"_{k + 1}" if k else ""
             table[f"class{end}"] = [self.classes[row.top[k][0]] if row.top else None for row in rows]
             table[f"probability{end}"] = [row.top[k][1] if row.top else None for row in rows]
-        count = len(self.classes)
         if self._has_logits:
-            table["logits"] = [row.output[:count] if row.top else None for row in rows]
-        if self._has_embeddings:
-            table["embedding"] = [row.output[count:] if row.top else None for row in rows]
+            table["logits"] = [row.logits or None for row in rows]
+        if self._embeddings is not None:
+            table["embedding"] = [row.embedding or None for row in rows]
         return {**table, "stage": [row.stage for row in rows], "reason": [row.reason for row in rows]}
-
-
-def _bad_row(fault: BadSampleError) -> Row:
-    return Row(fault.index, _text(fault.path), stage=fault.stage, reason=_text(fault.reason))
-
-
-def _text(name: str) -> str:
-    """Return the name of a file, which need not be text, as text."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def source_of(data: str) -> SourceSpec:
@@ -272,7 +283,13 @@ def write_table(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
             types = {"index": pa.int64(), **dict.fromkeys(("logits", "embedding"), pa.list_(pa.float32()))}
             for name in table.keys() - types:
                 types[name] = pa.float32() if name.startswith("probability") else pa.string()
+            columns = {name: pa.array(map(_as_text, table[name]), types[name]) for name in table}
             with atomic_write(path) as file:
-                parquet.write_table(pa.table({name: pa.array(table[name], types[name]) for name in table}), file)
+                parquet.write_table(pa.table(columns), file)
         case other:
             raise AssertionError(f"no format {other!r}")
+
+
+def _as_text(cell: Any) -> Any:
+    """Return the name of a file, which need not be UTF-8, as atomic_write would write it; other values as they are."""
+    return cell.encode(errors="backslashreplace").decode() if isinstance(cell, str) else cell

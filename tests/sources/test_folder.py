@@ -18,7 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.rng import key64
-from gpuflow.sources import fingerprint_of, open_source, source_spec, subset
+from gpuflow.sources import fingerprint_of, has_labels, open_source, source_spec, subset
 from gpuflow.sources.folder import EXTENSIONS
 from tests.sources.conftest import ReadAll
 
@@ -55,6 +55,18 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path, read_all: Re
     assert source.labels.dtype == np.int64
     assert source.shard_sizes is None
     assert read_all(source) == [Path(path).read_bytes() for path, _ in expected.samples]
+
+
+def test_images_without_labels_lie_at_any_depth(tmp_path: Path, read_all: ReadAll) -> None:
+    root = plant(tmp_path / "new", "b.jpg", "a.txt", ".hidden.jpg", "a/z/1.png", "a-b/2.jpg", "a/3.jpg", "empty/4.txt")
+    source = open_source(source_spec(folder=str(root), fields={"image": {}}))
+    assert read_all(source) == [b"b.jpg", b"a/3.jpg", b"a/z/1.png", b"a-b/2.jpg"]
+    assert not has_labels(source) and source.classes == ()
+    fails(
+        f"{root}/empty: must hold an image ({', '.join(EXTENSIONS)}), got none; check the path",
+        folder=str(root / "empty"),
+        fields={"image": {}},
+    )
 
 
 def test_extensions_are_those_of_image_folder() -> None:

@@ -72,6 +72,8 @@ def test_folder_in_memory(memory: fsspec.AbstractFileSystem, read_all: ReadAll) 
     assert source.labels.tolist() == [0, 0, 1]
     assert source.classes == ("a", "b")
     assert read_all(source, [2, 0, 1]) == [b"b2", b"a1", b"a3"]
+    unlabelled = open_source(source_spec(folder="memory://photos", fields={"image": {}}))
+    assert read_all(unlabelled, [0, 1, 2, 3]) == [b"no class", b"a1", b"a3", b"b2"]
     memory.rm("/photos/a/1.jpg")
     memory.pipe("/photos/b/2.jpg", b"")
     assert read_all(source) == ["no such file", b"a3", "empty file"]

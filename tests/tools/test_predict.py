@@ -134,7 +134,7 @@ def test_bad_samples_are_rows_with_a_reason(config: Path) -> None:
     rows = {row.index: row for row in rows_of(config) if not row.top}
     assert sorted(rows) == BAD
     assert {row.stage for row in rows.values()} == {"decode"}
-    assert all(row.reason and row.path.endswith(".jpg") and row.output == () for row in rows.values())
+    assert all(row.reason and row.path.endswith(".jpg") and row.logits == () for row in rows.values())
 
 
 def test_a_batch_of_bad_samples_alone_and_the_order_of_indices(config: Path, tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_csv_files_have_all_rows(config: Path, tmp_path: Path) -> None:
     assert write(config, tmp_path / "out", top_k=2, logits=True, part_rows=7) == 19
     assert [*contents(tmp_path / "out")] == ["part-00000.csv", "part-00001.csv", "part-00002.csv", "run.txt"]
     found = read(tmp_path / "out")
-    for row, cells in zip(rows_of(config, top_k=2), found, strict=True):
+    for row, cells in zip(rows_of(config, top_k=2, logits=True), found, strict=True):
         assert (cells["index"], cells["path"]) == (str(row.index), row.path)
         if row.top:
-            assert json.loads(cells["logits"]) == list(row.output)
+            assert json.loads(cells["logits"]) == list(row.logits)
             assert [cells["class"], cells["class_2"]] == [CLASSES[output] for output, _ in row.top]
             assert [float(cells[name]) for name in ("probability", "probability_2")] == [p for _, p in row.top]
             assert cells["stage"] == cells["reason"] == ""
@@ -226,7 +226,7 @@ import os, signal, sys
 from pathlib import Path
 from gpuflow.tools.predict import RowPredictor, write_predictions
 config, out = sys.argv[1:]
-kill = lambda done, total, bad: done > 9 and os.kill(os.getpid(), signal.SIGKILL)
+kill = lambda completed, **rest: completed > 9 and os.kill(os.getpid(), signal.SIGKILL)
 write_predictions(RowPredictor(config, device="cpu", progress=kill), Path(out), form="csv", part_rows=4)
 """
 
@@ -325,12 +325,18 @@ def test_a_folder_without_images_is_refused(config: Path, tmp_path: Path) -> Non
         rows_of(config, data=str(tmp_path))
 
 
-def test_a_name_that_is_no_text(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["csv", pytest.param("parquet", marks=with_pyarrow)])
+def test_a_name_that_is_no_text(config: Path, tmp_path: Path, form: str) -> None:
     photo = config.parent / "photos" / "class_0" / "000.jpg"
     (tmp_path / "new").mkdir()
     Path(os.fsdecode(os.fsencode(tmp_path / "new") + b"/\xff.jpg")).write_bytes(photo.read_bytes())
-    write(config, tmp_path / "out", data=str(tmp_path / "new"))
-    [row] = read(tmp_path / "out")
+    write(config, tmp_path / "out", data=str(tmp_path / "new"), form=form)
+    if form == "parquet":
+        from pyarrow import parquet
+
+        [row] = parquet.read_table(tmp_path / "out" / "part-00000.parquet").to_pylist()
+    else:
+        [row] = read(tmp_path / "out")
     assert row["path"].endswith(r"\udcff.jpg") and row["class"]
 
 
