@@ -176,7 +176,7 @@ class RankAgreement:
             raise LoaderError(
                 f"the ranks differ in what they load as {name!r}: "
                 + "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in found.items())
-                + "; give every rank the same files, labels and configuration, then start all of them again"
+                + "; give every rank the same files, labels, configuration and gpuflow, then start all of them again"
             )
         if missing:
             warnings.warn(

@@ -24,6 +24,7 @@ from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.metrics import StageTotals, Stats
 from gpuflow.sources import Source, cache_counts, fingerprint_of
+from gpuflow.version import __version__
 
 __all__ = ["Loader", "LoaderTotals"]
 
@@ -231,7 +232,7 @@ class Loader:
         s = self._steps
         return (
             f"{s.size:,} samples with the fingerprint {self._source_fingerprint} in {len(s):,} steps of "
-            f"{s.batch_size}, seed {self._plan.seed}, stages and order {self._plan.identity}"
+            f"{s.batch_size}, seed {self._plan.seed}, stages and order {self._plan.identity}, gpuflow {__version__}"
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 import gpuflow
 from gpuflow.loader import agreement
+from gpuflow.loader import loader as loader_module
 
 RANKS = 2
 
@@ -132,6 +134,9 @@ def main(rank: int, directory: Path) -> None:
     }.items():
         dist.barrier()  # so that no rank has made its next loader when the other one looks at this one
         report[scenario] = loaded(same, overrides=[override] * rank)
+    dist.barrier()
+    with mock.patch.object(loader_module, "__version__", f"9.{rank}"):
+        report["other_version"] = loaded(same)
     dist.barrier()
     report["same_state"] = restored(same, rank, [0, 1])
     report["other_state"] = restored(same, rank, [0])

@@ -144,7 +144,7 @@ def test_ranks_with_other_files_are_told_so_before_the_first_batch(reports: Repo
     assert zero.startswith(" 0: 12 samples with the fingerprint ")
     assert one.startswith(" 1: 13 samples with the fingerprint ")
     assert " in 2 steps of 4, seed 0, stages and order " in zero
-    assert end == " give every rank the same files, labels and configuration, then start all of them again"
+    assert end == " give every rank the same files, labels, configuration and gpuflow, then start all of them again"
 
 
 def test_folders_may_have_other_names(reports: Reports) -> None:
@@ -170,7 +170,9 @@ def test_a_subgroup_is_not_compared(reports: Reports) -> None:
     assert [len(one["samples"]) for one in each(reports, "other_files_of_a_subgroup")] == [PHOTOS, PHOTOS + 1]
 
 
-@pytest.mark.parametrize("scenario", ["other_seed", "other_order", "other_steps", "other_stages", "other_split"])
+@pytest.mark.parametrize(
+    "scenario", ["other_seed", "other_order", "other_steps", "other_stages", "other_split", "other_version"]
+)
 def test_a_rank_with_another_configuration_is_told_so_at_once(scenario: str, reports: Reports) -> None:
     """The other one may have made such a loader before, and need not wait then."""
     one = reports[1][scenario]
