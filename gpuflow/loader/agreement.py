@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 import warnings
@@ -218,10 +219,15 @@ def _last(loaders: Mapping[str, Announcements]) -> dict[str, str]:
 
 
 def _store() -> Store:
-    """The store of the default process group."""
+    """Return the store of the default process group.
+
+    If torchrun restarts the ranks, it keeps its own store with all keys, so the keys of each attempt differ.
+    """
     import torch.distributed as dist
 
     store: Store = dist.distributed_c10d._get_default_store()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
     return store
 
 

@@ -157,6 +157,12 @@ def main(rank: int, directory: Path) -> None:
     if rank == 1:
         report["second"] = loaded(own, "val")
     dist.barrier()
+    # As new processes that torchrun starts after others have ended, with its store: they begin elsewhere.
+    agreement._announced.clear()
+    restart = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    with mock.patch.dict(os.environ, restart):
+        report["restarted"] = restored(same, rank, [0, 1])
+    dist.barrier()
     with gpuflow.load(same) as loader:
         seen(loader)
         dist.barrier()

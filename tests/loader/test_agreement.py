@@ -193,6 +193,10 @@ def test_ranks_that_begin_at_different_places_are_told_so(reports: Reports) -> N
     assert [len(one["samples"]) for one in each(reports, "same_state")] == [4, 4]
 
 
+def test_restarted_ranks_are_not_compared_with_those_before(reports: Reports) -> None:
+    assert [len(one["samples"]) for one in each(reports, "restarted")] == [4, 4]
+
+
 def test_the_warning_says_for_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     plan: Any = SimpleNamespace(
         program=SimpleNamespace(pipeline=SimpleNamespace(name="train")),
