@@ -1,10 +1,12 @@
-# Every target sets up .venv first, once, and again when the pins or pyproject.toml change; test-latest, test-oldest and
-# test-integrations have their own.
+# Every target sets up .venv first, once, and again when the pins or pyproject.toml change; test-latest, test-oldest,
+# test-integrations and test-ray have their own.
 PYTHON ?= python3
 BIN := .venv/bin
 LATEST := .venv-latest
 OLDEST := .venv-oldest
 INTEGRATIONS := .venv-integrations
+RAY := .venv-ray
+test-ray: REPEATS ?= 1
 chaos: MINUTES ?= 60
 fuzz: MINUTES ?= 10
 INSTRUMENTED := build/libjpeg-turbo/libjpeg.so.62
@@ -30,7 +32,7 @@ pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(W
 PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-oldest test-integrations test-wheel
+.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-oldest test-integrations test-wheel test-ray
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -107,6 +109,14 @@ test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests agains
 
 test-wheel: .venv/.installed  ## build wheel and sources, use both in an empty environment
 	$(BIN)/python -m tests.packaging.wheel
+
+test-ray: $(RAY)/.installed  ## lose a node of a cluster of Ray on this machine, REPEATS=1 times
+	REPEATS=$(REPEATS) $(RAY)/bin/python -m pytest -m ray tests/integrations/test_ray.py
+
+$(RAY)/.installed: requirements.txt requirements-ray.txt pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(call install,$(RAY),-r requirements-ray.txt)
+	@touch $@
 
 $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(INTEGRATIONS)

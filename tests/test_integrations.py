@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torchvision.datasets import ImageFolder
 
 import gpuflow
-from gpuflow.errors import ConfigError
+from gpuflow.errors import ConfigError, MissingExtra
 from gpuflow.integrations.accelerate import AccelerateLoader
 from gpuflow.integrations.timm import create_loader
 from gpuflow.loader.batch import Batch
@@ -218,3 +220,13 @@ def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: st
 def test_a_parameter_that_timm_lacks_is_a_type_error(config: Path) -> None:
     with pytest.raises(TypeError, match=r"^create_loader\(\) has no parameter 'batchsize'$"):
         create_loader(config, 24, 4, batchsize=4)
+
+
+# --- Ray --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "gpuflow.integrations.ray", raising=False)
+    with pytest.raises(MissingExtra, match=r"Ray Train, which is not installed; pip install 'gpuflow\[ray\]'"):
+        importlib.import_module("gpuflow.integrations.ray")

@@ -4,6 +4,7 @@ lightning.py    a LightningDataModule
 adapter.py      what these loaders have in common
 accelerate.py   a loader that takes its rank, its device and its checkpoints from an Accelerator
 timm.py         timm's `create_loader`
+ray.py          a loader in each worker of Ray Train, and checkpoints with its state
 """
 
 __all__: list[str] = []

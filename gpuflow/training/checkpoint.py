@@ -21,7 +21,15 @@ from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.files import atomic_write
 
-__all__ = ["TrainedOn", "known_models", "read_checkpoint", "save_checkpoint", "usual_sizes", "write_checkpoint"]
+__all__ = [
+    "TrainedOn",
+    "inner_model",
+    "known_models",
+    "read_checkpoint",
+    "save_checkpoint",
+    "usual_sizes",
+    "write_checkpoint",
+]
 
 _KEYS: dict[str, type] = {
     "arch": str,
@@ -100,7 +108,7 @@ def save_checkpoint(
         raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {_close(arch)}")
     if val is not None and (difference := class_difference(val.classes, loader.classes)):
         raise ValueError(f"val must have the classes of loader, {difference}")
-    module = _unwrapped(model)
+    module = inner_model(model)
     weights = module.state_dict()
     found = {name: tuple(value.shape) for name, value in weights.items()}
     expected = _shapes_of(arch, len(loader.classes))
@@ -207,8 +215,8 @@ def _close(arch: str) -> str:
     return suggest(arch, known_models(), else_all=False) or "export other models as .pt2"
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile."""
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
