@@ -18,6 +18,7 @@ import torch
 from gpuflow import Preemption
 from gpuflow.config import read_config
 from gpuflow.stages import STAGES
+from gpuflow.tools.audit import EpochAudit, audit, read_lines
 from gpuflow.training.trainer import Trainer, TrainerEvents
 from tests.datasets import deadline, make_photos, write_config
 
@@ -60,9 +61,10 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(photos: Path, tmp_path: Path) -> Path:
     fit = {"model": "squeezenet1_1", "epochs": 2, "lr": 0.01, "out": str(tmp_path / "run")}
+    run = {"audit": str(tmp_path / "logs" / "audit.jsonl"), "threads": 1}
     stages = [{"decode": {}}, {"random_resized_crop": {"size": 32}}, {"normalize": {}}]
     val = [{"decode": {}}, {"resize": {"shorter": 36}}, {"center_crop": {"size": 32}}, {"normalize": {}}]
-    return write_config(tmp_path / "x.yaml", photos, train=stages, val=val, fit=fit, batch={"global": 8})
+    return write_config(tmp_path / "x.yaml", photos, train=stages, val=val, fit=fit, batch={"global": 8}, run=run)
 
 
 class Training:
@@ -176,6 +178,29 @@ def test_a_signal_saves_and_a_resumed_run_ends_with_the_same_weights(
     assert saved(config)["step"] == step
     resumed = train(config, ranks, resume="auto")
     assert all(torch.equal(uninterrupted[ranks][name], value) for name, value in resumed.items())
+    assert [each.name for each in audits(config) if each.faults] == []
+
+
+def audits(config: Path) -> list[EpochAudit]:
+    lines, damaged = read_lines((config.parent / "logs").iterdir())
+    assert damaged == []
+    return audit(lines)
+
+
+@pytest.mark.slow
+def test_after_a_rank_was_killed_one_rank_goes_on_and_each_sample_counts_once(config: Path) -> None:
+    pause = (1, REQUESTED, 4)
+    with Training(config, "train.save_every={steps: 3}", ranks=2, pause=pause) as training:
+        training.signal(signal.SIGKILL, 1)
+        codes, _, err = training.end()
+    assert codes == [1, -signal.SIGKILL], err
+    assert saved(config)["step"] == 3
+    train(config, 1, resume=True)
+    found = audits(config)
+    assert [(each.name, each.reached, each.faults) for each in found] == [
+        (f"{pipeline} epoch {epoch}", 8 * STEPS, {}) for pipeline in ("train", "val") for epoch in (0, 1)
+    ]
+    assert [each.lost for each in found] in ([8, 0, 0, 0], [12, 0, 0, 0])  # rank 0 may have begun another step
 
 
 @pytest.mark.parametrize("pause", [0.0, 1.2])
