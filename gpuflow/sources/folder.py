@@ -134,9 +134,8 @@ def _open(spec: Folder) -> FileSource:
         if empty:
             raise _without_images(root, empty, extensions)
         if sum(counts) == first:
-            raise SourceError(
-                f"{os.path.join(root, split).rstrip('/')}: must hold an image ({', '.join(extensions)}), got none; check the path"
-            )
+            place = os.path.join(root, split).rstrip("/")
+            raise SourceError(f"{place}: must hold an image ({', '.join(extensions)}), got none; check the path")
         if split:
             splits[split] = first, sum(counts)
     if labelled and not spec.splits:
