@@ -34,7 +34,7 @@ def by_torchrun(job: Job) -> None:
     log = Path(job.folder) / "output.log"
     with ExitStack() as ended:
         output = ended.enter_context(log.open("wb"))
-        agents = []
+        agents: list[subprocess.Popen[bytes]] = []
         for options in two_nodes() if job.kill == "node" else [["--standalone", "--nproc-per-node=2"]]:
             command = [sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts=3"]
             agent = subprocess.Popen(
