@@ -35,6 +35,7 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
             "experiments/consistency/ways.py": "photographs that the experiment has made",
             "experiments/peers/arms.py": "photographs that the experiment has made",
             "experiments/peers/inputs.py": "photographs that the experiment has made",
+            "experiments/resume/arms.py": "photographs that the experiment has made",
         },
     ),
     "OpenCV chooses a decoder by the content: gpuflow.decode.codecs.imdecode lets through what gpuflow knows": (
@@ -68,7 +69,11 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
         },
     ),
     "numpy may unpickle: say allow_pickle=False": (("np.load", "numpy.load"), _has("allow_pickle", False), {}),
-    "torch may unpickle: say weights_only=True": (("torch.load",), _has("weights_only", True), {}),
+    "torch may unpickle: say weights_only=True": (
+        ("torch.load",),
+        _has("weights_only", True),
+        {"experiments/resume/training.py": "states of other loaders, which the experiment has saved"},
+    ),
     "these archives may run code": (
         ("torch.export.load", "export.load", "torch.jit.load", "jit.load", "load_state_dict_from_url"),
         None,

@@ -227,7 +227,7 @@ def _store() -> Store:
 
     store: Store = dist.distributed_c10d._get_default_store()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+        return dist.distributed_c10d.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
     return store
 
 

@@ -70,9 +70,10 @@ def attempt_faults(config: dict[str, str]) -> None:
             texts[name] = f"{type(error).__name__}: {error}"
 
     attempt("equal")
-    version, module.__version__ = module.__version__, f"9.{rank}"
+    version = vars(module)["__version__"]
+    vars(module)["__version__"] = f"9.{rank}"
     attempt("version")
-    module.__version__ = version
+    vars(module)["__version__"] = version
     attempt("files", f"source.folder={config['photos' if rank == 0 else 'others']}")
     attempt("file", path=config["file"] if rank == 0 else config["file"] + "s")
     attempt("folder", f"source.folder={config['photos' if rank == 0 else 'nothing']}")
