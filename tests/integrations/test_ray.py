@@ -54,10 +54,11 @@ def attempt_faults(config: dict[str, str]) -> None:
     import ray.train
     from torch import nn
 
-    import gpuflow.loader.loader as module
     from gpuflow.errors import GpuflowError
     from gpuflow.integrations import ray as adapter
+    from gpuflow.loader import loader as loader_module
 
+    module: Any = loader_module
     rank = ray.train.get_context().get_world_rank()
     texts: dict[str, str] = {}
 
@@ -70,11 +71,10 @@ def attempt_faults(config: dict[str, str]) -> None:
             texts[name] = f"{type(error).__name__}: {error}"
 
     attempt("equal")
-    version = vars(module)["__version__"]
-    vars(module)["__version__"] = f"9.{rank}"
+    version, module.__version__ = module.__version__, f"9.{rank}"
     attempt("version")
-    vars(module)["__version__"] = version
-    attempt("files", f"source.folder={config['photos' if rank == 0 else 'others']}")
+    module.__version__ = version
+    attempt("files", f"source.folder={config['out']}/{rank}/others")
     attempt("file", path=config["file"] if rank == 0 else config["file"] + "s")
     attempt("folder", f"source.folder={config['photos' if rank == 0 else 'nothing']}")
     with tempfile.TemporaryDirectory() as empty:
@@ -92,9 +92,10 @@ def test_nodes_that_differ_are_named_on_all_ranks(cluster: Any, scripts: Any, tm
     from ray.train.torch import TorchTrainer
 
     make_photos(tmp_path / "photos")
-    make_photos(tmp_path / "others", each=7)
+    for rank in range(2):
+        make_photos(tmp_path / str(rank) / "others", each=8 - rank)
     file = write_config(tmp_path / "x.yaml", tmp_path / "photos")
-    folders = {name: str(tmp_path / name) for name in ("photos", "others", "nothing")}
+    folders = {name: str(tmp_path / name) for name in ("photos", "nothing")}
     with scripts.launch.second_node(cluster):
         TorchTrainer(
             attempt_faults,
