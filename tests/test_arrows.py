@@ -65,7 +65,9 @@ def test_one_package_declares_keys_with_pydantic() -> None:
     """FastAPI checks the parameters of a request by pydantic, too."""
     files = importers([*ENGINE, *STAGE_FILES, *PLOTS], "pydantic")
     names = "models", "reader", "schema", "source_block", "words"
-    assert files == {f"gpuflow/config/{name}.py" for name in names} | {"gpuflow/serve/http/app.py"}
+    assert files == {f"gpuflow/config/{name}.py" for name in names} | {
+        f"gpuflow/serve/http/{name}.py" for name in ("app", "open_inference")
+    }
 
 
 def test_one_file_lowers_to_spdl() -> None:
@@ -86,7 +88,7 @@ def test_the_engine_gets_the_table_of_stages_as_an_argument() -> None:
     """torchpipe makes the nodes of a graph, and hands them nothing but text."""
     assert importers(ENGINE, "gpuflow.stages") == {"gpuflow/vocabulary.py"}
     fetch = {"integrations/lightning.py", "integrations/timm.py"}
-    fetch |= {"__init__.py", "cli.py", "tools/bench.py", "serve/__init__.py", "torchpipe/nodes.py"}
+    fetch |= {"__init__.py", "cli.py", "tools/bench.py", "tools/predict.py", "serve/__init__.py", "torchpipe/nodes.py"}
     assert importers(ENGINE, "gpuflow.vocabulary") == {f"gpuflow/{name}" for name in fetch}
 
 

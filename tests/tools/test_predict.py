@@ -231,6 +231,7 @@ write_predictions(RowPredictor(config, device="cpu", progress=kill), Path(out), 
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_a_finished_one_changes_nothing(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = subprocess.run([sys.executable, "-c", KILLED, config, out], timeout=200, check=False, capture_output=True)

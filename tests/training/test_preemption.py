@@ -203,6 +203,7 @@ def test_after_a_rank_was_killed_one_rank_goes_on_and_each_sample_counts_once(co
     assert [each.lost for each in found] in ([8, 0, 0, 0], [12, 0, 0, 0])  # rank 0 may have begun another step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 1.2])
 def test_a_second_signal_ends_at_once_unless_it_is_the_same_one_twice(pause: float, config: Path) -> None:
     with Training(config, pause=(0, REQUESTED, 3)) as training:
