@@ -31,7 +31,7 @@ __all__ = ["main"]
 ROOT = Path(__file__).parents[2]
 SERVES = platform.machine() == "x86_64"
 """torchpipe, which serves, has wheels for this machine alone."""
-EXTRAS = "samples,serve" if SERVES else "samples"
+EXTRAS = "samples,serve,export" if SERVES else "samples"
 SECONDS = 600
 """Limit of each command. A runner may have to download torch."""
 
