@@ -14,7 +14,7 @@ import gpuflow
 from gpuflow.engines.base import reading_fault
 from gpuflow.errors import LoaderError, MissingExtra, StateError
 from gpuflow.loader.loader import Loader
-from gpuflow.runtime.ranks import group_ranks
+from gpuflow.runtime.ranks import gather
 from gpuflow.training.checkpoint import inner_model, write_checkpoint
 
 try:
@@ -51,10 +51,7 @@ def load(path: str | Path, name: str = "train", *, overrides: Sequence[str] = ()
     except Exception as error:  # of any kind: the other workers must hear of it
         cause = error
         failure = f"node {ray.util.get_node_ip_address()}: {type(error).__name__}: {error}"
-    failures = [failure]
-    if group_ranks() is not None:
-        failures *= torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(failures, failure)
+    failures = gather([failure])
     if loader is not None and not any(failures):
         return loader
     if loader is not None:

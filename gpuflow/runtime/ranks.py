@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Group", "Ranks", "device_named", "group_ranks", "process_group"]
+__all__ = ["Group", "Ranks", "device_named", "device_of_rank", "gather", "group_ranks", "process_group"]
 
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """The smallest value of each variable."""
@@ -142,6 +142,25 @@ def device_named(device: str | torch.device) -> torch.device:
     return found
 
 
+def device_of_rank(device: str | None, ranks: Ranks) -> torch.device:
+    """Return the device that `--device` names, by default a GPU if torch sees one; it becomes torch's current GPU.
+
+    Raises ConfigError and LoaderError as `Ranks.device`, and LoaderError if it is the GPU of another rank.
+    """
+    import torch
+
+    asked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if ranks.world_size > 1 and asked.type == "cuda" and asked.index not in (None, ranks.local_rank):
+        raise LoaderError(
+            f"--device must leave the GPU to LOCAL_RANK where there are {ranks.world_size} ranks, got {str(asked)!r}; "
+            "use --device cuda"
+        )
+    target = ranks.device(asked)
+    if target.type == "cuda" and target.index is not None:
+        torch.cuda.set_device(target)
+    return target
+
+
 def group_ranks() -> tuple[int, int] | None:
     """(rank, world size) of this process in an initialised `torch.distributed`; None if there is none."""
     import torch.distributed as dist
@@ -149,6 +168,21 @@ def group_ranks() -> tuple[int, int] | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.get_rank(), dist.get_world_size()
+
+
+def gather(values: list[Any]) -> list[Any]:
+    """Return the values of all ranks of an initialised `torch.distributed`, by rank; without one these values.
+
+    Every rank calls it. pickle must know the values.
+    """
+    group = group_ranks()
+    if group is None:
+        return values
+    import torch.distributed as dist
+
+    gathered: list[Any] = [None] * group[1]
+    dist.all_gather_object(gathered, values)
+    return [value for each in gathered for value in each]
 
 
 def _numbers(environment: Mapping[str, str], least: Mapping[str, int]) -> tuple[dict[str, int], list[Problem]]:
@@ -201,16 +235,6 @@ class Group:
 
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
-
-    def gather(self, values: list[Any]) -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks. pickle must know them."""
-        if self._alone:
-            return values
-        import torch.distributed as dist
-
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, values)
-        return [value for each in gathered for value in each]
 
     def wait(self) -> None:
         """Block until every rank has called this."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuflow.engines.base import class_difference
 from gpuflow.errors import ConfigError, Problem
-from gpuflow.runtime.ranks import Group
+from gpuflow.runtime.ranks import Group, gather
 from gpuflow.sources import has_one_class
 from gpuflow.tools.predict import Row, RowPredictor, write_table
 
@@ -97,7 +97,7 @@ def evaluate(predictor: RowPredictor, group: Group) -> Evaluation:
         confusion=np.reshape(confusion, (count, count)),
         top=top,
         top_k=predictor.top_k,
-        bad=sorted(group.gather(bad), key=lambda row: row.index),
+        bad=sorted(gather(bad), key=lambda row: row.index),
     )
 
 

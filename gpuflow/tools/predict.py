@@ -26,10 +26,9 @@ from gpuflow.loader.assemble import build_loader, open_split
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.runtime.files import atomic_write, locked_folder
-from gpuflow.runtime.ranks import Ranks
+from gpuflow.runtime.ranks import Ranks, device_of_rank
 from gpuflow.serve.predictor import NOT_FINITE, check_block
 from gpuflow.sources import SourceSpec, fingerprint_of, has_one_class, source_spec, without_records
-from gpuflow.training.trainer import device_of_rank
 from gpuflow.vocabulary import stage_table
 
 __all__ = ["Row", "RowPredictor", "source_of", "write_predictions", "write_table"]

@@ -21,16 +21,16 @@ from torch.nn import functional as F
 
 from gpuflow.config import Config
 from gpuflow.engines.pytorch import build_model
-from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, StateError, reason_of, suggest
+from gpuflow.errors import ConfigError, GpuflowError, Problem, StateError, reason_of, suggest
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder, replaced_file
 from gpuflow.runtime.preemption import Preemption
-from gpuflow.runtime.ranks import Group, Ranks, process_group
+from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, process_group
 from gpuflow.sources import Source, has_labels, has_one_class
 from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
 
-__all__ = ["PassResult", "Trainer", "TrainerEvents", "device_of_rank"]
+__all__ = ["PassResult", "Trainer", "TrainerEvents"]
 
 _READ_SECONDS = 0.5
 _LEARNING_RATE, _PER_SAMPLES = 0.1, 256
@@ -502,20 +502,6 @@ class _PassTotals:
         loss, correct, images = self.of_all_ranks(group)
         rate = (images - self._carried[2]) / (time.perf_counter() - self._start)
         return PassResult(loss / max(1, images), correct / max(1, images), rate, steps, steps_in_pass)
-
-
-def device_of_rank(device: str | None, ranks: Ranks) -> torch.device:
-    """The device of this process, by default a GPU if torch sees one, which becomes torch's current GPU."""
-    asked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if ranks.world_size > 1 and asked.type == "cuda" and asked.index not in (None, ranks.local_rank):
-        raise LoaderError(
-            f"--device must leave the GPU to LOCAL_RANK where there are {ranks.world_size} ranks, got {str(asked)!r}; "
-            "use --device cuda"
-        )
-    target = ranks.device(asked)
-    if target.type == "cuda" and target.index is not None:
-        torch.cuda.set_device(target)
-    return target
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
