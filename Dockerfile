@@ -32,11 +32,11 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,video
 FROM ${VARIANT}
 COPY --from=build /opt/gpuflow /opt/gpuflow
 RUN groupadd -g 10001 gpuflow && useradd -u 10001 -g gpuflow -M -d /tmp -s /usr/sbin/nologin gpuflow \
- && install -d -o gpuflow -g gpuflow /work /work/data /work/runs
-# Caches are in /tmp, the only place besides /work that must be writable.
+ && install -d -o gpuflow -g gpuflow /gpuflow /gpuflow/data /gpuflow/runs
+# Caches are in /tmp. Only that and /gpuflow must be writable.
 ENV PATH=/opt/gpuflow/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001:10001
-WORKDIR /work
+WORKDIR /gpuflow
 EXPOSE 8888
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s CMD ["python", "-c", \
   "import urllib.request as r; r.urlopen('http://127.0.0.1:8888/readyz', timeout=4)"]
