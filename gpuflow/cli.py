@@ -452,7 +452,7 @@ def doctor(
 
 
 class Resume(enum.StrEnum):
-    """What `gpuflow train --resume` goes on from."""
+    """Names what `gpuflow train --resume` continues from."""
 
     checkpoint = "checkpoint"
     auto = "auto"
@@ -932,7 +932,7 @@ def serve(
 
 
 class Format(enum.StrEnum):
-    """What `gpuflow predict` writes."""
+    """Names the format of the files that `gpuflow predict` writes."""
 
     parquet = "parquet"
     csv = "csv"

@@ -27,7 +27,7 @@ __all__ = ["PARTS", "TASKS", "make_images"]
 
 TASKS = ("hairlines", "marks", "photographs")
 PARTS = {"train": (0.0, 0.6), "test": (0.65, 1.0)}
-"""The columns of each picture that a part shows, as fractions of its width."""
+"""Maps each part to the columns of a picture that it shows, as fractions of the width."""
 SIDE = 320
 _CONTRAST, _CHROMA = (22, 60), (14, 40)
 """The lowest and highest change of levels by a line, and of a chroma channel by a mark."""

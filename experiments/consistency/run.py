@@ -31,7 +31,7 @@ SHARES = {"all": 1.0, "5%": 0.05}
 ENGINES = ("fp32", "fp16")
 """Engines besides torch, which every way is scored with. They get the images of the training's own way."""
 OWN_WAY = "validation"
-"""The name of the service that prepares images exactly as the training did: what all others are compared with."""
+"""Names the service that prepares images exactly as the training did. All others are compared with it."""
 UNITS = {
     "recall": "%",
     "precision": "%",

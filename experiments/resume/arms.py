@@ -1,4 +1,4 @@
-"""The arms of resume: a loader each, as its library's documentation recommends for resuming within an epoch."""
+"""Makes the loader of each arm of resume, as its library's documentation recommends for resuming within an epoch."""
 
 from __future__ import annotations
 

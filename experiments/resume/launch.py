@@ -17,7 +17,7 @@ import psutil
 from training import HERE, Job, train_by_ray
 
 STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Gives each attempt a store of its own. In a shared one Gloo finds addresses of processes that ended, and waits for
+"""Gives each attempt a separate store. In a shared one Gloo finds addresses of processes that ended, and waits for
 them: pytorch/pytorch issue 135712."""
 
 SECONDS = 600

@@ -37,7 +37,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a training delivered along its surviving checkpoints: the steps that no later attempt made again.
+    """Counts what a training delivered along its surviving checkpoints: in the steps that no later attempt made again.
 
     missing, repeated: samples of all epochs. replayed: samples of steps that were made again. changed: those of them
     whose pixels were others then, or that did not come again. ranks: of each attempt.

@@ -33,7 +33,7 @@ EVERY = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a training gets.
+    """Holds the arguments of a training.
 
     data: the photographs in the format of the arm. folder: for logs and checkpoints. kill: who ends at the step
     `kill_at` of the first attempt, by SIGKILL: a worker, or the node that it runs on. safe: the node of Ray's head,
@@ -121,7 +121,7 @@ def train_by_torchrun(job: Job) -> None:
 
 
 def train_by_ray(job: dict[str, Any]) -> None:
-    """What TorchTrainer runs in each worker."""
+    """Train in a worker of Ray's TorchTrainer."""
     from gpuflow.integrations.ray import load, report, restore
 
     loader = load(arms.HERE / "photos.yaml", overrides=[f"source.folder={job['data']}"])

@@ -48,7 +48,7 @@ def test_after_a_node_is_lost_each_sample_counts_once(repeat: int, cluster: Any,
 
 
 def attempt_faults(config: dict[str, str]) -> None:
-    """In each worker: write what the worker is told where rank 1 finds something else than rank 0."""
+    """Write, in each worker, the errors that it gets where rank 1 finds something else than rank 0."""
     import tempfile
 
     import ray.train
