@@ -25,8 +25,6 @@ from gpuflow.loader.assemble import open_split
 from gpuflow.sources import Allocate, Payload
 from gpuflow.sources.choose import images_below, spread
 
-__all__ = ["Encoded", "InMemory", "Kind", "ParityImage", "hostile_images", "own_images"]
-
 Encoded = NDArray[np.uint8]
 """The bytes of one file, [n]."""
 Kind = Literal["own", "hostile", "bad"]

@@ -18,8 +18,6 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Pointwise
 from gpuflow.sources import Payload
 
-__all__ = ["Differences", "Levels", "Scale", "Tally", "differences", "levels_apart"]
-
 Differences = NDArray[np.uint8] | NDArray[np.float32]
 
 _STEPS = 64

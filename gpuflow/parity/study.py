@@ -19,21 +19,47 @@ from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import find_nvjpeg
 from gpuflow.errors import GpuflowError, MissingExtra
-from gpuflow.parity.accepted import compare_accepted
-from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import ParityImage, hostile_images, own_images
-from gpuflow.parity.libraries import libraries_of
 from gpuflow.parity.measure import Scale
-from gpuflow.parity.model import Classifier, find_model, missing_stage
-from gpuflow.parity.pairs import PairComparison, pairs_of
-from gpuflow.parity.prefixes import Prefix, prefixes_of
+from gpuflow.parity.others import NAIVE, libraries_of, ways_of
+from gpuflow.parity.pairs import Classifier, PairComparison, find_model, missing_stage, pairs_of
 from gpuflow.parity.report import Report, WayNote
-from gpuflow.parity.ways import NAIVE, ways_of
+from gpuflow.parity.ways import Prefix, Result, Way, prefixes_of
 from gpuflow.pipeline.program import fold
 from gpuflow.pipeline.stage import Mixing, Pipeline
 from gpuflow.pipeline.validate import trace
 
-__all__ = ["study"]
+_LIMITS = ("max_pixels", "max_scans")
+
+
+def compare_accepted(config: Config, name: str) -> tuple[list[str], list[str]]:
+    """Compare the pipeline's stage `decode` with that of serving: few images are of such a format or near a limit.
+
+    Returns:
+        faults: files that training accepts and serving refuses. notes: files that serving alone accepts.
+    """
+    faults: list[str] = []
+    notes: list[str] = []
+    if config.serve is None:
+        return faults, notes
+    trained, served = config.programs[name].decoder, config.programs["serve"].decoder
+    if trained.library is not None or served.library is not None:  # such as a preset, which takes no notice of formats
+        return faults, notes
+    place, reason = f"{config.path}: serve.stages[0].decode", "else serving refuses files that training accepts"
+    if missing := ", ".join(form for form in trained.formats if form not in served.formats):
+        rule = f"{place}.formats must name {missing} as {name} does, {reason}, got {list(served.formats)}"
+        faults.append(f"{rule}; add what is missing, or remove it from {name}")
+    if more := ", ".join(form for form in served.formats if form not in trained.formats):
+        notes.append(f"serving alone accepts files of decode.formats: {more}")
+    for field in _LIMITS:
+        most, least = getattr(served, field), getattr(trained, field)
+        if most < least:
+            rule = f"{place}.{field} must be at least {least} as in {name}, {reason}, got {most}"
+            faults.append(f"{rule}; raise it, or lower that of {name}")
+        elif most > least:
+            notes.append(f"serving alone accepts files above decode.{field} of {name}: {most} in place of {least}")
+    return faults, notes
+
 
 _CHUNK = 16
 _FAILURES = (GpuflowError, ImportError, OSError, RuntimeError)

@@ -15,7 +15,7 @@ from gpuflow.config import Config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.parity.measure import Scale
-from gpuflow.parity.page import data_uri
+from gpuflow.parity.report import data_uri
 from gpuflow.pipeline.image_spec import ImageSpec
 from gpuflow.pipeline.records import Field
 from gpuflow.pipeline.views import AnyProgram, View, ViewsProgram

@@ -13,7 +13,7 @@ from gpuflow.config import read_config
 from gpuflow.migration import read_sources
 from gpuflow.migration.from_huggingface import PROCESSORS
 from gpuflow.parity import Report, study
-from gpuflow.parity.text import verdict
+from gpuflow.parity.report import verdict
 from gpuflow.stages import STAGES
 from tests.datasets import make_photos
 from tests.migration.their_configs import VIT

@@ -9,8 +9,7 @@ import torch
 
 from gpuflow.config import read_config
 from gpuflow.parity import study
-from gpuflow.parity.report import Pair, Report
-from gpuflow.parity.text import verdict
+from gpuflow.parity.report import Pair, Report, verdict
 from gpuflow.stages import STAGES
 from tests.datasets import RAW, VAL, Entries
 from tests.parity.conftest import read

@@ -12,7 +12,7 @@ import PIL
 import pytest
 from PIL import Image
 
-from gpuflow.parity.libraries import libraries_of
+from gpuflow.parity.others import libraries_of
 from tests.commands import Run, command_here
 from tests.datasets import VAL, deadline
 from tests.images import jpeg, photo

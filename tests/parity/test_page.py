@@ -17,9 +17,7 @@ from rich.console import Console
 
 from gpuflow.parity import Report, render, write_report
 from gpuflow.parity.measure import Levels
-from gpuflow.parity.page import page
-from gpuflow.parity.report import Logits, Pair, Picture, Row, WayNote
-from gpuflow.parity.text import show_levels, show_logit
+from gpuflow.parity.report import Logits, Pair, Picture, Row, WayNote, page, show_levels, show_logit
 
 BLACK = np.zeros((4, 6, 3), np.uint8)
 SPOT = np.zeros((4, 6), np.float32)

@@ -8,7 +8,7 @@ import torch
 
 from gpuflow.decode.preset import Preset
 from gpuflow.parity.images import hostile_images
-from gpuflow.parity.prefixes import LARGEST_CANVAS, Prefix, prefixes_of
+from gpuflow.parity.ways import LARGEST_CANVAS, Prefix, prefixes_of
 from gpuflow.pipeline import stage as s
 from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, RandomCrop, Resize, Torchvision
 from tests.images import as_array, jpeg, photo

@@ -16,15 +16,12 @@ from gpuflow.config import Config, read_config
 from gpuflow.engines import ModelInfo
 from gpuflow.errors import BadSampleError, ConfigError, GpuflowError
 from gpuflow.parity import Report, study
-from gpuflow.parity.base import Result, Results, Way
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.measure import Levels
-from gpuflow.parity.model import LogitTally
-from gpuflow.parity.pairs import Rule
-from gpuflow.parity.prefixes import Prefix
-from gpuflow.parity.report import Logits, Pair, Row
-from gpuflow.parity.text import breaches, figures, notes, verdict
-from gpuflow.parity.ways import ways_of
+from gpuflow.parity.others import ways_of
+from gpuflow.parity.pairs import LogitTally, Rule
+from gpuflow.parity.report import Logits, Pair, Row, breaches, figures, notes, verdict
+from gpuflow.parity.ways import Prefix, Result, Results, Way
 from gpuflow.stages import STAGES, Normalize
 from tests.datasets import RAW, VAL, Entries
 from tests.parity.conftest import read

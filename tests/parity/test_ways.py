@@ -20,11 +20,9 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.errors import BadSampleError
-from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import Encoded, hostile_images
-from gpuflow.parity.ours import Training
-from gpuflow.parity.prefixes import Prefix, prefixes_of
-from gpuflow.parity.ways import NAIVE, ways_of
+from gpuflow.parity.others import NAIVE, ways_of
+from gpuflow.parity.ways import Prefix, Result, Training, Way, prefixes_of
 from gpuflow.sources import source_spec
 from gpuflow.stages import Normalize
 from tests.datasets import RAW, VAL, Entries
