@@ -194,7 +194,10 @@ def footer(figure: Figure, results: Sequence[Result]) -> None:
     """Draw machine and date of the measurement in small type at the lower left."""
     parts = []
     for name in ("machine", "versions", "date", "commit"):
-        values = dict.fromkeys(value for result in results if (value := str(getattr(result, name))))
+        values = list(dict.fromkeys(value for result in results if (value := str(getattr(result, name)))))
+        if name == "versions":  # an arm with a library more repeats all the others
+            shared = min(values, key=len, default="") + " "
+            values = [value.removeprefix(shared) for value in values]
         parts += [", ".join(values)] if values else []
     text = textwrap.fill("  |  ".join(parts), width=int(figure.get_figwidth() * 13.5))
     text = text.replace("\n|  ", "\n").replace("  |\n", "\n")  # no separator at the ends of a line

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from . import style
 
@@ -87,7 +88,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
             frameon=False,
             fontsize=12,
         )
-        note = "medians; the bars end at the lowest and highest value"
+        note = "medians; the bars end at the lowest and highest value; both axes are logarithmic"
         style.title(figure, "Images per second by number of workers", note)
         style.footer(figure, results)
         return style.save(figure, out_stem)
@@ -141,8 +142,13 @@ def _panel(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series], co
     axes.set_xscale("log", base=2)
     axes.set_xlim(counts[0] / 1.12, counts[-1] * 1.12)
     axes.set_xticks(powers or counts, [str(count) for count in powers or counts])
-    axes.set_ylim(0, 1.12 * max(point.high for points in series.values() for point in points.values()))
-    style.count_axis(axes, "y")
+    rows = [point for points in series.values() for point in points.values()]
+    axes.set_yscale("log")
+    axes.set_ylim(0.7 * min(row.low for row in rows if row.low > 0), 1.4 * max(row.high for row in rows))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(visible=True, axis="y")
     if (one := series.get("gpuflow", {}).get(1)) is not None:
         cores = re.match(r"(\d+) cores", one.machine)
         scaled = np.geomspace(1, min(counts[-1], int(cores[1])) if cores else counts[-1], 100)

@@ -6,6 +6,7 @@ import csv
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -64,26 +65,34 @@ def test_splits_a_workload() -> None:
     assert style.split_workload("workers=2") == ("", {"workers": "2"})
 
 
+NEW = style.Result(
+    arm="new",
+    workload="",
+    metric="",
+    value=1,
+    unit="",
+    low=1,
+    high=1,
+    repeats=1,
+    machine="",
+    versions="",
+    commit="",
+    date="",
+)
+
+
+def test_the_footer_names_the_libraries_of_all_arms_once() -> None:
+    figure, versions = Figure(), ("torch 2.11.0", "torch 2.11.0 av 18.1.0", "torch 2.11.0", "torch 2.11.0 dali 2.4.0")
+    style.footer(figure, [replace(NEW, versions=names, commit="abc1234") for names in versions])
+    assert [text.get_text() for text in figure.texts] == ["torch 2.11.0, av 18.1.0, dali 2.4.0  |  abc1234"]
+
+
 def test_every_arm_keeps_its_colour() -> None:
     for path in ROOT.glob("experiments/*/results.csv"):
         with path.open(encoding="utf-8", newline="") as file:
             measured = {row["arm"] for row in csv.DictReader(file)} & set(style.ARMS)
         assert len({style.ARMS[arm].color for arm in measured}) == len(measured), path
-    result = style.Result(
-        arm="new",
-        workload="",
-        metric="",
-        value=1,
-        unit="",
-        low=1,
-        high=1,
-        repeats=1,
-        machine="",
-        versions="",
-        commit="",
-        date="",
-    )
-    arms = style.arms_of([result])
+    arms = style.arms_of([NEW])
     assert list(arms) == ["new"]
     assert arms["new"].color not in {arm.color for arm in style.ARMS.values()}
 
