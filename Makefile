@@ -57,11 +57,12 @@ test-portable: $(NATIVE)  ## run the tests of the native code as on a processor 
 test-platforms: $(NATIVE)  ## compare the native code by gcc, clang and on aarch64; skips say what apt installs
 	$(BIN)/python -m pytest -rs tests/native/test_platforms.py
 
-check: $(NATIVE)  ## lint, formatting, types, which package imports which
+check: $(NATIVE)  ## lint, formatting, types, which package imports which, the size of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python .ci/size.py
 
 collect: $(NATIVE)  ## import all tests once, so that the processes of `make test` find them compiled
 	@$(BIN)/python -m pytest --collect-only -qq > .venv/collected || { cat .venv/collected; exit 1; }
