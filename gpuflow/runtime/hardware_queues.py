@@ -11,7 +11,7 @@ __all__ = ["QUEUES", "VARIABLE", "request_queues", "warn_if_late"]
 _LOG = logging.getLogger(__name__)
 VARIABLE, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 """CUDA's variable, whose default is 8, and its largest value. nvJPEG, the loader, a training and NCCL have more streams
-than 8. With 8 queues a call of nvJPEG next to a training took up to 38 ms, with 32 up to 16 (measured in
+than 8. With 8 queues a call of nvJPEG next to a training took up to 38 ms, with 32 up to 21 (measured in
 experiments/ranks/NOTES.md)."""
 _late = False
 
