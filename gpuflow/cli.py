@@ -1065,7 +1065,7 @@ def load_test(
     """
     from gpuflow.tools import load_test as loadtest
     from gpuflow.tools.bench import write_results
-    from gpuflow.tools.nvml import load_nvml
+    from gpuflow.tools.machine import load_nvml
 
     _check_output("--out", out, folder=True)
     counts, files = _counts("--clients", clients), loadtest.choose_files(data)

@@ -64,7 +64,7 @@ def test_one_file_reads_yaml() -> None:
 def test_one_package_declares_keys_with_pydantic() -> None:
     """FastAPI checks the parameters of a request by pydantic, too."""
     files = importers([*ENGINE, *STAGE_FILES, *PLOTS], "pydantic")
-    names = "models", "reader", "schema", "source_block", "words"
+    names = "models", "reader", "schema", "words"
     assert files == {f"gpuflow/config/{name}.py" for name in names} | {
         f"gpuflow/serve/http/{name}.py" for name in ("app", "open_inference")
     }

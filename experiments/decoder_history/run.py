@@ -20,7 +20,7 @@ import cv2
 import numpy as np
 import torch
 
-from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.chunk_files import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
 from gpuflow.execute.device_stream import DeviceStream

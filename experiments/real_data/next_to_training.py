@@ -160,7 +160,7 @@ def main() -> None:
             sys.setswitchinterval(interval / 1e3)
             measure(f"later, threads switch after {interval:g} ms", training, loader, options)
         if options.check_again:
-            known_files = "gpuflow.execute.known_files.KnownFiles"
+            known_files = "gpuflow.execute.file_checks.KnownFiles"
             with patch(f"{known_files}.known", knows_none), patch(f"{known_files}.have", knows_none):
                 for _ in range(SETTLING_STEPS):
                     training.fed_step(loader)

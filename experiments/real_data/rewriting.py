@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gpuflow import stage_table
 from gpuflow.config import read_config
-from gpuflow.decode.baseline import rewrite_progressive
+from gpuflow.decode.chunk_files import rewrite_progressive
 from gpuflow.decode.codecs import CpuDecoder, probe
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape

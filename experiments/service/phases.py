@@ -22,7 +22,7 @@ from gpuflow.execute.gpu import GpuRunner
 from gpuflow.execute.nvjpeg_decoders import NvjpegDecoderPool
 from gpuflow.sources import Payload
 from gpuflow.torchpipe import nodes
-from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
+from gpuflow.torchpipe.preprocessors import GpuPreprocessor
 from gpuflow.torchpipe.request_queue import RequestQueue
 
 

@@ -3,7 +3,6 @@
 yaml_file.py      text to data with line numbers
 overrides.py      `run.threads=8` on the command line
 models.py         the blocks of a file: keys, types, defaults, rules between keys
-source_block.py   `source: {folder: photos}` to a source's spec
 stage_entries.py  `- resize: {shorter: 256}` to a stage
 words.py          types and faults in words
 """
@@ -14,17 +13,17 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from gpuflow.config.models import Config, Document, Pixels, PresetKeys
+from gpuflow.config.models import Config, Document, Pixels, PresetKeys, SourceKeys, keys_of
 from gpuflow.config.overrides import Overrides
 from gpuflow.config.record_fields import declared_problems
-from gpuflow.config.source_block import make_source
 from gpuflow.config.stage_entries import as_tuples, make_stage
-from gpuflow.config.words import fits, problems_of
+from gpuflow.config.words import fits, meant_key, problems_of, type_in_words
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem, show
@@ -34,9 +33,41 @@ from gpuflow.pipeline.stage import Decoder, Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram
-from gpuflow.sources import SourceSpec, all_kinds
+from gpuflow.sources import SourceSpec, all_kinds, spec_class
 
-__all__ = ["AddedStages", "check_config", "read_config"]
+
+def make_source(block: Any, kinds: Mapping[str, type[SourceSpec]]) -> SourceSpec:
+    """Return the spec of a block `source`, as YAML gives it. kinds: classes by name.
+
+    Raises:
+        ConfigError: every problem of the block, its path from `source` on.
+    """
+    if not isinstance(block, dict):
+        rule, action = f"must be {type_in_words(SourceKeys)}", f"write {{folder: {block}}}"
+        action = action if isinstance(block, str) else ""
+        raise ConfigError([Problem.of("source", rule, block, action, code="config.type")])
+    texts = {key: value for key, value in block.items() if isinstance(key, str)}
+    spec, problems = spec_class(texts, kinds, partial(meant_key, document=Document))
+    problems += (
+        Problem.of(key, "is a key that is not text", action="put it in quotes", code="config.unknown_key")
+        for key in block
+        if key not in texts
+    )
+    values: dict[str, Any] = {}
+    if spec is not None:
+        fields = spec.key_fields()
+        keys = {
+            key: value if fields[key].type is Any else as_tuples(value)  # another package gets its value as YAML has it
+            for key, value in texts.items()
+            if key in fields and value is not None
+        }
+        try:
+            values = keys_of(spec).model_validate(keys).model_dump(exclude_unset=True)
+        except pydantic.ValidationError as error:
+            problems += problems_of(error, keys_of(spec), keys, Document)
+    if spec is None or problems:
+        raise ConfigError([problem.below("source") for problem in problems])
+    return spec.of(values, partial(make_source, kinds=kinds))
 
 
 _MOST_PROBLEMS = 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,16 +10,179 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.chunk_headers import Headers, read_headers
-from gpuflow.execute.chunk_tables import ChunkTables
+from gpuflow.decode.chunk_files import Headers, Rewritten, read_headers
+from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
 from gpuflow.execute.passes import Pass, draw_passes
-from gpuflow.execute.pixel_steps import rows_are_short
-from gpuflow.pipeline.program import any_misfit
+from gpuflow.execute.tables import resampling_plan_of, table_of
+from gpuflow.pipeline.program import Resampling, Warping, any_misfit
 from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.pipeline.views import Output
 from gpuflow.sources import SPARE_BYTES, Payload
 
-__all__ = ["ChunkScan", "ChunkScanner"]
+ROW_BYTES = (1 << 31) - 1
+"""The most bytes from the first to the last pixel of an upright row: kernels compute them in 32 bits."""
+_FLIPS = np.array([(turn in FLIPPED_Y, turn in FLIPPED_X) for turn in range(9)])
+"""[9, 2]: for each orientation whether rows, and whether columns, are in reverse order."""
+
+
+def rows_are_short(sizes: NDArray[np.int64], orientations: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Whether kernels can read interleaved images upright, [n], see `ROW_BYTES`. Arguments: as of `pixel_steps`.
+
+    They cannot if an image of more than 700 million pixels is turned by 90 degrees: an upright row then has a pixel of
+    each stored one.
+    """
+    short: NDArray[np.bool_] = (orientations < SWAPPED) | (3 * sizes.prod(axis=1) <= ROW_BYTES)
+    return short
+
+
+def pixel_steps(
+    sizes: NDArray[np.int64], channels: int, orientations: NDArray[np.integer] | None = None
+) -> NDArray[np.int64]:
+    """How to read interleaved uint8 images upright, [n, 3], in bytes: from the first byte to the upper left pixel, and
+    from there to the next row's and the next column's.
+
+    sizes [n, 2]: height and width as stored, one row after the other. orientations [n]: as EXIF counts them; by default
+    nothing is turned.
+    """
+    if orientations is None or (orientations == 1).all():
+        return table_of(len(sizes), [0, sizes[:, 1] * channels, channels])
+    stored = table_of(len(sizes), [sizes[:, 1] * channels, channels])
+    swapped = orientations >= SWAPPED
+    steps = np.where(swapped[:, None], stored[:, ::-1], stored)
+    ends = np.where(swapped[:, None], sizes[:, ::-1], sizes) - 1  # the last row and column of the upright image
+    flips = _FLIPS[orientations]
+    starts = (ends * steps * flips).sum(axis=1)
+    return np.column_stack([starts, np.where(flips, -steps, steps)])
+
+
+class Regions(NamedTuple):
+    """The part of each image that is decoded, of n images.
+
+    x, y, width, height [n]: of the part in the stored image. steps [n, 3]: how to read the upright image if memory
+    holds this part alone, see `pixel_steps`; the upper left pixel may be outside.
+    """
+
+    x: NDArray[np.int64]
+    y: NDArray[np.int64]
+    width: NDArray[np.int64]
+    height: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+    @classmethod
+    def whole(cls, sizes: NDArray[np.int64], channels: int, orientations: NDArray[np.integer]) -> Regions:
+        """All of each image. Arguments: as of `pixel_steps`."""
+        zeros = np.zeros(len(sizes), np.int64)
+        return cls(zeros, zeros, sizes[:, 1], sizes[:, 0], pixel_steps(sizes, channels, orientations))
+
+    @classmethod
+    def around(
+        cls,
+        boxes: Sequence[NDArray[np.int64]],
+        sizes: NDArray[np.int64],
+        channels: int,
+        orientations: NDArray[np.integer],
+    ) -> Regions:
+        """The smallest part that has all pixels of some boxes, and one pixel at least.
+
+        boxes: each [n, 4], y, x, height, width in the upright images. Other arguments: as of `pixel_steps`.
+        """
+        stored = sizes.T
+        swapped, is_turned = orientations >= SWAPPED, bool((orientations != 1).any())
+        upright = np.where(swapped, stored[::-1], stored) if is_turned else stored
+        starts, ends = [], []
+        for axis in (0, 1):
+            start, end = boxes[0][:, axis], boxes[0][:, axis] + boxes[0][:, axis + 2]
+            for box in boxes[1:]:
+                start, end = np.minimum(start, box[:, axis]), np.maximum(end, box[:, axis] + box[:, axis + 2])
+            starts.append(np.maximum(np.minimum(start, upright[axis] - 1), 0))
+            ends.append(np.maximum(np.minimum(end, upright[axis]), starts[axis] + 1))
+        (top, left), (bottom, right) = starts, ends
+        y, x, height, width = top, left, bottom - top, right - left
+        if is_turned:
+            flipped_y, flipped_x = _FLIPS[orientations].T
+            y, x = np.where(flipped_y, upright[0] - bottom, top), np.where(flipped_x, upright[1] - right, left)
+            y, x = np.where(swapped, x, y), np.where(swapped, y, x)
+            height, width = np.where(swapped, width, height), np.where(swapped, height, width)
+        parts = table_of(len(sizes), [height, width])
+        steps = pixel_steps(parts, channels, orientations if is_turned else None)
+        steps[:, 0] -= top * steps[:, 1] + left * steps[:, 2]
+        return cls(x, y, width, height, steps)
+
+
+_ALIGN = 256
+
+
+class ChunkTables(NamedTuple):
+    """Of n files that nvJPEG decodes.
+
+    entries [n, 7]: as `JpegBatch.of` takes them, but where a file begins in the payload instead of its address.
+    samplings, pixels, spaces [n]: as `Undecoded` takes them. steps [n, 3]: the `pixel_steps` of what is decoded.
+    plans: for each output the plan of its first pass (`resampling_plan_of`), where the first column is the first one of
+        `steps` and the last one 0; None if the pass is no resampling, or if its results differ in size.
+    """
+
+    entries: NDArray[np.int64]
+    samplings: NDArray[np.int64]
+    pixels: NDArray[np.int64]
+    spaces: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    plans: list[NDArray[np.int64] | None]
+
+    @classmethod
+    def of(
+        cls,
+        headers: Headers,
+        rows: NDArray[np.int64],
+        files: Sequence[NDArray[np.int64]],
+        draws: Sequence[Resampling | Warping],
+        fixed: Sequence[bool],
+        *,
+        channels: int,
+        with_regions: bool,
+    ) -> ChunkTables:
+        """The tables for these rows [n] of a chunk.
+
+        Args:
+            headers: of all its files.
+            files: where each row's file begins in the payload and how many bytes of it nvJPEG gets, [n] each.
+            draws, fixed: for each output the random parameters of its first pass, and whether its results are of one
+                size.
+            channels: of the decoded images.
+            with_regions: whether only the parts of images are decoded that the first passes read.
+        """
+        sizes, orientations = headers.sizes[rows], headers.orientations[rows]
+        if with_regions:
+            regions = Regions.around([draw.box for draw in draws], sizes, channels, orientations)
+        else:
+            regions = Regions.whole(sizes, channels, orientations)
+        x, y, width, height, steps = regions
+        pitches = width * channels
+        return cls(
+            entries=table_of(len(rows), [*files, pitches, x, y, width, height]),
+            samplings=headers.sampling[rows].astype(np.int64),
+            pixels=sizes[:, 0] * sizes[:, 1],
+            spaces=-(-pitches * height // _ALIGN) * _ALIGN,
+            steps=steps,
+            plans=[
+                resampling_plan_of(draw, steps, 0) if has_one_size and isinstance(draw, Resampling) else None
+                for draw, has_one_size in zip(draws, fixed, strict=True)
+            ],
+        )
+
+    def with_files(self, which: NDArray[np.bool_], files: Rewritten, start: int) -> ChunkTables:
+        """The same if those `which` are read in their rewritten form, whose offsets count from `start`."""
+        entries, samplings = self.entries.copy(), self.samplings.copy()
+        entries[which, 0] = files.offsets + start
+        entries[which, 1] = files.sizes + SPARE_BYTES
+        samplings[which] = files.sampling
+        return self._replace(entries=entries, samplings=samplings)
+
+    def take(self, kept: NDArray[np.bool_]) -> ChunkTables:
+        """The same for some of the files."""
+        *tables, plans = self
+        entries, samplings, pixels, spaces, steps = (table[kept] for table in tables)
+        taken = [None if plan is None else plan[kept] for plan in plans]
+        return ChunkTables(entries, samplings, pixels, spaces, steps, taken)
 
 
 class ChunkScan(NamedTuple):

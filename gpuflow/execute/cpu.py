@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode.chunk_headers import Headers, read_headers
+from gpuflow.decode.chunk_files import Headers, read_headers
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError, GpuflowError, LoaderError, is_system_fault, reason_of

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import final
+from typing import Generic, TypeVar, final
 
 import torch
 
 from gpuflow.execute.device_stream import DeviceStream, take_free
 from gpuflow.execute.gpu_call import PlanMemory
-from gpuflow.execute.private_memory import PrivateMemory
 
-__all__ = ["BUFFERS", "BUFFERS_FOR_ONE_CALL", "DecodeBuffer", "DecodeBuffers"]
+T = TypeVar("T")
+
+
+class PrivateMemory(Generic[T]):
+    """Tensors in a separate memory pool (`torch.cuda.MemPool`), for large buffers that are replaced or freed.
+
+    torch keeps the memory of other tensors for the stream that they were allocated on, even if nothing there asks for
+    that size again; then neither the training nor another library can have it. `free` gives this memory back to the
+    GPU. That may wait for the GPU's work, so it is for rare changes.
+
+    torch's other allocators, such as cudaMallocAsync, have no pools: with one of them this is memory like any other.
+
+    tensors: what `allocate` returned. Memory of a tensor that something else still holds when it is freed goes back
+        only when torch empties its cache.
+
+    Args:
+        device_stream: its stream and device are current while `allocate` runs.
+        allocate: allocates the tensors on that device.
+    """
+
+    def __init__(self, device_stream: DeviceStream, allocate: Callable[[], T]) -> None:
+        device = device_stream.device
+        has_pools = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
+        with device_stream.queued():
+            pool = torch.cuda.MemPool() if has_pools else None
+            with torch.cuda.use_mem_pool(pool, device) if pool is not None else contextlib.nullcontext():
+                self.tensors = allocate()
+        self._pool = pool  # after the tensors, so that it is deleted after them
+
+    def free(self) -> None:
+        """Give the memory back. The GPU must have finished all work on it."""
+        del self.tensors
+        self._pool = None
+
 
 BUFFERS, BUFFERS_FOR_ONE_CALL = 3, 2
 """The largest number of decode buffers, one for each thread that launches chunks; and how many are of use with one

@@ -5,9 +5,9 @@ here of an output holds for each number of each view, or for the only image of a
 the engines decode, the buffer gets the smallest part that has all that the first passes read.
 
 A chunk is first prepared and then launched, on different threads. `prepare` reads headers, draws random parameters,
-rewrites progressive JPEGs as baseline ones (`decode/baseline.py`), and has the CPU begin to decode the files that the
-engines do not support: other formats, CMYK files. Images that EXIF data turn are decoded as stored, and the first
-kernel reads them upright (`execute/pixel_steps.py`).
+rewrites progressive JPEGs as baseline ones (`decode/chunk_files.py`), and has the CPU begin to decode the files that
+the engines do not support: other formats, CMYK files. Images that EXIF data turn are decoded as stored, and the first
+kernel reads them upright (`execute/chunk_scan.py`).
 
 A launch may also decode images of chunks that come later, if they fit into its calls (`execute/decode_calls.py`). A
 batched call that fails is retried by halves; a file that fails alone falls back to the CPU decoder, and its place in
@@ -29,23 +29,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode.baseline import rewrite_progressive
+from gpuflow.decode.chunk_files import rewrite_progressive
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute import packing
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
-from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner
-from gpuflow.execute.chunk_tables import ChunkTables
+from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, ChunkTables
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
-from gpuflow.execute.decode_calls import AHEAD, DecodeCall, Undecoded, plan_calls
+from gpuflow.execute.decode_calls import AHEAD, DecodeCall, LaterResults, LaterRows, Undecoded, plan_calls
 from gpuflow.execute.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots, send_array
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.first_passes import FirstPasses
 from gpuflow.execute.gpu_call import GpuCalls, Transfer
 from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.image_copies import ImageCopies, ImageRows
-from gpuflow.execute.later_results import LaterResults, LaterRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, LoaderError, reason_of
 from gpuflow.execute.canvas import Canvas, tiles_of
+from gpuflow.execute.chunk_scan import ROW_BYTES, pixel_steps
 from gpuflow.execute.cpu import bad_by_stage
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots, send_array
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
@@ -23,8 +24,7 @@ from gpuflow.execute.kernels.local import smooth, smooth_plan_of
 from gpuflow.execute.kernels.resample import resample_all
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.passes import Pass, draw_passes
-from gpuflow.execute.pixel_steps import ROW_BYTES, pixel_steps
-from gpuflow.execute.resampling_plan import resampling_plan_of
+from gpuflow.execute.tables import resampling_plan_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.native_chunk import Records, run_records
-from gpuflow.pipeline.local import Filters
-from gpuflow.pipeline.pointwise import Operations
+from gpuflow.pipeline.pointwise import Filters, Operations
 
 __all__ = ["run_filters", "run_pointwise"]
 

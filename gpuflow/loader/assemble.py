@@ -18,10 +18,10 @@ from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Problem, SourceError, show
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
+from gpuflow.loader.delivery import require_classes
 from gpuflow.loader.drawn_orders import MixedOrder, MixInOrder, WeightedOrder
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
-from gpuflow.loader.mixing import require_classes
 from gpuflow.loader.placement import place
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.records import target_mapper

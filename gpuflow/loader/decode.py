@@ -10,19 +10,61 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
+from gpuflow.execute import cpu_workers
 from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu_workers import Outcome, ReadRequest, Setup
 from gpuflow.loader.batch import Assembly, Chunk
-from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
-from gpuflow.pipeline.views import slot_of, slots_of
+from gpuflow.pipeline.views import AnyProgram, ViewSlots, slot_of, slots_of
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import SlotPool
 from gpuflow.runtime.metrics import Meter, nvtx
-from gpuflow.sources import Payload
+from gpuflow.runtime.worker_pool import WorkerConnection, WorkerPool
+from gpuflow.sources import Payload, Source, without_records
 
-__all__ = ["ChunkDecoder", "Faults", "Run", "Sizes", "WorkerDecoder"]
+
+class DecodeWorkers:
+    """Worker processes that read and decode for one loader. Any thread may call any method.
+
+    Args:
+        threads: chunks at a time, of all workers together.
+        processes: the workers that share them.
+    """
+
+    def __init__(self, program: AnyProgram, source: Source, *, threads: int, processes: int) -> None:
+        shares = [len(range(worker, threads, processes)) for worker in range(processes)]
+        self._pool = WorkerPool(
+            cpu_workers.__name__,
+            connections=shares,
+            setup=Setup(program, without_records(source)),
+            task="decode",
+        )
+
+    def run(self, indices: Sequence[int], keys: Keys, slots: Any, start: int, *, sizes: bool = False) -> Outcome | None:
+        """Read and decode samples into slots [start, start + n) of a batch's (`slots_of`); None if no worker can.
+
+        The slots then hold anything, and the caller has to decode into them itself. Raises only what ends the caller's
+        own wait. sizes: whether to report the images' sizes.
+        """
+
+        def exchange(worker: WorkerConnection) -> Outcome | None:
+            memory = slots.memory if isinstance(slots, ViewSlots) else slots
+            shared = worker.send(ReadRequest(indices, keys, start, len(memory), sizes), memory)
+            outcome: Outcome | None = worker.answer() if shared else None
+            return outcome
+
+        return self._pool.request(exchange)
+
+    def counts(self) -> dict[str, int]:
+        """Workers `at_work`, and `starting`: not ready for chunks yet."""
+        return self._pool.counts()
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self._pool.close()
+
 
 Faults = list[BadSampleError | None]
 """For each sample None, or why it is bad."""

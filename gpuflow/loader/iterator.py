@@ -1,4 +1,7 @@
-"""One epoch as the loop sees it: waits for batches, counts them, warns of bad samples, ends the epoch."""
+"""One epoch as the loop sees it: waits for batches, counts them, warns of bad samples, ends the epoch.
+
+It knows which batches the consumer or queued GPU work may still use, and measures how long the consumer's GPU waits.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import sys
 import threading
 import time
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,15 +21,117 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderError, LoaderTimeout, TooManyBadSamples
 from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
-from gpuflow.loader.batches_in_use import BatchesInUse, Images
-from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
+from gpuflow.runtime.admission import Completion
 from gpuflow.runtime.metrics import Stats, nvtx
 
-__all__ = ["EpochIterator", "Progress"]
+_BATCHES = 16
+_FIRST_BATCHES = 8
+"""The first batches of an epoch are always late and are not measured."""
+
+
+class GpuWait:
+    """Which part of its time the GPU of one consumer waits for batches, over the last sixteen or so.
+
+    A loop may ask for batches long before the GPU needs them, or launch too little for the GPU. So what counts is the
+    time between two events with timing: `asked`, recorded before the consumer waits for a batch, and `begun`, recorded
+    after its stream waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._last: torch.cuda.Event | None = None
+        self._waited = self._total = 0.0
+        self._count = 0
+
+    def add(self, asked: torch.cuda.Event, begun: torch.cuda.Event) -> None:
+        """One more batch."""
+        self._marks.append((asked, begun))
+        while self._marks and self._marks[0][1].query():  # type: ignore[no-untyped-call]
+            asked, begun = self._marks.popleft()
+            if self._last is not None:
+                self._waited += _milliseconds(asked, begun) - self._waited / _BATCHES
+                self._total += _milliseconds(self._last, begun) - self._total / _BATCHES
+            self._last, self._count = begun, self._count + 1
+
+    @property
+    def share(self) -> float:
+        """0 to 1; 0 for the first batches."""
+        if self._count < _FIRST_BATCHES or self._total <= 0:
+            return 0.0
+        return min(1.0, max(0.0, self._waited / self._total))
+
+
+def _milliseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    elapsed: float = start.elapsed_time(end)
+    return elapsed
+
+
+Images = torch.Tensor | dict[str, torch.Tensor]
+"""[B, C, H, W], or of a pipeline with views for each a tensor [count, B, C, H, W]."""
+
+_MOST_QUERIES = 4
+"""How often to ask, a millisecond or more apart, whether the consumer still refers to the images of a batch that the
+GPU has finished with. If it still holds them then, it is assumed to keep them, and the loader continues."""
+
+
+class Unused:
+    """Done once a batch is not in use: the GPU has passed `event`, and the consumer does not refer to the images.
+
+    Most loops drop a batch just after they get the next one. Without waiting for that, the loader would allocate memory
+    for one more batch and keep it for the whole run. Images that the consumer keeps delay this by a few queries.
+    """
+
+    def __init__(self, event: Completion, images: weakref.ref[torch.Tensor]) -> None:
+        self._event, self._images, self._queries_left = event, images, _MOST_QUERIES
+
+    def query(self) -> bool:
+        if not self._event.query():
+            return False
+        self._queries_left -= 1
+        return self._images() is None or self._queries_left <= 0
+
+
+@dataclass(slots=True)
+class BatchesInUse:
+    """The batches that the consumer got and that it, or GPU work that it queued, may still use.
+
+    Their memory is not free when the next epoch begins, so they count as batches in flight there.
+
+    last: the images of the newest one, if any. earlier: for each one before it, when it is not in use any more.
+    """
+
+    last: weakref.ref[torch.Tensor] | None = None
+    earlier: list[Completion] = field(default_factory=list)
+
+    def add(self, images: Images, event: Completion) -> Completion | None:
+        """Add a batch that the consumer gets now. Returns when the one before is not in use any more, if there is one.
+
+        event: after all work that the consumer has queued so far.
+        """
+        unused = None if self.last is None else Unused(event, self.last)
+        if unused is not None:
+            self.earlier = [*self._pending(), unused]
+        self.last = weakref.ref(next(iter(images.values())) if isinstance(images, dict) else images)
+        return unused
+
+    def in_flight(self, event: Completion) -> list[Completion | None]:
+        """For each batch in use, when it is not any more; None for the newest one, if the consumer still refers to it.
+
+        event: as for `add`.
+        """
+        self.earlier = self._pending()
+        if self.last is not None and self.last() is None:  # queued work may still use it
+            self.last = None
+            self.earlier.append(event)
+        return [*self.earlier, *([] if self.last is None else [None])]
+
+    def _pending(self) -> list[Completion]:
+        return [one for one in self.earlier if not one.query()]
+
 
 _MANY_BAD = 0.05
 

@@ -14,8 +14,7 @@ from gpuflow.errors import LoaderError, StateError
 from gpuflow.loader.agreement import RankAgreement
 from gpuflow.loader.audit_log import audit_log
 from gpuflow.loader.batch import Batch
-from gpuflow.loader.batches_in_use import BatchesInUse
-from gpuflow.loader.iterator import EpochIterator, Progress
+from gpuflow.loader.iterator import BatchesInUse, EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import Steps

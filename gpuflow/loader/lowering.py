@@ -32,7 +32,6 @@ from gpuflow.loader.decode import ChunkDecoder, Faults, Run, Sizes, WorkerDecode
 from gpuflow.loader.delivery import Delivery
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, EpochRun, RunningPipeline
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.prepared import PreparedChunks
 from gpuflow.loader.read import ChunkReader, keys_of
 from gpuflow.loader.records import RecordMapper
 from gpuflow.loader.resolve import BadSampleResolver
@@ -45,7 +44,29 @@ from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lo
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import ChunkRunner
 
-__all__ = ["Feed"]
+
+class PreparedChunks:
+    """What was prepared for the GPU and is not being launched yet, in one epoch. Any thread may call any method.
+
+    The queues between reading and launching bound how much that is: about eight chunks.
+    """
+
+    def __init__(self) -> None:
+        self._prepared: dict[tuple[int, int], Any] = {}
+        self._lock = threading.Lock()
+
+    def add(self, chunk: Chunk) -> None:
+        """A chunk was read, and prepared if a GPU decodes it."""
+        if chunk.prepared is not None:
+            with self._lock:
+                self._prepared[chunk.batch.step, chunk.start] = chunk.prepared
+
+    def take(self, chunk: Chunk) -> list[Any]:
+        """A chunk is about to be launched. Returns what was prepared of the others, in the order of their launches."""
+        with self._lock:
+            self._prepared.pop((chunk.batch.step, chunk.start), None)
+            return [self._prepared[key] for key in sorted(self._prepared)]
+
 
 _LARGEST_OFFLOADED_CHUNK = 16
 _OFFLOADED_AHEAD = 8

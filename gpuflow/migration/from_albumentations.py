@@ -11,9 +11,21 @@ import numpy as np
 
 from gpuflow.errors import Key, Problem
 from gpuflow.execute.warp import OPENCV_BORDERS
-from gpuflow.migration.distance import apart, picture
-from gpuflow.migration.files import Document, read_document
-from gpuflow.migration.imported import Entry, Imported, Step, decode, each_channel, gap, normalize, number, size_of
+from gpuflow.migration.imported import (
+    Document,
+    Entry,
+    Imported,
+    Step,
+    apart,
+    decode,
+    each_channel,
+    gap,
+    normalize,
+    number,
+    picture,
+    read_document,
+    size_of,
+)
 
 __all__ = ["read_albumentations"]
 

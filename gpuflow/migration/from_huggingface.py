@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from gpuflow.errors import Problem
-from gpuflow.migration.distance import apart
-from gpuflow.migration.files import Document, read_document
 from gpuflow.migration.imported import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     PILLOW_13,
+    Document,
     Entry,
     Imported,
+    apart,
     decode,
     gap,
     normalize,
+    read_document,
     size_of,
 )
 

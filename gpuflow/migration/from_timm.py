@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuflow.errors import ConfigError, Problem, suggest
-from gpuflow.migration.distance import apart
-from gpuflow.migration.files import read_document
 from gpuflow.migration.imported import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     PILLOW_13,
     Entry,
     Imported,
+    apart,
     decode,
     gap,
+    needs,
     normalize,
+    read_document,
     size_of,
 )
-from gpuflow.migration.python_objects import needs
 from gpuflow.pipeline.parameters import LONGEST
 
 __all__ = ["DataConfig", "data_config", "read_timm"]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuflow.errors import ConfigError, Problem, suggest
-from gpuflow.migration.files import read_toml
-from gpuflow.migration.imported import Entry, Imported, PresetEntry, gap, normalize
+from gpuflow.migration.imported import Entry, Imported, PresetEntry, gap, normalize, read_toml
 
 __all__ = ["read_torchpipe"]
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from gpuflow.config.stage_entries import make_stage
 from gpuflow.errors import Problem
-from gpuflow.migration.distance import apart
 from gpuflow.migration.imported import (
     IMAGENET_MEAN,
     PILLOW_13,
     Entry,
     Imported,
     Step,
+    apart,
     decode,
     each_channel,
     gap,

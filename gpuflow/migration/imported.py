@@ -1,31 +1,240 @@
-"""What a reader finds in another library's transforms: stages, and what no stage equals."""
+"""What a reader finds in another library's transforms: stages, and what no stage equals.
+
+Also what all readers share: files of other libraries, Python objects that a user names, and how far pixels are apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+import cv2
 import numpy as np
+from numpy.typing import NDArray
 
-from gpuflow.errors import Key, Problem
+from gpuflow.config.yaml_file import Lines, read_yaml
+from gpuflow.decode import self_test
+from gpuflow.errors import UNSET, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
 from gpuflow.pipeline.parameters import IMAGENET
 
-__all__ = [
-    "IMAGENET_MEAN",
-    "IMAGENET_STD",
-    "PILLOW_13",
-    "Entry",
-    "Imported",
-    "PresetEntry",
-    "Step",
-    "decode",
-    "each_channel",
-    "gap",
-    "normalize",
-    "number",
-    "size_of",
-]
+_HEIGHT, _WIDTH = 361, 480
+
+
+@cache
+def picture() -> NDArray[np.uint8]:
+    """An RGB picture with waves, an edge and some noise: uint8 [361, 480, 3]."""
+    large = cv2.resize(self_test.pixels("rgb"), (_WIDTH, _HEIGHT), interpolation=cv2.INTER_CUBIC)
+    noise = np.random.default_rng(0).normal(0, 12, large.shape)
+    shown: NDArray[np.uint8] = np.clip(large + noise, 0, 255).astype(np.uint8)
+    shown.flags.writeable = False
+    return shown
+
+
+def apart(transform: Callable[[Any], Any], stage: Callable[[Any], Any]) -> str:
+    """How far two transforms of a PIL image are apart on the test picture, in words.
+
+    Args:
+        transform: of another library, which may do anything, fail included.
+        stage: what stands for it.
+    """
+    from PIL import Image
+
+    try:
+        wanted, again, found = (_levels(run(Image.fromarray(picture()))) for run in (transform, transform, stage))
+    except Exception as error:  # a user's code may raise anything
+        return f"not measured: on a test picture it raises {reason_of(error, with_type=True)}"
+    if wanted.shape != again.shape or (wanted != again).any():
+        return "not measured: it draws random numbers"
+    if wanted.shape != found.shape:
+        sizes = " and ".join("x".join(map(str, image.shape)) for image in (wanted, found))
+        return f"which gives another shape on a test picture: {sizes}"
+    levels = np.abs(wanted - found)
+    if not levels.any():
+        return "0 levels apart on a test picture"
+    return f"up to {levels.max():.0f} levels apart on a test picture, {levels.mean():.2f} on average"
+
+
+def _levels(image: Any) -> NDArray[np.float64]:
+    """A PIL image, an array or a tensor [C, H, W] as levels [H, W, C]; floats are taken as 0 to 1."""
+    import torch
+
+    if isinstance(image, torch.Tensor):
+        image = image.detach().permute(1, 2, 0) if image.ndim == 3 else image
+        scale = 255 if image.is_floating_point() else 1
+        return np.asarray(image.double().numpy() * scale)
+    return np.asarray(image, np.float64)
+
+
+_MOST_BYTES = 1 << 20
+
+
+class Document:
+    """The mapping that a JSON or YAML file holds, and where its values stand."""
+
+    def __init__(self, path: str, data: Mapping[str, Any], lines: Lines) -> None:
+        self.path, self.data, self._lines = path, data, lines
+
+    def place(self, *at: Key) -> str:
+        """`config.json:12:`, of the innermost value of which the line is known."""
+        line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
+        return f"{self.path}:{line}:" if line else f"{self.path}:"
+
+    def unknown(
+        self, at: tuple[Key, ...], found: Mapping[str, Any], known: Iterable[str], owner: str
+    ) -> Iterator[Problem]:
+        """A problem for each key that is not known. owner: whose keys these are."""
+        known = sorted(known)
+        for key in found:
+            if key not in known:
+                close = suggest(key, known, else_all=False)
+                action = f"{close} it is left out with --partial".lstrip() if close else "it is left out with --partial"
+                rule = f"is not a key of {owner} that gpuflow knows"
+                yield Problem(self.place(*at, key), rule, found[key], action, (*at, key), "import.unknown_key")
+
+    def error(self, rule: str, *at: Key, value: object = UNSET, action: str = "") -> ConfigError:
+        return ConfigError([Problem(self.place(*at), rule, value, action, at, "import.source")])
+
+
+def read_document(path: str) -> Document:
+    """Read a JSON or YAML file: YAML contains JSON.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no mapping.
+    """
+    _check_size(path)
+    try:
+        return Document(path, *read_yaml(path, holds="keys"))
+    except ConfigError:
+        data = _json_of(path)  # which may be indented by tabs, as YAML may not
+        if data is None:
+            raise
+        return Document(path, data, {})
+
+
+def _json_of(path: str) -> dict[str, Any] | None:
+    """The mapping that a file holds as JSON; None if it holds none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: there is no such file, or it is not valid.
+    """
+    _check_size(path)
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        problem = Problem(f"{path}:", f"cannot be read as UTF-8 text: {error}", code="config.file")
+        raise ConfigError([problem]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([Problem(f"{path}:", f"is not valid TOML: {error}", code="config.file")]) from error
+
+
+def _check_size(path: str) -> None:
+    """Raise ConfigError if there is no such file, or if it is larger than any file of transforms."""
+    if not Path(path).exists():
+        raise _no_file(path)
+    if (size := Path(path).stat().st_size) > _MOST_BYTES:
+        rule = f"must be a file of at most {_MOST_BYTES:,} bytes"
+        raise ConfigError([Problem(f"{path}:", rule, size, "name the file of the transforms", code="config.file")])
+
+
+def _no_file(path: str) -> ConfigError:
+    """The error of a missing file, with one of its folder that has a similar name, if there is one."""
+    siblings = [str(sibling) for sibling in Path(path).parent.glob(f"*{Path(path).suffix}")]
+    action = suggest(path, siblings, else_all=False) or "check the path"
+    return ConfigError([Problem(f"{path}:", "no such file", action=action, code="config.file")])
+
+
+class MissingLibrary(GpuflowError, ImportError):
+    """A library whose transforms are imported, or compared with, is not installed."""
+
+
+def needs(library: str, source: str) -> Any:
+    """Import another library.
+
+    Raises:
+        MissingLibrary: it is not installed.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        package = library.partition(".")[0]
+        raise MissingLibrary(
+            f"{source}: needs {package}, which cannot be imported ({error}); pip install {package}"
+        ) from error
+
+
+def named_transform(name: str) -> Any:
+    """The transform that `module:attribute` names, whose module's code runs, or that of weights without a colon.
+
+    Raises:
+        ConfigError: there is no such module, attribute or weights, or the module's code fails.
+    """
+    return _attribute(name) if ":" in name else _weights_transform(name)
+
+
+def _attribute(name: str) -> Any:
+    """Modules are looked for in the current directory, too."""
+    module_name, _, path = name.partition(":")
+
+    def error(rule: str, action: str = "") -> ConfigError:
+        return ConfigError([Problem(f"{name}:", rule, action=action, code="import.source")])
+
+    if not module_name or not path:
+        raise error("must be module:attribute", "name a transform at the top of a module, such as train:transform")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    found: Any
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as cause:
+        action = "run gpuflow in the directory of that file, or set PYTHONPATH"
+        raise error(f"no module {cause.name!r} can be imported", action) from cause
+    except SystemExit as cause:
+        action = "put what the program does under if __name__ == '__main__'"
+        raise error(f"the code of module {module_name!r} ends the program", action) from cause
+    except Exception as cause:  # the module's code may raise anything
+        raise error(f"the code of module {module_name!r} raises {type(cause).__name__}: {cause}") from cause
+    for part in path.split("."):
+        if not hasattr(found, part):
+            known = [key for key in vars(found) if not key.startswith("_")] if hasattr(found, "__dict__") else []
+            raise error(f"{module_name!r} has no attribute {part!r}", suggest(part, known, else_all=False))
+        found = getattr(found, part)
+    if not callable(found) or isinstance(found, type):
+        raise error(
+            f"must be a transform that can be called with an image, got {type(found).__name__}",
+            "name an object such as a Compose",
+        )
+    return found
+
+
+def _weights_transform(name: str) -> Any:
+    """The transforms of torchvision's weights, such as `ResNet50_Weights.IMAGENET1K_V2`."""
+    from torchvision import models
+
+    enums = {enum.__name__: enum for enum in map(models.get_model_weights, models.list_models())}
+    cls, _, member = name.partition(".")
+    if member in (found := getattr(enums.get(cls), "__members__", {})):
+        return found[member].transforms()
+    action = suggest(name, [f"{cls}.{known}" for known in found] or enums, else_all=bool(found))
+    action = action or "give module:attribute, or weights such as ResNet50_Weights.IMAGENET1K_V2"
+    raise ConfigError([Problem(f"{name}:", "names no weights of torchvision", action=action, code="import.source")])
+
 
 PILLOW_13 = (
     "Pillow 13 resizes the columns of a tall image before its rows: with bicubic filters 3 to 16 levels apart at hard "

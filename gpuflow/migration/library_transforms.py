@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuflow.errors import ConfigError, Problem
-from gpuflow.migration.files import read_document
 from gpuflow.migration.from_timm import data_config
-from gpuflow.migration.python_objects import named_transform, needs
+from gpuflow.migration.imported import named_transform, needs, read_document
 
 if TYPE_CHECKING:
     import torch

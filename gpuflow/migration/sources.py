@@ -14,8 +14,7 @@ from gpuflow.migration.from_huggingface import read_huggingface
 from gpuflow.migration.from_timm import read_timm
 from gpuflow.migration.from_torchpipe import read_torchpipe
 from gpuflow.migration.from_torchvision import read_transform
-from gpuflow.migration.imported import Entry, Imported, gap
-from gpuflow.migration.python_objects import named_transform
+from gpuflow.migration.imported import Entry, Imported, gap, named_transform
 from gpuflow.migration.yaml_text import to_yaml
 from gpuflow.pipeline.program import Program, WarpStep
 from gpuflow.pipeline.stage import Stage

@@ -1,7 +1,7 @@
 /* Rewrites progressive JPEGs as baseline ones with the same coefficients, for NVIDIA's JPEG engines, which decode
  * baseline files alone.
  *
- * See baseline.py, which has the headers of the result read by header_scan.c. A file is rewritten only if every
+ * See chunk_files.py, which has the headers of the result read by header_scan.c. A file is rewritten only if every
  * coefficient of every block is there, at full precision, and each scan ends where its data end; anything else is left
  * to the CPU's decoder. The formats: ITU-T T.81, annexes B, F (baseline) and G (progressive); the Huffman tables that
  * are written are those of annex K.
@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Columns of a file, as in baseline.py. */
+/* Columns of a file, as in chunk_files.py. */
 enum { ADDRESS, LENGTH, TARGET, ROOM, SIZE, FIELDS };
 
 enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS };
@@ -761,7 +761,7 @@ __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt"))) static int64_t rewrite_fas
 #endif
 
 /* The fastest one for this processor. All that have BMI have LZCNT; the first Zen processors have a slow pdep.
- * most: as in baseline.py. */
+ * most: as in chunk_files.py. */
 static rewriter *choose(int64_t most) {
     rewriter *fastest = rewrite_anywhere;
 #if defined(__x86_64__)
@@ -815,7 +815,7 @@ static void rewrite_file(void *files, int64_t number, void **memory) {
 static const struct work rewrite_files = {rewrite_file, release, FOR_REWRITING};
 
 /* files [count, FIELDS]: writes SIZE, the bytes of the rewritten file at TARGET, or 0 if it is not one to rewrite.
- * pool: see `run_on_pool`. most: as in baseline.py. */
+ * pool: see `run_on_pool`. most: as in chunk_files.py. */
 void gpuflow_baseline(int64_t *files, int64_t count, struct pool *pool, int64_t most) {
     struct files all = {files, choose(most)};
     pthread_once(&codes_made, make_codes);

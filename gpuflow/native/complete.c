@@ -1,7 +1,7 @@
 /* Finds out which baseline JPEGs hold the data of all their blocks, and of at most a few more, by reading their Huffman
  * codes in order, several short ones at a time.
  *
- * See complete.py, which describes the files. No coefficient is computed: a code and the bits that belong to it
+ * See chunk_files.py, which describes the files. No coefficient is computed: a code and the bits that belong to it
  * are skipped, and blocks are counted. The format: ITU-T T.81, annexes B, C and F.
  */
 
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Columns of the description of a file, as in complete.py. */
+/* Columns of the description of a file, as in chunk_files.py. */
 enum { FILE_ADDRESS, LENGTH, SCAN, COMPONENTS, LUMA, UNITS, INTERVAL, RESTARTS, FIELDS };
 
 enum { LOOKUP_BITS = 12, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_EXTRA = 3 };

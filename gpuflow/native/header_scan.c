@@ -1,4 +1,4 @@
-/* Reads the headers of ordinary JPEGs, for header_scan.py.
+/* Reads the headers of ordinary JPEGs, for chunk_files.py.
  *
  * The rules are those of `probe` and `engine_sampling` in codecs.py. A file that is not certainly ordinary is left to
  * these. The formats: ITU-T T.81, annex B, and for the orientation JEITA CP-3451 (EXIF).
@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* Columns of the result, and the kinds of files, as in header_scan.py. */
+/* Columns of the result, and the kinds of files, as in chunk_files.py. */
 enum { KIND, HEIGHT, WIDTH, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
 enum { OTHER, BASELINE, PROGRESSIVE };
 enum { ORIENTATION_TAG = 0x0112 };

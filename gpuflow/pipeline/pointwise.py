@@ -2,7 +2,7 @@
 
 A stage describes its operations once. The CPU (`native/color.c`) and the GPU (`execute/kernels/color.py`) run
 this description, so a stage of another package has both forms: `Operations.table` takes any table of levels for each
-sample, and `Operations.matrix` any colour matrix.
+sample, and `Operations.matrix` any colour matrix. Filters of neighbourhoods are values here, too.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-__all__ = ["Operation", "Operations"]
 
 _CHANNELS = 3
 _VALUES = 12
@@ -183,3 +182,26 @@ def _rows(operation: Operation, active: NDArray[np.bool_], count: int) -> tuple[
     codes = np.where(active, int(operation), int(Operation.NONE))[:, None]
     rows = np.zeros(len(active)) if count == 1 else np.arange(len(active), dtype=np.float64)
     return codes, rows[:, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filters:
+    """Separable filters of N uint8 images, and how the smoothed image is blended with the image.
+
+    The smoothed level is the weighted sum in float32, rounded to the nearest level (a half to the even one). The result
+    is level + (smoothed - level) * (1 - factor), clamped to 0-255 and truncated.
+
+    rows [N, KY], columns [N, KX]: the weights of the rows above and below a pixel and of the columns beside it; KY and
+        KX are odd. centre [N]: added to the pixel's own weight.
+    factor [N]: 0 gives the smoothed image, 1 the image itself, and more a sharper one.
+    active [N]: which samples are changed.
+    border: what surrounds the image: `reflect`, the image mirrored without repeating its edge; `keep`: pixels whose
+        neighbourhood leaves the image do not change.
+    """
+
+    rows: NDArray[np.float64]
+    columns: NDArray[np.float64]
+    centre: NDArray[np.float64]
+    factor: NDArray[np.float64]
+    active: NDArray[np.bool_]
+    border: Literal["reflect", "keep"]

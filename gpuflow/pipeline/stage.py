@@ -28,10 +28,9 @@ from numpy.typing import NDArray
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
-from gpuflow.pipeline.local import Filters
 from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Matrices, Move, Pad, Resize, Warp
-from gpuflow.pipeline.pointwise import Operation, Operations
+from gpuflow.pipeline.pointwise import Filters, Operation, Operations
 from gpuflow.pipeline.record_values import FromRecord, RecordValue
 from gpuflow.pipeline.rng import Keys, StageKeys
 

@@ -34,18 +34,20 @@ from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_table import NO_FIELDS, RecordTable
-from gpuflow.sources.shard_cache import cache_path, load_arrays, save_arrays
 from gpuflow.sources.storage import CachedStorage, ReadAt, Shard, Storage, is_remote, open_storage
 from gpuflow.sources.tar_fields import read_fields
 from gpuflow.sources.tar_members import (
     SCAN_FORMAT,
     Member,
     Sample,
+    cache_path,
     json_of,
     key_of,
     label_in,
+    load_arrays,
     no_label,
     samples_of,
+    save_arrays,
     text_of,
 )
 

@@ -22,17 +22,19 @@ from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskMembers, RecordTable
 from gpuflow.sources.sample_labels import names_in, sample_labels
-from gpuflow.sources.shard_cache import cache_path, load_arrays, save_arrays
 from gpuflow.sources.storage import Shard, Storage
 from gpuflow.sources.tar_members import (
     SCAN_FORMAT,
     Member,
     Sample,
+    cache_path,
     json_of,
     key_of,
     label_in,
+    load_arrays,
     no_label,
     samples_of,
+    save_arrays,
     text_of,
 )
 

@@ -1,30 +1,26 @@
-"""The members of a tar file, from its headers, and the samples that they form."""
+"""The members of a tar file, from its headers, the samples that they form, and the index of shards on disk."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import tarfile
 import warnings
+import zipfile
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
-from gpuflow.errors import SourceError
-from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.storage import ReadAt, Shard
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = [
-    "SCAN_FORMAT",
-    "Member",
-    "Sample",
-    "json_of",
-    "key_of",
-    "label_in",
-    "members_of",
-    "no_label",
-    "samples_of",
-    "text_of",
-]
+from gpuflow.errors import SourceError
+from gpuflow.runtime.files import atomic_write, cache_folder
+from gpuflow.sources.listing_text import parsed_json
+from gpuflow.sources.storage import ReadAt, Shard, is_remote
 
 SCAN_FORMAT = 4
 """The version of what `samples_of` finds, and of the arrays that are cached of it."""
@@ -282,3 +278,46 @@ def _truncated(shard: Shard, needed: int) -> SourceError:
     return SourceError(
         f"{shard.path}: must be complete, but its last member ends at byte {needed} of {shard.size}; copy it again"
     )
+
+
+DAMAGED_ARRAY = (ValueError, TypeError, EOFError, SyntaxError, TokenError)
+"""What numpy raises for a damaged .npy file: it parses its header as Python."""
+
+
+def cache_path(name: str, shards: Sequence[Shard], *asked: Any) -> str | None:
+    """The file for these very shards, and for what was asked of them; another size or time of a shard is another file.
+
+    A file that was copied, moved or given other rights counts as another one, too. None if a server does not say when a
+    shard was changed: otherwise the index of an older shard would be taken for its own.
+
+    asked: values of JSON, the version of the arrays' form among them.
+    """
+    if not all(shard.stamp for shard in shards):
+        return None
+    version, *rest = asked
+    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp, s.made) for s in shards]
+    digest = hashlib.blake2b(json.dumps([version, files, *rest]).encode(), digest_size=16).hexdigest()
+    return str(cache_folder() / f"{name}-{digest}.npz")
+
+
+def load_arrays(path: str | None) -> dict[str, NDArray[Any]] | None:
+    """The cached arrays, or None if there are none or they are damaged."""
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, KeyError, RuntimeError, zipfile.BadZipFile, *DAMAGED_ARRAY):
+        return None
+
+
+def save_arrays(path: str | None, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write the cache. If that fails, or without a path, the next run indexes the shards again."""
+    if path is None:
+        return
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic_write(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+    except OSError:
+        return

@@ -16,7 +16,7 @@ from gpuflow.sources.fingerprint import entries_of
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.record_source import records_of
-from gpuflow.sources.shard_cache import DAMAGED_ARRAY
+from gpuflow.sources.tar_members import DAMAGED_ARRAY
 
 __all__ = ["check_weights_file", "read_weights"]
 

@@ -29,8 +29,9 @@ from gpuflow.tools.machine import (
     Memory,
     ResourceLimits,
     Software,
+    load_nvml,
+    nvidia_driver,
 )
-from gpuflow.tools.nvml import load_nvml, nvidia_driver
 
 __all__ = ["broken_modules", "gather"]
 

@@ -261,7 +261,7 @@ async def _result(process: Process) -> dict[str, Any]:
 
 async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
     """The service's use of the machine from `begin` to `end`: cpu_percent, pss_mb or rss_mb, and gpu_percent."""
-    from gpuflow.tools.nvml import GpuUtilization, load_nvml
+    from gpuflow.tools.machine import GpuUtilization, load_nvml
     from gpuflow.tools.usage import usage_of
 
     with closing(GpuUtilization(load_nvml())) as gpus:

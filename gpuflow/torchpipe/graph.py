@@ -15,32 +15,52 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gpuflow.config import ModelSpec
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
+from gpuflow.engines.base import model_error
+from gpuflow.engines.onnx import info_of
+from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_directory, cache_key
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.stage import Pipeline, Stage
+from gpuflow.pipeline.stage import ImageSpec, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
 
 if TYPE_CHECKING:
     from gpuflow.config import Config, ModelSpec
     from gpuflow.engines.plans import Platform
 
-__all__ = [
-    "DEFAULT_BATCH",
-    "MODEL",
-    "OURS",
-    "PREDICT",
-    "PREPROCESS",
-    "PRESET_OPERATORS",
-    "Graph",
-    "Node",
-    "chain",
-    "lower",
-    "preset_parameters",
-    "program_from_json",
-    "stages_to_json",
-    "to_toml",
-]
+
+_PRECISION = {"float32": "fp32", "float16": "fp16"}
+
+
+def tensorrt_node(model: ModelSpec, *, image: ImageSpec, platform: Platform | None = None) -> dict[str, str]:
+    """The parameters, as strings, of a node that builds and runs the model by `TensorrtTensor`.
+
+    It takes CUDA tensors [1, C, H, W] in `data`, and tunes for the largest batch. torchpipe uses a cached engine if the
+    file exists, so the file's name contains the hash; without a platform, each start builds the engine again.
+
+    Raises:
+        ConfigError: torchpipe's node cannot run such a model.
+    """
+    if image.dtype not in ("float32", "float16"):
+        export = ", or export the model without --fold-normalize" if info_of(model.file).folded else ""
+        rule = (
+            f"takes {image.dtype} images, which torchpipe's TensorrtTensor does not; use serve.model.via=python{export}"
+        )
+        raise model_error(model.file, rule)
+    node = {
+        "backend": "S[TensorrtTensor,SyncTensor]",
+        "model": model.file,
+        "precision": _PRECISION[model.precision],
+        "min": str(model.tensorrt.min_batch),
+        "max": str(model.batch),
+        "instance_num": str(model.instances),
+    }
+    if platform is not None:
+        key = cache_key(model.file, Settings.of(model, image), platform)
+        node["model::cache"] = str(PlanCache(cache_directory(model)).path(key, "torchpipe.trt"))
+    return node
+
 
 PREPROCESS, MODEL, PREDICT = OURS = ("GpuflowPreprocess", "GpuflowModel", "GpuflowPredict")
 """The names of gpuflow's nodes in torchpipe. The last one does the work of the first two: on a GPU each of these is
@@ -159,8 +179,6 @@ def chain(
             rule = "is torchpipe, which has no node for the stages after a preset"
             problem = Problem.of(("serve", "model", "via"), rule, action="use python", code="config.conflict")
             raise ConfigError([replace(problem, place=f"{origin}:")])
-        from gpuflow.torchpipe.tensorrt_node import tensorrt_node
-
         last = tensorrt_node(model, image=program.result, platform=platform)
         # torchpipe's node takes images on the GPU and cannot skip items that failed before.
         images = {"device": "cuda", "on_error": "raise"}

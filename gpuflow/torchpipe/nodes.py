@@ -24,8 +24,8 @@ from gpuflow.pipeline.program import Program
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.torchpipe.adapter import keep_thread_state
-from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import program_from_json
+from gpuflow.torchpipe.preprocessors import CpuPreprocessor
 from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Pre
     from gpuflow.execute.gpu_backend import place_on_gpu
     from gpuflow.runtime.buffers import BytePool
     from gpuflow.runtime.memory import pinned
-    from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
+    from gpuflow.torchpipe.preprocessors import GpuPreprocessor
 
     device_stream = DeviceStream(device)
     threads = min(available_threads(), _FILE_THREADS)

@@ -13,8 +13,8 @@ import sys
 
 import numpy as np
 
-from gpuflow.decode import complete
-from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode import chunk_files
+from gpuflow.decode.chunk_files import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.sources import Payload
@@ -48,7 +48,7 @@ def changed(data: bytes, rng: random.Random) -> bytes:
 
 def main(path: str) -> None:
     sanitized = function("gpuflow_complete", POINTER, INTEGER, POINTER, POINTER, library=ctypes.CDLL(path))
-    vars(complete)["_find_complete"] = sanitized
+    vars(chunk_files)["_find_complete"] = sanitized
     rng, read, whole = random.Random(0), 0, 0
     for _ in range(60):
         data = sound(rng.choice(KINDS), rng)
@@ -56,7 +56,7 @@ def main(path: str) -> None:
             payload = Payload(buffer=np.array(bytearray(one)), offsets=[0], sizes=[len(one)], errors=[None])
             headers = read_headers(payload, max_pixels=1 << 30, max_scans=MAX_SCANS, orientation=False)
             rows = np.flatnonzero(headers.engine)
-            found = complete.find_complete(rows, payload, headers)
+            found = chunk_files.find_complete(rows, payload, headers)
             read, whole = read + len(rows), whole + int(found.sum())
     print(read, whole)
 

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from gpuflow.decode import baseline
-from gpuflow.decode.baseline import rewrite_progressive
+from gpuflow.decode import chunk_files
+from gpuflow.decode.chunk_files import rewrite_progressive
 from gpuflow.decode.codecs import CpuDecoder, engine_sampling, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.native.pool import NativePool
@@ -23,7 +23,7 @@ from tests import damaged, images
 @pytest.fixture(params=[2, 1, 0], ids=["BMI2", "BMI", "plain"], autouse=True)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The C code has a function for each."""
-    monkeypatch.setattr(baseline, "_MOST_INSTRUCTIONS", request.param)
+    monkeypatch.setattr(chunk_files, "_MOST_INSTRUCTIONS", request.param)
 
 
 SAMPLINGS = ("4:2:0", "4:2:2", "4:4:0", "4:4:4")
@@ -134,6 +134,6 @@ def test_a_file_that_grows_by_too_much_is_left_alone(monkeypatch: pytest.MonkeyP
     (copy,) = rewritten([data])
     assert copy is not None
     for room in range(0, len(copy), max(1, len(copy) // 50)):
-        monkeypatch.setattr(baseline, "_ROOM", 0)
-        monkeypatch.setattr(baseline, "_MORE_ROOM", room)
+        monkeypatch.setattr(chunk_files, "_ROOM", 0)
+        monkeypatch.setattr(chunk_files, "_MORE_ROOM", room)
         assert rewritten([data]) == [None], room

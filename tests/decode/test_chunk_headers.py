@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.chunk_files import read_headers
 from gpuflow.decode.codecs import MAX_SCANS, CpuDecoder, Header, engine_sampling, probe, scan_start
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload

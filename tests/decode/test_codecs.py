@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from gpuflow.decode.chunk_files import scan_headers
 from gpuflow.decode.codecs import CpuDecoder, Header, _segments, decoder_description, engine_sampling, probe
-from gpuflow.decode.header_scan import scan_headers
 from gpuflow.errors import BadSampleError
 from tests.datasets import python
 from tests.decode.test_chunk_headers import payload

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from gpuflow import native
-from gpuflow.decode import complete
-from gpuflow.decode.chunk_headers import Headers, read_headers
+from gpuflow.decode import chunk_files
+from gpuflow.decode.chunk_files import Headers, find_complete, read_headers
 from gpuflow.decode.codecs import MAX_SCANS, scan_start
-from gpuflow.decode.complete import find_complete
 from gpuflow.native.pool import NativePool
 from gpuflow.sources import Payload
 from tests import damaged
@@ -84,7 +83,7 @@ def test_files_with_optimized_tables_and_large_ones() -> None:
 def test_nothing_is_read_of_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [sound("4:2:0", random.Random(seed)) for seed in range(9)]
     most = sorted(map(len, files))[4]
-    monkeypatch.setattr(complete, "MAX_BYTES", most)
+    monkeypatch.setattr(chunk_files, "MAX_BYTES", most)
     assert found_complete(files) == [len(data) <= most for data in files]
     assert found_complete([]) == []
 

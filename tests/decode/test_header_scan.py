@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuflow.decode.chunk_headers import read_headers
-from gpuflow.decode.header_scan import HeaderScan, scan_headers
+from gpuflow.decode.chunk_files import HeaderScan, read_headers, scan_headers
 from tests import images
 from tests.decode.test_chunk_headers import MAX_PIXELS, payload
 
@@ -20,7 +19,7 @@ def test_an_ordinary_file_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("probe was called")
 
-    monkeypatch.setattr("gpuflow.decode.chunk_headers.probe", refuse)
+    monkeypatch.setattr("gpuflow.decode.chunk_files.probe", refuse)
     files = [images.jpeg(PHOTO, sampling) for sampling in ("4:2:0", "4:2:2", "4:4:0", "4:4:4")]
     files += [images.jpeg(PHOTO[..., 0]), images.with_restarts(PHOTO, 3), images.jpeg(PHOTO) + b"bytes after the end"]
     files += [images.with_orientation(PHOTO, "JPEG", 6), images.jpeg(PHOTO, progressive=True)]

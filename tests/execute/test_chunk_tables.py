@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner
+from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Regions
 from gpuflow.execute.passes import passes_of_each
-from gpuflow.execute.pixel_steps import Regions
-from gpuflow.execute.resampling_plan import FIELDS
+from gpuflow.execute.tables import FIELDS
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.views import outputs_of
 from gpuflow.sources import SPARE_BYTES, Payload

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.chunk_files import find_complete, read_headers
 from gpuflow.decode.codecs import MAX_SCANS
-from gpuflow.decode.complete import find_complete
 from gpuflow.execute import file_checks
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.sources import Payload
@@ -94,7 +93,7 @@ def test_a_file_without_an_index_is_checked_each_time(checked: list[list[int]]) 
 
 def test_a_file_that_is_too_large_is_left_to_the_cpu(checked: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     most = sorted(map(len, FILES))[10]
-    monkeypatch.setattr("gpuflow.decode.complete.MAX_BYTES", most)
+    monkeypatch.setattr("gpuflow.decode.chunk_files.MAX_BYTES", most)
     assert complete(FileChecks(), FILES, None) == [len(data) <= most for data in FILES]
     assert complete(FileChecks(), [max(FILES, key=len)], None) == [False]
     assert complete(FileChecks(), [], None) == []

@@ -17,8 +17,8 @@ from PIL import Image
 import gpuflow
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute import gpu_backend
+from gpuflow.execute.file_checks import KnownFiles
 from gpuflow.execute.gpu_call import GpuCalls
-from gpuflow.execute.known_files import KnownFiles
 from gpuflow.execute.nvjpeg_decoders import NvjpegDecoder
 from tests import images
 from tests.chaos.accounting import wait_for

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuflow.decode.header import stored, upright
-from gpuflow.execute.pixel_steps import Regions, pixel_steps, rows_are_short
+from gpuflow.execute.chunk_scan import Regions, pixel_steps, rows_are_short
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpuflow.execute.private_memory import PrivateMemory
+from gpuflow.execute.decode_buffers import PrivateMemory
 from tests.host_stream import HostStream
 
 GPU = torch.device("cuda", 1)

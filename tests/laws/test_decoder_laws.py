@@ -27,13 +27,13 @@ from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.loader.decode_workers import DecodeWorkers
+from gpuflow.loader.decode import DecodeWorkers
 from gpuflow.pipeline.program import Program
 from gpuflow.runtime.memory import shared
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Normalize, RandomResizedCrop, Resize
-from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import chain
+from gpuflow.torchpipe.preprocessors import CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph
 from tests import damaged
 from tests.datasets import MemorySource

@@ -15,7 +15,7 @@ from PIL import Image
 
 import gpuflow
 from gpuflow.config import read_config
-from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.chunk_files import read_headers
 from gpuflow.decode.codecs import probe
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import STAGES

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from gpuflow.loader import batches_in_use
-from gpuflow.loader.batches_in_use import BatchesInUse, Unused
+from gpuflow.loader import iterator
+from gpuflow.loader.iterator import BatchesInUse, Unused
 from tests.host_stream import FakeEvent
 
 
@@ -31,7 +31,7 @@ def test_a_consumer_that_keeps_all_batches_is_not_waited_for(event: FakeEvent) -
     images = torch.zeros(3)
     event.passed = True
     unused = Unused(event, weakref.ref(images))
-    assert [unused.query() for _ in range(batches_in_use._MOST_QUERIES)] == [False, False, False, True]
+    assert [unused.query() for _ in range(iterator._MOST_QUERIES)] == [False, False, False, True]
     assert len(images) == 3
 
 

@@ -25,9 +25,8 @@ from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader import iterator
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
-from gpuflow.loader.batches_in_use import BatchesInUse
 from gpuflow.loader.cpu_share import Share, cpu_share_of
-from gpuflow.loader.gpu_wait import GpuWait
+from gpuflow.loader.iterator import BatchesInUse, GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import ShuffledOrder, Steps

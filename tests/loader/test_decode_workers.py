@@ -23,7 +23,7 @@ from gpuflow.config.resources import processes_of
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu_workers import Outcome
 from gpuflow.loader.batch import Chunk
-from gpuflow.loader.decode_workers import DecodeWorkers
+from gpuflow.loader.decode import DecodeWorkers
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
@@ -238,7 +238,7 @@ def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: 
     tapped = TappedSource(source, Raise(21, lambda: OSError("the disk is gone")))
     with loader_of(tapped, shuffle=False) as loader:
         expected = fault_of(loader)
-    monkeypatch.setattr("gpuflow.loader.decode_workers.DecodeWorkers.__init__", fixed_setup)
+    monkeypatch.setattr("gpuflow.loader.decode.DecodeWorkers.__init__", fixed_setup)
     with loader_of(tapped, threads=4, processes=2, shuffle=False) as loader:
         step, fault = fault_of(loader)
     assert (step, repr(fault)) == (expected[0], repr(expected[1]))

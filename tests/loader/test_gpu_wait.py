@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from gpuflow.execute.gpu import GpuRunner
-from gpuflow.loader.gpu_wait import GpuWait
+from gpuflow.loader.iterator import GpuWait
 from gpuflow.loader.lowering import _FIRST_BATCHES, Feed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gpuflow.loader.batch import Assembly, Chunk
-from gpuflow.loader.prepared import PreparedChunks
+from gpuflow.loader.lowering import PreparedChunks
 
 
 def chunk(step: int, start: int, prepared: Any) -> Chunk:

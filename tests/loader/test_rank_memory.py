@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
-from gpuflow.loader import rank_memory
-from gpuflow.loader.rank_memory import shared_by_ranks
+from gpuflow.loader import agreement
+from gpuflow.loader.agreement import shared_by_ranks
 
 ROOT = Path(__file__).parents[2]
 ANOTHER_RANK = """
 import sys
 from torch.distributed import FileStore
-from gpuflow.loader.rank_memory import shared_by_ranks
+from gpuflow.loader.agreement import shared_by_ranks
 memory = shared_by_ranks(FileStore(sys.argv[1], 2), "key", int(sys.argv[2]))
 found = memory[:4].tolist()
 memory[3] = 9
@@ -58,7 +58,7 @@ def open_files() -> set[str]:
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it was that of the listing
-            if rank_memory._NAME in os.readlink(entry):
+            if agreement._NAME in os.readlink(entry):
                 found.add(entry.name)
     return found
 

@@ -13,7 +13,7 @@ import torch
 from gpuflow.config.stage_entries import make_stage
 from gpuflow.errors import ConfigError
 from gpuflow.migration import Imported, read_source
-from gpuflow.migration.python_objects import MissingLibrary
+from gpuflow.migration.imported import MissingLibrary
 from gpuflow.stages import STAGES, Resize
 from tests.migration.their_configs import VIT
 

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.pipeline.local import Filters
+from gpuflow.pipeline.pointwise import Filters
 
 __all__ = ["filtered"]
 

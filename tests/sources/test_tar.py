@@ -17,9 +17,9 @@ import pytest
 from gpuflow.errors import SourceError
 from gpuflow.loader.sampler import ShardedOrder
 from gpuflow.sources import Source, open_source, source_spec
-from gpuflow.sources.shard_cache import load_arrays, save_arrays
 from gpuflow.sources.storage import local
 from gpuflow.sources.tar import expand_braces
+from gpuflow.sources.tar_members import load_arrays, save_arrays
 from tests.sources.conftest import FileServer, ReadAll, tar_bytes
 
 MakeTar = Callable[..., bytes]

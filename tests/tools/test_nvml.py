@@ -11,8 +11,7 @@ import pynvml
 import pytest
 import torch
 
-from gpuflow.tools.machine import Driver
-from gpuflow.tools.nvml import GpuUtilization, load_nvml, nvidia_driver
+from gpuflow.tools.machine import Driver, GpuUtilization, load_nvml, nvidia_driver
 
 
 @final

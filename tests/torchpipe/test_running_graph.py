@@ -21,8 +21,8 @@ import torch
 from gpuflow.decode.preset import CANNOT_DECODE, Preset
 from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
-from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
+from gpuflow.torchpipe.preprocessors import CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph, register
 from tests.datasets import Entries, deadline, jpeg, program, python, write_config
 from tests.forking import Forked, Interpreter

@@ -12,7 +12,7 @@ import pytest
 from gpuflow.config import ModelSpec
 from gpuflow.engines.plans import Platform, Settings, cache_key
 from gpuflow.errors import ConfigError
-from gpuflow.torchpipe.tensorrt_node import tensorrt_node
+from gpuflow.torchpipe.graph import tensorrt_node
 from tests.serve.models import FLOAT, UINT8, Models
 
 PLATFORM = Platform(tensorrt="10.16.1.11", cuda="13.0", gpu="NVIDIA H100 80GB HBM3", capability=(9, 0))

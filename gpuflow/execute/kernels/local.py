@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.pipeline.local import Filters
+from gpuflow.pipeline.pointwise import Filters
 
 __all__ = ["smooth", "smooth_plan_of"]
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpuflow.execute.resampling_plan import FIELDS
+from gpuflow.execute.tables import FIELDS
 
 __all__ = ["resample_all"]
 

@@ -31,7 +31,7 @@ from PIL import Image
 
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import canvas, gpu_passes, later_results
+from gpuflow.execute import canvas, decode_calls, gpu_passes
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.gpu import GpuRunner, Prepared
 from gpuflow.execute.gpu_passes import DevicePasses, interleaved
@@ -61,7 +61,7 @@ from gpuflow.stages import (
     Torchvision,
     WarpAffine,
 )
-from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
+from gpuflow.torchpipe.preprocessors import GpuPreprocessor
 from tests import images
 from tests.datasets import Entries, views_program
 from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
@@ -715,7 +715,7 @@ def no_memory(
     def fail(stream: Any, count: int, spec: Any) -> torch.Tensor:
         raise MemoryError("no room for images")
 
-    with patch.object(later_results, "allocate_slots", fail):
+    with patch.object(decode_calls, "allocate_slots", fail):
         try:
             runner.launch(first, slots, [second])
         except MemoryError as error:

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from gpuflow.execute.native_chunk import Records, run_records
 from gpuflow.execute.one_image import run_filters, run_pointwise
-from gpuflow.pipeline.local import Filters
-from gpuflow.pipeline.pointwise import Operations
+from gpuflow.pipeline.pointwise import Filters, Operations
 from gpuflow.pipeline.program import Warping
 
 

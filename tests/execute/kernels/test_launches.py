@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from gpuflow.execute import kernels
 from gpuflow.execute.kernels import color, copy, interleave, local, resample, warp
-from gpuflow.execute.resampling_plan import FIELDS as RESAMPLING_FIELDS
+from gpuflow.execute.tables import FIELDS as RESAMPLING_FIELDS
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
 from gpuflow.pipeline.warp_parameters import Border

@@ -1,7 +1,8 @@
-"""Preprocesses a service's images on the CPU: a batch is one native call, or worker processes share its images.
+"""Preprocesses a service's images, on the CPU or with the runner that feeds training on a GPU.
 
-Processes are for stages that run Python code for each image, and keep the model out of the memory of decoders. They get
-the encoded bytes and give the pixels through memory that they share with this process.
+On the CPU a batch is one native call, or worker processes share its images. Processes are for stages that run Python
+code for each image, and keep the model out of the memory of decoders. They get the encoded bytes and give the pixels
+through memory that they share with this process.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload
 
-__all__ = ["CpuPreprocessor"]
+if TYPE_CHECKING:
+    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
+
 
 _START_SECONDS, _RESTART_SECONDS = 30.0, 10.0
 _KEPT_BATCHES = 4
@@ -170,3 +173,42 @@ def _parts(count: int, most: int) -> Iterator[slice]:
 def _keys(count: int) -> Keys:
     """Nothing is drawn where a model is served."""
     return Keys(0, 0, np.zeros(count, np.int64))
+
+
+class GpuPreprocessor:
+    """Encoded images to images on the GPU, several at a time. Any thread may call any method.
+
+    Args:
+        runner, device_stream: as in training; used by this preprocessor alone.
+        acquire, release: get pinned memory of at least that many bytes, and return it.
+    """
+
+    def __init__(
+        self,
+        runner: ChunkRunner,
+        device_stream: DeviceStream,
+        *,
+        acquire: Callable[[int], NDArray[np.uint8]],
+        release: Callable[[NDArray[np.uint8]], None],
+    ) -> None:
+        self._runner, self._device_stream, self._acquire, self._release = runner, device_stream, acquire, release
+
+    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        """Each file's image [1, C, H, W], ready for any stream, or why it is bad. Waits for the GPU."""
+        payload = Payload.of(files, self._acquire)
+        slots = self._runner.slots(len(files))
+        try:
+            prepared = self._runner.prepare(payload, Keys(0, 0, np.zeros(len(files), np.int64)))
+            faults = self._runner.launch(prepared, slots)
+        finally:
+            self._device_stream.record_event(blocking=True).synchronize()  # bytes are read, images written
+            self._release(payload.buffer)
+        return [slots[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
+
+    def check(self) -> None:
+        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
+        self._runner.check()
+
+    def close(self) -> None:
+        """Wait until the GPU has finished all queued work."""
+        self._device_stream.close()
