@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -876,7 +877,37 @@ def parity(
         raise typer.Exit(1)
 
 
-@app.command()
+class _OnCommand(TyperCommand):
+    """Lets the address of `--on ray [ADDRESS]` be left out, which is then empty."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--on") + 2 if "--on" in args else len(args)
+        if not re.fullmatch(r"[^\s/=]+:\d+", "".join(args[at : at + 1])):
+            args = [*args[:at], *([""] if "--on" in args else []), *args[at:]]
+        return super().parse_args(ctx, args)
+
+
+On = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        metavar="ray [ADDRESS]",
+        help="Run on the cluster of Ray whose head is at HOST:PORT, by default RAY_ADDRESS; else on this machine.",
+    ),
+]
+
+
+@contextmanager
+def _ray(on: tuple[str, str]) -> Iterator[Any]:
+    """Give the module gpuflow.integrations.on_ray, connected to a cluster."""
+    if on[0] != "ray":
+        raise ConfigError([Problem("--on:", "must be ray", on[0])])
+    from gpuflow.integrations import on_ray
+
+    with on_ray.connected(on[1] or None):
+        yield on_ray
+
+
+@app.command(cls=_OnCommand)
 def serve(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -901,10 +932,14 @@ def serve(
         list[str] | None, typer.Option(metavar="ORIGIN", help="Pages of this origin may send requests; * for all.")
     ] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    on: On = None,
 ) -> None:
     """Serve the file's block `serve` over HTTP: POST an image to /predict, or open the page at /.
 
     The first Ctrl-C, SIGTERM or SIGHUP answers what was taken and then exits 0; the second exits at once.
+
+    With --on ray, replicas on the nodes of a cluster answer, more of them while there are many requests. The same
+    command with another model replaces them one after the other.
     """
     from gpuflow.serve.http.app import RequestLimits
     from gpuflow.serve.http.server import run
@@ -919,6 +954,20 @@ def serve(
         timeout_s=timeout_s,
         max_connections=max_connections,
     )
+    if on is not None:
+        with _ray(on) as on_ray:
+            on_ray.serve_replicas(
+                config,
+                overrides or (),
+                host=host,
+                port=port,
+                device=device,
+                limits=asdict(limits),
+                cors=cors or (),
+                access_log=access_log,
+                report=_print_err,
+            )
+        return
     run(
         lambda: open_predictor(config, device=device),
         name=str(path),
@@ -942,7 +991,7 @@ SourcePart = Annotated[str, typer.Option("--pipeline", help="The pipeline whose 
 ModelDevice = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
 
 
-@app.command()
+@app.command(cls=_OnCommand)
 def predict(
     path: ConfigFile,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder for part-00000.parquet and so on.")],
@@ -966,6 +1015,7 @@ def predict(
         typer.Option(metavar="LAYER", help="Write the output of this layer of a checkpoint, such as avgpool."),
     ] = None,
     device: ModelDevice = None,
+    on: On = None,
 ) -> None:
     """Run the model of the file's block `serve` over all samples of a source, and write a row for each.
 
@@ -973,24 +1023,30 @@ def predict(
     refused it and the reason. The loader reads and decodes, and batches are `serve.model.batch` samples.
 
     The same command goes on behind the last file of a run that was killed, and changes nothing once all are written.
-    A folder of another model, source, preprocessing or options is an error.
+    A folder of another model, source, preprocessing or options is an error. With --on ray, actors on the nodes of a
+    cluster predict, and this process writes the same files.
     """
     from gpuflow.tools.predict import write_predictions
 
     _check_output("--out", out, folder=True)
     if form is None:
         form = Format.parquet if importlib.util.find_spec("pyarrow") else Format.csv
-    with _row_predictor(
-        path,
-        overrides,
-        pipeline=pipeline,
-        data=data,
-        device=device,
-        top_k=top_k,
-        logits=logits,
-        embeddings=embeddings,
-    ) as predictor:
-        write_predictions(predictor, out, form=form)
+    options = {
+        "pipeline": pipeline,
+        "data": data,
+        "device": device,
+        "top_k": top_k,
+        "logits": logits,
+        "embeddings": embeddings,
+    }
+    with _row_predictor(path, overrides, **options) as predictor:
+        if on is None:
+            write_predictions(predictor, out, form=form)
+        else:
+            with _ray(on) as on_ray:
+                there = {"path": path.absolute(), "overrides": overrides or (), **options}
+                predict_parts = partial(on_ray.predict_parts, predictor, there)
+                write_predictions(predictor, out, form=form, predict_parts=predict_parts)
     if predictor.done:
         _print(f"wrote {predictor.done:,} rows to {out}, {predictor.bad:,} of bad samples")
     else:

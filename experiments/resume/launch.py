@@ -108,14 +108,15 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @contextmanager
-def second_node(cluster: Any) -> Iterator[None]:
-    """Add a node of one CPU to a cluster."""
+def second_node(cluster: Any) -> Iterator[Any]:
+    """Add a node of one CPU to a cluster, and remove it at the end if it is still there."""
     node = cluster.add_node(wait=False, **NODE)
     try:
         cluster.wait_for_nodes(SECONDS)
-        yield
+        yield node
     finally:
-        cluster.remove_node(node, allow_graceful=False)
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node, allow_graceful=False)
 
 
 def by_ray(job: Job, cluster: Any) -> None:

@@ -31,7 +31,7 @@ from gpuflow.serve.predictor import NOT_FINITE, check_block
 from gpuflow.sources import SourceSpec, fingerprint_of, has_one_class, source_spec, without_records
 from gpuflow.vocabulary import stage_table
 
-__all__ = ["Row", "RowPredictor", "source_of", "write_predictions", "write_table"]
+__all__ = ["Predict", "Row", "RowPredictor", "source_of", "write_predictions", "write_table"]
 
 _KINDS = {".csv": "listing", ".jsonl": "listing", ".ndjson": "listing", ".parquet": "hf", ".arrow": "hf"}
 
@@ -168,9 +168,22 @@ class RowPredictor:
         for batch, part in zip(self._loader if len(samples) else (), self._batches, strict=False):
             good = {row.index: row for row in self._predicted(batch)} if len(batch.indices) else {}
             rows = [good.get(index) or self._bad[index] for index in part.tolist()]
-            self.done, self.bad = self.done + len(rows), self.bad + sum(not row.top for row in rows)
-            self._progress(completed=self.done, total=len(samples), note=f"{self.bad} bad")
+            self.count(rows, of=len(samples))
             yield rows
+
+    def predict_parts(self, parts: Sequence[range]) -> Iterator[tuple[range, list[Row]]]:
+        """Yield each part of the samples with its rows. All parts but the last must be whole batches."""
+        left, rows = list(parts), list[Row]()
+        for some in self.predict(np.concatenate([[], *parts])):
+            rows += some
+            if len(rows) == len(left[0]):
+                yield left.pop(0), rows
+                rows = []
+
+    def count(self, rows: Sequence[Row], *, of: int) -> None:
+        """Count rows that are done, and show the progress."""
+        self.done, self.bad = self.done + len(rows), self.bad + sum(not row.top for row in rows)
+        self._progress(completed=self.done, total=of, note=f"{self.bad} bad")
 
     def _predicted(self, batch: Batch) -> Iterator[Row]:
         logits, count = self._engine.run(batch.images), len(batch.indices)
@@ -213,10 +226,16 @@ def source_of(data: str) -> SourceSpec:
     return source_spec(**{kind: data, "fields": {"image": {"column": "path"} if kind == "listing" else {}}})
 
 
+Predict = Callable[[Sequence[range]], Iterator[tuple[range, list[Row]]]]
+"""Gives the rows of parts of the samples: see `RowPredictor.predict_parts`."""
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def write_predictions(predictor: RowPredictor, out: Path, *, form: str, part_rows: int = 4096) -> None:
+def write_predictions(
+    predictor: RowPredictor, out: Path, *, form: str, part_rows: int = 4096, predict_parts: Predict | None = None
+) -> None:
     """Write the rows of all samples to `out`: part-00000.parquet (or .csv) and so on, each whole or not at all.
 
     Parts that are there already stay: a run that was killed goes on behind its last part. Each of several ranks writes
@@ -225,6 +244,7 @@ def write_predictions(predictor: RowPredictor, out: Path, *, form: str, part_row
     Args:
         form: csv or parquet.
         part_rows: rows of a part, rounded up to whole batches.
+        predict_parts: takes the place of `predictor.predict_parts`; the parts may come in any order.
 
     Raises:
         StateError: the folder holds other files, or the rows of another source, model, preprocessing or options.
@@ -235,19 +255,15 @@ def write_predictions(predictor: RowPredictor, out: Path, *, form: str, part_row
         raise MissingExtra("writing Parquet", "pyarrow", "hf")
     samples, size = len(predictor.source), math.ceil(part_rows / predictor.batch) * predictor.batch
     starts = range(0, samples, size)[predictor.ranks.rank :: predictor.ranks.world_size]
-    parts = {out / f"part-{start // size:05}.{form}": np.arange(start, min(start + size, samples)) for start in starts}
+    parts = {range(start, min(start + size, samples)): out / f"part-{start // size:05}.{form}" for start in starts}
     try:
         with nullcontext() if predictor.ranks.rank else locked_folder(out):
             _claim(out, f"{predictor.identity}files of {size} rows as {form}\n")
-            left = [file for file in parts if not file.exists()]
-            rows: list[Row] = []
-            for some in predictor.predict(np.concatenate([[], *map(parts.__getitem__, left)])):
-                rows += some
-                if len(rows) == len(parts[left[0]]):
-                    for killed in out.glob(f".{left[0].name}.*"):
-                        killed.unlink()
-                    write_table(left.pop(0), predictor.table(rows))
-                    rows = []
+            left = [part for part, file in parts.items() if not file.exists()]
+            for part, rows in (predict_parts or predictor.predict_parts)(left):
+                for killed in out.glob(f".{parts[part].name}.*"):
+                    killed.unlink()
+                write_table(parts[part], predictor.table(rows))
     except BlockingIOError as error:
         rule, action = "is in use by another run of gpuflow predict", "wait for it, or name another folder"
         raise ConfigError([Problem("--out:", rule, str(out), action)]) from error

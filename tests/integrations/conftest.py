@@ -7,9 +7,13 @@ reason, so that it is skipped where its library is not installed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.elastic import resume_scripts
 
 HERE = Path(__file__).parent
 
@@ -19,3 +23,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.integrations)
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Iterator[Any]:
+    """The modules of experiments/resume."""
+    with resume_scripts() as modules:
+        yield modules
+
+
+@pytest.fixture(scope="session")
+def cluster(scripts: Any) -> Iterator[Any]:
+    """The head of the cluster of Ray that all tests share; `scripts.launch.second_node` adds a node."""
+    with scripts.launch.ray_cluster() as cluster:
+        yield cluster

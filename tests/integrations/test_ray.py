@@ -9,32 +9,19 @@ import functools
 import json
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.datasets import make_photos, write_config
-from tests.elastic import require_each_sample_once, resume_scripts
+from tests.elastic import require_each_sample_once
 
 pytest.importorskip("ray.train.torch", reason="ray is not installed")
 
 pytestmark = pytest.mark.ray
 
 REPEATS = int(os.environ.get("REPEATS", "1"))
-
-
-@pytest.fixture(scope="session")
-def scripts() -> Iterator[Any]:
-    with resume_scripts() as modules:
-        yield modules
-
-
-@pytest.fixture(scope="session")
-def cluster(scripts: Any) -> Iterator[Any]:
-    with scripts.launch.ray_cluster() as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("repeat", range(REPEATS))

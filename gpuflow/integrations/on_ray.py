@@ -1,0 +1,258 @@
+"""`--on ray`: `gpuflow predict` in actors of Ray Data, `gpuflow serve` in replicas of Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpuflow.config import Config, read_config
+from gpuflow.errors import ConfigError, LoaderError, MissingExtra, Problem, reason_of
+from gpuflow.runtime.threads import QuickSwitching
+from gpuflow.serve.predictor import check_block, open_predictor
+from gpuflow.tools.predict import Row, RowPredictor
+from gpuflow.version import __version__
+from gpuflow.vocabulary import stage_table
+
+try:
+    import ray.data
+    from ray import serve
+    from ray.exceptions import RayError
+except ImportError as error:
+    raise MissingExtra("--on ray", "Ray with ray.data and ray.serve", "ray") from error
+
+__all__ = ["connected", "predict_parts", "serve_replicas"]
+
+_CONNECT_SECONDS, _START_SECONDS, _POLL_SECONDS = 10.0, 300.0, 1.0
+"""How long the head's port, and the first actor, may take; how often a service is looked at."""
+_MOST_REPLICAS = 100
+_SAME = "every node needs the same gpuflow, and the file, the model and the images at the same path, or at a URL"
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Use the cluster at an address, HOST:PORT of its head, by default RAY_ADDRESS; without one a new cluster.
+
+    Raises ConfigError: it cannot be reached, has another version of Ray or Python, or takes another token.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()  # Ray would try for minutes
+        # By default Ray would connect to the last cluster of this machine, also where that has ended.
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        rule = f"must name a cluster that can be reached: {reason_of(error)}"
+        action = "start it with ray start --head; all nodes need the same token"
+        raise ConfigError([Problem("--on ray:", rule, address or "a new one", action)]) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _resources(device: str | None) -> tuple[dict[str, int], int]:
+    """Return what one process gets, and how many have room: a GPU with its share of a node's cores; without GPUs, all
+    cores of a node."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
+    if device != "cpu" and any(gpus for _, gpus in cores):
+        each = max(1, min(cpus // gpus for cpus, gpus in cores if gpus))
+        return {"num_cpus": each, "num_gpus": 1}, sum(min(gpus, cpus // each) for cpus, gpus in cores)
+    each = min((cpus for cpus, _ in cores if cpus), default=1)
+    return {"num_cpus": each}, sum(cpus // each for cpus, _ in cores)
+
+
+def _on_node(error: Exception) -> str:
+    return f"node {ray.util.get_node_ip_address()}: {type(error).__name__}: {error}; {_SAME}"
+
+
+def _require_equal(theirs: str, ours: str) -> None:
+    """Raise LoaderError with the first line in which what a node found differs from what the command found."""
+    for one, other in zip(theirs.splitlines(), ours.splitlines(), strict=True):
+        if one != other:
+            raise LoaderError(f"has {one} in place of {other}")
+
+
+# --- predict ----------------------------------------------------------------------------------------------------------
+
+
+def predict_parts(
+    predictor: RowPredictor, options: Mapping[str, Any], parts: Sequence[range]
+) -> Iterator[tuple[range, list[Row]]]:
+    """Yield parts of the samples with their rows, in the order in which actors of Ray Data finish them.
+
+    A part whose actor or node is lost is predicted again, until that succeeds. An actor is added where the cluster has room.
+
+    Args:
+        predictor: of this process, which the actors must agree with.
+        options: the arguments of RowPredictor in the actors.
+
+    Raises:
+        LoaderError: a node has other files or another gpuflow, or a part fails.
+    """
+    if not parts:
+        return
+    (resources, room), run = _resources(options["device"]), predictor.config.run
+    more = [f"run.threads={resources['num_cpus']}"] if run.threads == "auto" else []
+    if isinstance(run.max_bad, float):  # which a loader applies to the samples that it draws
+        more.append(f"run.max_bad={int(run.max_bad * len(predictor.source))}")
+    options = {**options, "overrides": [*options["overrides"], *more]}
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars, context.wait_for_min_actors_s = False, _START_SECONDS
+    listed = [{"start": part.start, "stop": part.stop} for part in parts]
+    answers = ray.data.from_items(listed, override_num_blocks=len(parts)).map_batches(
+        _PartPredictor,
+        fn_constructor_args=(f"gpuflow {__version__}\n{predictor.identity}", options),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(
+            min_size=1, max_size=len(parts), initial_size=max(1, min(room, len(parts)))
+        ),
+        **resources,
+    )
+    total = sum(map(len, parts))
+    try:
+        for answer in answers.iter_rows():
+            rows = pickle.loads(answer["rows"])
+            if isinstance(rows, str):
+                raise LoaderError(rows)
+            predictor.count(rows, of=total)
+            yield range(answer["start"], answer["stop"]), rows
+    except RayError as error:
+        raise LoaderError(f"--on ray: {reason_of(error, with_type=True)}") from error
+
+
+class _PartPredictor:
+    """Predicts parts in an actor. A failure is its answer, because Ray would try again and hide the reason."""
+
+    def __init__(self, identity: str, options: Mapping[str, Any]) -> None:
+        self._fault = ""
+        try:
+            _require_equal(f"gpuflow {__version__}", identity.partition("\n")[0])
+            self._predictor = RowPredictor(**options)
+            _require_equal(f"gpuflow {__version__}\n{self._predictor.identity}", identity)
+        except Exception as error:  # of any kind: the command must hear of it
+            self._fault = _on_node(error)
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        part = range(int(batch["start"][0]), int(batch["stop"][0]))
+        answer: list[Row] | str = self._fault
+        if not self._fault:
+            try:
+                ((_, answer),) = self._predictor.predict_parts([part])
+            except Exception as error:
+                answer = _on_node(error)
+        return {**batch, "rows": [pickle.dumps(answer)]}
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+
+def serve_replicas(
+    config: Config,
+    overrides: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    limits: Mapping[str, Any],
+    cors: Sequence[str],
+    access_log: bool,
+    device: str | None,
+    report: Callable[[str], None],
+) -> None:
+    """Serve a configuration by replicas of Ray Serve until a signal comes, which answers what was taken.
+
+    A second call with a file of this name replaces the replicas one after the other, and ends the first call.
+
+    Args:
+        limits: values of RequestLimits.
+
+    Raises:
+        LoaderError: the replicas cannot start, for example because a node has other files or another gpuflow.
+    """
+    (resources, _), name, model = _resources(device), Path(config.path).stem, check_block(config).model
+    assert model is not None
+    more = [f"run.threads={resources['num_cpus']}"] if config.run.threads == "auto" else []
+    options = {"path": str(Path(config.path).absolute()), "overrides": [*overrides, *more], "device": device}
+    if "num_gpus" in resources:
+        options["device"] = device or "cuda"
+    seconds = 2 * limits["timeout_s"]
+    replicas = serve.deployment(
+        serve.ingress()(_Replica),
+        name="predictor",
+        ray_actor_options=resources,
+        max_ongoing_requests=2 * limits["max_queue"],  # replicas refuse more than max_queue images themselves
+        autoscaling_config={
+            "min_replicas": 1,
+            "max_replicas": _MOST_REPLICAS,
+            "target_ongoing_requests": model.batch * model.instances,
+        },
+        graceful_shutdown_timeout_s=seconds,
+        max_constructor_retry_count=1,
+        logging_config={"enable_access_log": access_log},
+    )
+    signalled = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, frame: (signalled.set(), signal.signal(received, signal.SIG_DFL)))
+    serve.start(http_options={"host": host, "port": port})
+    try:
+        serve.run(replicas.bind(_identity(config), options, limits, cors, name), name=name, route_prefix="/")
+    except (RuntimeError, RayError) as error:
+        raise LoaderError(f"--on ray: {error}") from error
+    deployed = serve.status().applications[name].last_deployed_time_s
+    report(f"serving {config.path} at http://{host}:{port} on the nodes of the cluster that have replicas")
+    while not signalled.wait(_POLL_SECONDS):
+        application = serve.status().applications.get(name)
+        if application is None or application.last_deployed_time_s != deployed:
+            report("another gpuflow serve has replaced or ended this service")
+            return
+    report("new requests are refused, taken ones are answered; send the signal again to exit at once")
+    serve.delete(name)
+    report("stopped")
+
+
+def _identity(config: Config) -> str:
+    model = check_block(config).model
+    assert model is not None
+    digest = hashlib.sha256(Path(model.file).read_bytes()).hexdigest()
+    return f"gpuflow {__version__}\npreprocessing {config.programs['serve'].pipeline.fingerprint}\nmodel {digest[:16]}"
+
+
+class _Replica:
+    """Answers requests in a replica, by the application of `gpuflow serve`."""
+
+    def __init__(
+        self, identity: str, options: Mapping[str, Any], limits: Mapping[str, Any], cors: Sequence[str], name: str
+    ) -> None:
+        try:
+            config = read_config(options["path"], stage_table(), options["overrides"])
+            _require_equal(_identity(config), identity)
+            self._predictor = open_predictor(config, device=options["device"])
+        except Exception as error:
+            raise LoaderError(_on_node(error)) from error
+        QuickSwitching(0.00002)  # until the process ends
+        self._given = limits, cors, name
+
+    def __serve_build_asgi_app__(self) -> Any:  # Ray Serve calls it after the constructor
+        from gpuflow.serve.http.app import RequestLimits, create_app
+
+        limits, cors, name = self._given
+        return create_app(self._predictor, RequestLimits(**limits), cors=cors, name=name)
+
+    async def check_health(self) -> None:
+        """Have Ray Serve replace this replica if its decoders or its model fail."""
+        await asyncio.to_thread(self._predictor.check)

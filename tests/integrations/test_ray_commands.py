@@ -1,0 +1,226 @@
+"""`--on ray` on a cluster of two nodes of this machine: the rows and the answers are those of the commands without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from gpuflow.errors import ConfigError, LoaderError
+from gpuflow.tools.predict import Row, RowPredictor, write_predictions
+from tests.datasets import make_photos
+from tests.tools.test_predict import BATCH, Colours, contents, make_setup
+from tests.serve.models import save_program
+
+pytest.importorskip("ray.serve", reason="ray is not installed")
+
+from gpuflow.integrations import on_ray  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+SECONDS = 240.0
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_setup(tmp_path_factory.mktemp("ray"))
+
+
+def predicted(
+    config: Path, out: Path, *, on_part: Callable[[], None] = lambda: None, **options: Any
+) -> int:
+    """Write predictions by actors, calling a function after each part; returns how many rows were new."""
+    with closing(RowPredictor(config, device="cpu")) as predictor:
+        there = {"path": config, "overrides": (), "device": "cpu", **options}
+
+        def parts_there(parts: Sequence[range]) -> Iterator[tuple[range, list[Row]]]:
+            for part in on_ray.predict_parts(predictor, there, parts):
+                yield part
+                on_part()
+
+        write_predictions(predictor, out, form="csv", part_rows=BATCH, predict_parts=parts_there)
+        return predictor.done
+
+
+@pytest.fixture(scope="module")
+def expected(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a run without Ray."""
+    out = tmp_path_factory.mktemp("expected")
+    with closing(RowPredictor(config, device="cpu")) as predictor:
+        write_predictions(predictor, out, form="csv", part_rows=BATCH)
+    return contents(out)
+
+
+# --- predict ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_the_files_of_one_without_ray(cluster: Any, config: Path, tmp_path: Path) -> None:
+    def run(out: str, *more: str) -> str:
+        command = ["predict", str(config), "--out", out, "--format", "csv", "--device", "cpu", *more]
+        done = subprocess.run(
+            [sys.executable, "-m", "gpuflow", *command], cwd=tmp_path, timeout=SECONDS, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("there", "--on", "ray", cluster.address) == "wrote 19 rows to there, 2 of bad samples\n"
+    assert run("here") == "wrote 19 rows to here, 2 of bad samples\n"
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    assert run("there", "--on", "ray", cluster.address) == "nothing left to predict: there has all rows\n"
+
+
+def kill_once(flag: str, **progress: Any) -> None:
+    """End the process of an actor, the first one that gets here."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_after_a_killed_worker_each_sample_has_one_row(
+    cluster: Any, config: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    flag = tmp_path / "killed"
+    assert predicted(config, tmp_path / "out", progress=partial(kill_once, str(flag))) == 19
+    assert flag.exists()
+    assert contents(tmp_path / "out") == expected
+    assert predicted(config, tmp_path / "out") == 0
+
+
+def note_node(folder: str, **progress: Any) -> None:
+    """Write down that an actor of this node works, slowly."""
+    import ray
+
+    Path(folder, ray.get_runtime_context().get_node_id()).touch()
+    time.sleep(0.5)
+
+
+def test_after_a_lost_node_each_sample_has_one_row(cluster: Any, scripts: Any, tmp_path: Path) -> None:
+    config, nodes = make_setup(tmp_path), tmp_path / "nodes"
+    make_photos(tmp_path / "photos", classes=4, each=30)
+    nodes.mkdir()
+    with closing(RowPredictor(config, device="cpu")) as predictor:
+        write_predictions(predictor, tmp_path / "here", form="csv", part_rows=BATCH)
+    lost: list[str] = []
+    with scripts.launch.second_node(cluster) as node:
+
+        def lose() -> None:
+            if not lost and len([*nodes.iterdir()]) == 2:
+                cluster.remove_node(node, allow_graceful=False)
+                lost.append(node.node_id)
+
+        assert predicted(config, tmp_path / "out", on_part=lose, progress=partial(note_node, str(nodes))) == 120
+    assert lost
+    assert contents(tmp_path / "out") == contents(tmp_path / "here")
+
+
+def test_nodes_that_differ_are_named(cluster: Any, config: Path, tmp_path: Path) -> None:
+    place = r"^node [\d.]+: "
+    everywhere = r"; every node needs the same gpuflow, and the file, the model and the images at the same path"
+    with pytest.raises(LoaderError, match=rf"{place}ConfigError: .*nothing\.yaml: no such file.*{everywhere}"):
+        predicted(config, tmp_path / "a", path=tmp_path / "nothing.yaml")
+    data = str(config.parent / "photos" / "class_0")
+    with pytest.raises(LoaderError, match=rf"{place}LoaderError: has source \w+ of 5 samples in place of source "):
+        predicted(config, tmp_path / "b", data=data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_ray, "__version__", "9.9")
+        with pytest.raises(LoaderError, match=rf"{place}LoaderError: has gpuflow \S+ in place of gpuflow 9\.9"):
+            predicted(config, tmp_path / "c")
+    assert not [*tmp_path.glob("*/part*")]
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    rule = r"--on ray: must name a cluster that can be reached: .*, got '127\.0\.0\.1:1'; start it with ray start --head"
+    with pytest.raises(ConfigError, match=rule), on_ray.connected("127.0.0.1:1"):
+        pass
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(config: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Run `gpuflow serve` until its first lines say that it answers; gives the process and its lines so far."""
+    command = [sys.executable, "-m", "gpuflow", "serve", str(config), "--device", "cpu", *map(str, arguments)]
+    lines: list[str] = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        errors = process.stderr
+        threading.Thread(target=lambda: lines.extend(errors), daemon=True).start()
+        try:
+            wait(lambda: process.poll() is not None or any(line.startswith(("ready", "serving")) for line in lines))
+            yield process, lines
+        finally:
+            process.kill()
+
+
+def wait(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "the condition was never true"
+        time.sleep(0.1)
+
+
+def answers(url: str, photo: bytes) -> list[tuple[int, Any]]:
+    """Status and JSON of good and bad requests."""
+    text = {"Content-Type": "image/jpeg"}
+    asked = [
+        requests.post(f"{url}/predict", photo, headers=text, timeout=SECONDS),
+        requests.post(f"{url}/predict?top_k=2", files={"a": photo, "b": b"no image"}, timeout=SECONDS),
+        requests.post(f"{url}/predict", b"no image", headers=text, timeout=SECONDS),
+        requests.post(f"{url}/predict?top=2", photo, headers=text, timeout=SECONDS),
+        requests.post(f"{url}/predict", b"x" * 200_000, headers=text, timeout=SECONDS),
+        requests.post(f"{url}/predict", photo, headers={"Content-Type": "text/plain"}, timeout=SECONDS),
+        requests.get(f"{url}/predict", timeout=SECONDS),
+        *(requests.get(url + path, timeout=SECONDS) for path in ("/nothing", "/healthz", "/readyz", "/v2/models/x")),
+    ]
+    return [(answer.status_code, answer.json()) for answer in asked]
+
+
+def test_replicas_answer_as_the_service_does_and_are_replaced_without_a_failed_request(
+    cluster: Any, config: Path, tmp_path: Path
+) -> None:
+    photo = (config.parent / "photos" / "class_1" / "000.jpg").read_bytes()
+    limit = ("--max-body-mb", "0.1")
+    with serving(config, "--port", 0, *limit) as (process, lines):
+        wait(lambda: any(line.startswith("ready") for line in lines))
+        here = answers(lines[0].split()[3].rstrip(";"), photo)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    assert {status for status, _ in here} == {200, 400, 404, 405, 413, 415, 422}
+
+    torch.manual_seed(4)
+    other = save_program(tmp_path / "b.pt2", Colours(), torch.zeros(2, 3, 24, 24))
+    there = ("--port", 8151, *limit, "--on", "ray", cluster.address)
+    url, statuses, stop = "http://127.0.0.1:8151", list[int](), threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.05):
+            statuses.append(requests.post(f"{url}/predict", photo, timeout=SECONDS).status_code)
+
+    with serving(config, *there) as (first, lines):
+        assert answers(url, photo) == here, "".join(lines)
+        asking = threading.Thread(target=ask)
+        asking.start()
+        changed = (f"serve.model.file={other}", "serve.model.preprocessing=trust")
+        with serving(config, *changed, *there) as (second, more):
+            assert first.wait(SECONDS) == 0 and "has replaced" in lines[-1], "".join(more)
+            wait(lambda: answers(url, photo)[0] != here[0])
+            stop.set()
+            asking.join(SECONDS)
+            assert set(statuses) == {200} and len(statuses) > 10
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(SECONDS) == 0 and more[-1] == "stopped\n"
