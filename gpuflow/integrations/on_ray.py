@@ -7,16 +7,15 @@ import hashlib
 import logging
 import os
 import pickle
+import re
+import secrets
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, LoaderError, MissingExtra, Problem, reason_of
@@ -30,6 +29,7 @@ try:
     import ray.data
     from ray import serve
     from ray.exceptions import RayError
+    from ray.experimental import internal_kv
 except ImportError as error:
     raise MissingExtra("--on ray", "Ray with ray.data and ray.serve", "ray") from error
 
@@ -37,7 +37,7 @@ __all__ = ["connected", "predict_parts", "serve_replicas"]
 
 _CONNECT_SECONDS, _START_SECONDS, _POLL_SECONDS = 10.0, 300.0, 1.0
 """How long the head's port, and the first actor, may take; how often a service is looked at."""
-_MOST_REPLICAS = 100
+_DEPLOYMENT, _MOST_REPLICAS = "predictor", 100
 _SAME = "every node needs the same gpuflow, and the file, the model and the images at the same path, or at a URL"
 
 
@@ -95,7 +95,7 @@ def predict_parts(
 ) -> Iterator[tuple[range, list[Row]]]:
     """Yield parts of the samples with their rows, in the order in which actors of Ray Data finish them.
 
-    A part whose actor or node is lost is predicted again, until that succeeds. An actor is added where the cluster has room.
+    A part whose actor or node is lost is predicted again, until that succeeds.
 
     Args:
         predictor: of this process, which the actors must agree with.
@@ -119,9 +119,7 @@ def predict_parts(
         _PartPredictor,
         fn_constructor_args=(f"gpuflow {__version__}\n{predictor.identity}", options),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(
-            min_size=1, max_size=len(parts), initial_size=max(1, min(room, len(parts)))
-        ),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=len(parts), initial_size=max(1, min(room, len(parts)))),
         **resources,
     )
     total = sum(map(len, parts))
@@ -193,7 +191,7 @@ def serve_replicas(
     seconds = 2 * limits["timeout_s"]
     replicas = serve.deployment(
         serve.ingress()(_Replica),
-        name="predictor",
+        name=_DEPLOYMENT,
         ray_actor_options=resources,
         max_ongoing_requests=2 * limits["max_queue"],  # replicas refuse more than max_queue images themselves
         autoscaling_config={
@@ -205,20 +203,22 @@ def serve_replicas(
         max_constructor_retry_count=1,
         logging_config={"enable_access_log": access_log},
     )
-    signalled = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda received, frame: (signalled.set(), signal.signal(received, signal.SIG_DFL)))
     serve.start(http_options={"host": host, "port": port})
     try:
         serve.run(replicas.bind(_identity(config), options, limits, cors, name), name=name, route_prefix="/")
     except (RuntimeError, RayError) as error:
-        raise LoaderError(f"--on ray: {error}") from error
-    deployed = serve.status().applications[name].last_deployed_time_s
-    report(f"serving {config.path} at http://{host}:{port} on the nodes of the cluster that have replicas")
+        failed = serve.status().applications[name].deployments.get(_DEPLOYMENT)
+        faults = re.findall(r"LoaderError: (node .*)", failed.message if failed is not None else "")
+        raise LoaderError(faults[-1] if faults else f"--on ray: {reason_of(error)}") from error
+    signalled = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, frame: (signalled.set(), signal.signal(received, signal.SIG_DFL)))
+    owner, key = secrets.token_bytes(8), f"gpuflow serve {name}"
+    internal_kv._internal_kv_put(key, owner)
+    report(f"serving {config.path} by Ray Serve")
     while not signalled.wait(_POLL_SECONDS):
-        application = serve.status().applications.get(name)
-        if application is None or application.last_deployed_time_s != deployed:
-            report("another gpuflow serve has replaced or ended this service")
+        if internal_kv._internal_kv_get(key) != owner:
+            report("another gpuflow serve has replaced this service")
             return
     report("new requests are refused, taken ones are answered; send the signal again to exit at once")
     serve.delete(name)

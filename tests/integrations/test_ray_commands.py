@@ -1,4 +1,4 @@
-"""`--on ray` on a cluster of two nodes of this machine: the rows and the answers are those of the commands without Ray."""
+"""`--on ray` on a cluster of two nodes of this machine: rows and answers are those of the commands without Ray."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,18 @@ import pytest
 import requests
 import torch
 
+from gpuflow.config import read_config
 from gpuflow.errors import ConfigError, LoaderError
+from gpuflow.serve.http.limits import RequestLimits
+from gpuflow.stages import STAGES
 from gpuflow.tools.predict import Row, RowPredictor, write_predictions
 from tests.datasets import make_photos
-from tests.tools.test_predict import BATCH, Colours, contents, make_setup
 from tests.serve.models import save_program
+from tests.tools.test_predict import BATCH, Colours, contents, make_setup
 
 pytest.importorskip("ray.serve", reason="ray is not installed")
 
-from gpuflow.integrations import on_ray  # noqa: E402
+from gpuflow.integrations import on_ray
 
 pytestmark = pytest.mark.ray
 
@@ -38,9 +42,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_setup(tmp_path_factory.mktemp("ray"))
 
 
-def predicted(
-    config: Path, out: Path, *, on_part: Callable[[], None] = lambda: None, **options: Any
-) -> int:
+def predicted(config: Path, out: Path, *, on_part: Callable[[], None] = lambda: None, **options: Any) -> int:
     """Write predictions by actors, calling a function after each part; returns how many rows were new."""
     with closing(RowPredictor(config, device="cpu")) as predictor:
         there = {"path": config, "overrides": (), "device": "cpu", **options}
@@ -143,7 +145,7 @@ def test_nodes_that_differ_are_named(cluster: Any, config: Path, tmp_path: Path)
 
 
 def test_a_cluster_that_is_not_there() -> None:
-    rule = r"--on ray: must name a cluster that can be reached: .*, got '127\.0\.0\.1:1'; start it with ray start --head"
+    rule = r"--on ray: must name a cluster that can be reached: .*, got '127\.0\.0\.1:1'; start it with "
     with pytest.raises(ConfigError, match=rule), on_ray.connected("127.0.0.1:1"):
         pass
 
@@ -224,3 +226,19 @@ def test_replicas_answer_as_the_service_does_and_are_replaced_without_a_failed_r
             assert set(statuses) == {200} and len(statuses) > 10
             second.send_signal(signal.SIGTERM)
             assert second.wait(SECONDS) == 0 and more[-1] == "stopped\n"
+
+
+def test_a_replica_that_cannot_start_is_named(cluster: Any, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "__version__", "9.9")
+    with pytest.raises(LoaderError, match=r"^node [\d.]+: LoaderError: has gpuflow \S+ in place of gpuflow 9\.9; "):
+        on_ray.serve_replicas(
+            read_config(config, STAGES),
+            (),
+            host="127.0.0.1",
+            port=8151,
+            limits=asdict(RequestLimits()),
+            cors=(),
+            access_log=False,
+            device="cpu",
+            report=print,
+        )
