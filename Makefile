@@ -112,7 +112,8 @@ test-wheel: .venv/.installed  ## build wheel and sources, use both in an empty e
 	$(BIN)/python -m tests.packaging.wheel
 
 test-ray: $(RAY)/.installed  ## lose a node of a cluster of Ray on this machine, REPEATS=1 times
-	REPEATS=$(REPEATS) $(RAY)/bin/python -m pytest -m ray tests/integrations/test_ray.py
+	REPEATS=$(REPEATS) $(RAY)/bin/python -m pytest -m ray tests/integrations/test_ray.py \
+		tests/integrations/test_ray_commands.py
 
 $(RAY)/.installed: requirements.txt requirements-ray.txt pyproject.toml
 	$(PYTHON) -m venv $(RAY)

@@ -1044,7 +1044,7 @@ def predict(
             write_predictions(predictor, out, form=form)
         else:
             with _ray(on) as on_ray:
-                there = {"path": path.absolute(), "overrides": overrides or (), **options}
+                there = {"path": path, "overrides": overrides or (), **options}
                 predict_parts = partial(on_ray.predict_parts, predictor, there)
                 write_predictions(predictor, out, form=form, predict_parts=predict_parts)
     if predictor.done:

@@ -117,7 +117,7 @@ def predict_parts(
     listed = [{"start": part.start, "stop": part.stop} for part in parts]
     answers = ray.data.from_items(listed, override_num_blocks=len(parts)).map_batches(
         _PartPredictor,
-        fn_constructor_args=(f"gpuflow {__version__}\n{predictor.identity}", options),
+        fn_constructor_args=(f"gpuflow {__version__}\n{predictor.identity}", os.getcwd(), options),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=len(parts), initial_size=max(1, min(room, len(parts)))),
         **resources,
@@ -137,9 +137,10 @@ def predict_parts(
 class _PartPredictor:
     """Predicts parts in an actor. A failure is its answer, because Ray would try again and hide the reason."""
 
-    def __init__(self, identity: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, identity: str, folder: str, options: Mapping[str, Any]) -> None:
         self._fault = ""
         try:
+            os.chdir(folder)
             _require_equal(f"gpuflow {__version__}", identity.partition("\n")[0])
             self._predictor = RowPredictor(**options)
             _require_equal(f"gpuflow {__version__}\n{self._predictor.identity}", identity)
@@ -185,7 +186,7 @@ def serve_replicas(
     (resources, _), name, model = _resources(device), Path(config.path).stem, check_block(config).model
     assert model is not None
     more = [f"run.threads={resources['num_cpus']}"] if config.run.threads == "auto" else []
-    options = {"path": str(Path(config.path).absolute()), "overrides": [*overrides, *more], "device": device}
+    options = {"path": str(config.path), "overrides": [*overrides, *more], "device": device}
     if "num_gpus" in resources:
         options["device"] = device or "cuda"
     seconds = 2 * limits["timeout_s"]
@@ -205,14 +206,21 @@ def serve_replicas(
     )
     serve.start(http_options={"host": host, "port": port})
     try:
-        serve.run(replicas.bind(_identity(config), options, limits, cors, name), name=name, route_prefix="/")
+        serve.run(
+            replicas.bind(_identity(config), os.getcwd(), options, limits, cors, name), name=name, route_prefix="/"
+        )
     except (RuntimeError, RayError) as error:
         failed = serve.status().applications[name].deployments.get(_DEPLOYMENT)
         faults = re.findall(r"LoaderError: (node .*)", failed.message if failed is not None else "")
         raise LoaderError(faults[-1] if faults else f"--on ray: {reason_of(error)}") from error
     signalled = threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        signalled.set()
+        signal.signal(number, signal.SIG_DFL)  # the second one ends the process
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda received, frame: (signalled.set(), signal.signal(received, signal.SIG_DFL)))
+        signal.signal(number, on_signal)
     owner, key = secrets.token_bytes(8), f"gpuflow serve {name}"
     internal_kv._internal_kv_put(key, owner)
     report(f"serving {config.path} by Ray Serve")
@@ -236,9 +244,16 @@ class _Replica:
     """Answers requests in a replica, by the application of `gpuflow serve`."""
 
     def __init__(
-        self, identity: str, options: Mapping[str, Any], limits: Mapping[str, Any], cors: Sequence[str], name: str
+        self,
+        identity: str,
+        folder: str,
+        options: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        cors: Sequence[str],
+        name: str,
     ) -> None:
         try:
+            os.chdir(folder)
             config = read_config(options["path"], stage_table(), options["overrides"])
             _require_equal(_identity(config), identity)
             self._predictor = open_predictor(config, device=options["device"])

@@ -70,17 +70,21 @@ def expected(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def test_the_command_writes_the_files_of_one_without_ray(cluster: Any, config: Path, tmp_path: Path) -> None:
     def run(out: str, *more: str) -> str:
-        command = ["predict", str(config), "--out", out, "--format", "csv", "--device", "cpu", *more]
+        command = ["predict", "x.yaml", "source.folder=photos", "--out", str(tmp_path / out), "--format", "csv", *more]
         done = subprocess.run(
-            [sys.executable, "-m", "gpuflow", *command], cwd=tmp_path, timeout=SECONDS, capture_output=True, text=True
+            [sys.executable, "-m", "gpuflow", *command],
+            cwd=config.parent,
+            timeout=SECONDS,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert run("there", "--on", "ray", cluster.address) == "wrote 19 rows to there, 2 of bad samples\n"
-    assert run("here") == "wrote 19 rows to here, 2 of bad samples\n"
+    assert run("there", "--on", "ray", cluster.address) == f"wrote 19 rows to {tmp_path}/there, 2 of bad samples\n"
+    assert run("here") == f"wrote 19 rows to {tmp_path}/here, 2 of bad samples\n"
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
-    assert run("there", "--on", "ray", cluster.address) == "nothing left to predict: there has all rows\n"
+    assert run("there", "--on", "ray", cluster.address) == f"nothing left to predict: {tmp_path}/there has all rows\n"
 
 
 def kill_once(flag: str, **progress: Any) -> None:
