@@ -898,7 +898,7 @@ On = Annotated[
 
 @contextmanager
 def _ray(on: tuple[str, str]) -> Iterator[Any]:
-    """Give the module gpuflow.integrations.on_ray, connected to a cluster."""
+    """Give the module on_ray, connected to a cluster."""
     if on[0] != "ray":
         raise ConfigError([Problem("--on:", "must be ray", on[0])])
     from gpuflow.integrations import on_ray
@@ -938,8 +938,7 @@ def serve(
 
     The first Ctrl-C, SIGTERM or SIGHUP answers what was taken and then exits 0; the second exits at once.
 
-    With --on ray, replicas on the nodes of a cluster answer, more of them while there are many requests. The same
-    command with another model replaces them one after the other.
+    With --on ray, replicas on the nodes of a cluster answer. The same command with another model replaces them.
     """
     from gpuflow.serve.http.app import RequestLimits
     from gpuflow.serve.http.server import run

@@ -20,7 +20,7 @@ from typing import Any
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, LoaderError, MissingExtra, Problem, reason_of
 from gpuflow.runtime.threads import QuickSwitching
-from gpuflow.serve.predictor import check_block, open_predictor
+from gpuflow.serve.predictor import open_predictor
 from gpuflow.tools.predict import Row, RowPredictor
 from gpuflow.version import __version__
 from gpuflow.vocabulary import stage_table
@@ -35,15 +35,13 @@ except ImportError as error:
 
 __all__ = ["connected", "predict_parts", "serve_replicas"]
 
-_CONNECT_SECONDS, _START_SECONDS, _POLL_SECONDS = 10.0, 300.0, 1.0
-"""How long the head's port, and the first actor, may take; how often a service is looked at."""
-_DEPLOYMENT, _MOST_REPLICAS = "predictor", 100
+_CONNECT_SECONDS, _POLL_SECONDS = 10.0, 1.0
 _SAME = "every node needs the same gpuflow, and the file, the model and the images at the same path, or at a URL"
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Use the cluster at an address, HOST:PORT of its head, by default RAY_ADDRESS; without one a new cluster.
+    """Use the cluster whose head is at HOST:PORT, by default RAY_ADDRESS; without one a new cluster.
 
     Raises ConfigError: it cannot be reached, has another version of Ray or Python, or takes another token.
     """
@@ -65,8 +63,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def _resources(device: str | None) -> tuple[dict[str, int], int]:
-    """Return what one process gets, and how many have room: a GPU with its share of a node's cores; without GPUs, all
-    cores of a node."""
+    """Return what a process gets, a GPU with its share of a node's cores or else all cores, and how many have room."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cores = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
     if device != "cpu" and any(gpus for _, gpus in cores):
@@ -81,7 +78,7 @@ def _on_node(error: Exception) -> str:
 
 
 def _require_equal(theirs: str, ours: str) -> None:
-    """Raise LoaderError with the first line in which what a node found differs from what the command found."""
+    """Raise LoaderError with the first line that a node has and the command has not."""
     for one, other in zip(theirs.splitlines(), ours.splitlines(), strict=True):
         if one != other:
             raise LoaderError(f"has {one} in place of {other}")
@@ -112,8 +109,7 @@ def predict_parts(
         more.append(f"run.max_bad={int(run.max_bad * len(predictor.source))}")
     options = {**options, "overrides": [*options["overrides"], *more]}
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars, context.wait_for_min_actors_s = False, _START_SECONDS
+    ray.data.DataContext.get_current().enable_progress_bars = False
     listed = [{"start": part.start, "stop": part.stop} for part in parts]
     answers = ray.data.from_items(listed, override_num_blocks=len(parts)).map_batches(
         _PartPredictor,
@@ -135,13 +131,12 @@ def predict_parts(
 
 
 class _PartPredictor:
-    """Predicts parts in an actor. A failure is its answer, because Ray would try again and hide the reason."""
+    """Predicts parts in an actor. It answers with its failure, whose reason Ray would hide."""
 
     def __init__(self, identity: str, folder: str, options: Mapping[str, Any]) -> None:
         self._fault = ""
         try:
             os.chdir(folder)
-            _require_equal(f"gpuflow {__version__}", identity.partition("\n")[0])
             self._predictor = RowPredictor(**options)
             _require_equal(f"gpuflow {__version__}\n{self._predictor.identity}", identity)
         except Exception as error:  # of any kind: the command must hear of it
@@ -177,30 +172,19 @@ def serve_replicas(
 
     A second call with a file of this name replaces the replicas one after the other, and ends the first call.
 
-    Args:
-        limits: values of RequestLimits.
-
-    Raises:
-        LoaderError: the replicas cannot start, for example because a node has other files or another gpuflow.
+    Raises LoaderError: the replicas cannot start, for example because a node has other files or another gpuflow.
     """
-    (resources, _), name, model = _resources(device), Path(config.path).stem, check_block(config).model
+    (resources, _), name, model = _resources(device or "cpu"), Path(config.path).stem, config.serve_block().model
     assert model is not None
     more = [f"run.threads={resources['num_cpus']}"] if config.run.threads == "auto" else []
     options = {"path": str(config.path), "overrides": [*overrides, *more], "device": device}
-    if "num_gpus" in resources:
-        options["device"] = device or "cuda"
-    seconds = 2 * limits["timeout_s"]
     replicas = serve.deployment(
         serve.ingress()(_Replica),
-        name=_DEPLOYMENT,
+        name="predictor",
         ray_actor_options=resources,
         max_ongoing_requests=2 * limits["max_queue"],  # replicas refuse more than max_queue images themselves
-        autoscaling_config={
-            "min_replicas": 1,
-            "max_replicas": _MOST_REPLICAS,
-            "target_ongoing_requests": model.batch * model.instances,
-        },
-        graceful_shutdown_timeout_s=seconds,
+        autoscaling_config={"max_replicas": 100, "target_ongoing_requests": model.batch * model.instances},
+        graceful_shutdown_timeout_s=2 * limits["timeout_s"],
         max_constructor_retry_count=1,
         logging_config={"enable_access_log": access_log},
     )
@@ -210,8 +194,8 @@ def serve_replicas(
             replicas.bind(_identity(config), os.getcwd(), options, limits, cors, name), name=name, route_prefix="/"
         )
     except (RuntimeError, RayError) as error:
-        failed = serve.status().applications[name].deployments.get(_DEPLOYMENT)
-        faults = re.findall(r"LoaderError: (node .*)", failed.message if failed is not None else "")
+        messages = [one.message for one in serve.status().applications[name].deployments.values()]
+        faults = re.findall(r"LoaderError: (node .*)", "\n".join(messages))
         raise LoaderError(faults[-1] if faults else f"--on ray: {reason_of(error)}") from error
     signalled = threading.Event()
 
@@ -234,7 +218,7 @@ def serve_replicas(
 
 
 def _identity(config: Config) -> str:
-    model = check_block(config).model
+    model = config.serve_block().model
     assert model is not None
     digest = hashlib.sha256(Path(model.file).read_bytes()).hexdigest()
     return f"gpuflow {__version__}\npreprocessing {config.programs['serve'].pipeline.fingerprint}\nmodel {digest[:16]}"
