@@ -35,7 +35,6 @@ except ImportError as error:
 
 __all__ = ["connected", "predict_parts", "serve_replicas"]
 
-_CONNECT_SECONDS, _POLL_SECONDS = 10.0, 1.0
 _SAME = "every node needs the same gpuflow, and the file, the model and the images at the same path, or at a URL"
 
 
@@ -49,7 +48,7 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         if address:
             host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()  # Ray would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()  # Ray would try for minutes
         # By default Ray would connect to the last cluster of this machine, also where that has ended.
         ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, RuntimeError, ValueError, RayError) as error:
@@ -208,7 +207,7 @@ def serve_replicas(
     owner, key = secrets.token_bytes(8), f"gpuflow serve {name}"
     internal_kv._internal_kv_put(key, owner)
     report(f"serving {config.path} by Ray Serve")
-    while not signalled.wait(_POLL_SECONDS):
+    while not signalled.wait(1):
         if internal_kv._internal_kv_get(key) != owner:
             report("another gpuflow serve has replaced this service")
             return
@@ -237,6 +236,8 @@ class _Replica:
         name: str,
     ) -> None:
         try:
+            from gpuflow.serve.http.app import RequestLimits, create_app  # predict does without its packages
+
             os.chdir(folder)
             config = read_config(options["path"], stage_table(), options["overrides"])
             _require_equal(_identity(config), identity)
@@ -244,13 +245,10 @@ class _Replica:
         except Exception as error:
             raise LoaderError(_on_node(error)) from error
         QuickSwitching(0.00002)  # until the process ends
-        self._given = limits, cors, name
+        self._app = create_app(self._predictor, RequestLimits(**limits), cors=cors, name=name)
 
     def __serve_build_asgi_app__(self) -> Any:  # Ray Serve calls it after the constructor
-        from gpuflow.serve.http.app import RequestLimits, create_app
-
-        limits, cors, name = self._given
-        return create_app(self._predictor, RequestLimits(**limits), cors=cors, name=name)
+        return self._app
 
     async def check_health(self) -> None:
         """Have Ray Serve replace this replica if its decoders or its model fail."""

@@ -404,3 +404,15 @@ def test_a_file_without_serve_or_source(config: Path, tmp_path: Path, gpuflow_co
     done = gpuflow_command("predict", config, "--out", tmp_path / "out", "--pipeline", "vla")
     assert done.code == 1 and "did you mean 'val'?" in done.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("address", [(), ("10.0.0.1:6379",)])
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+def test_without_ray_the_extra_is_named(
+    address: tuple[str, ...], config: Path, tmp_path: Path, gpuflow_command: Run
+) -> None:
+    done = gpuflow_command("predict", "--on", "ray", *address, config, "--out", tmp_path / "out", "--format", "csv")
+    assert done.code == 1 and done.err.endswith("which is not installed; pip install 'gpuflow[ray]'\n")
+    done = gpuflow_command("predict", config, "--out", tmp_path / "out", "--on", "spark")
+    assert done.code == 1 and "error: --on: must be ray, got 'spark'" in done.err
+    assert not (tmp_path / "out").exists()
