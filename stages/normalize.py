@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import Problem
@@ -109,9 +110,13 @@ class Normalize(s.Pointwise):
 
 @lru_cache(maxsize=64)
 def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
-    import torch
-
-    levels = torch.arange(256, dtype=torch.uint8, device="cpu").to(torch.float32).mul_(1.0 / 255)
-    columns = [torch.tensor(values, dtype=torch.float32, device="cpu")[:, None] for values in (mean, std)]
-    table = levels[None].sub(columns[0]).div_(columns[1]).to(getattr(torch, dtype))
-    return (table if dtype == "float32" else table.view(torch.uint16)).numpy()
+    levels = np.arange(256, dtype=np.float32) * np.float32(1 / 255)
+    means, deviations = (np.array(values, np.float32)[:, None] for values in (mean, std))
+    table = (levels - means) / deviations
+    if dtype == "float32":
+        return table
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return table.astype(np.float16).view(np.uint16)
+    bits = table.view(np.uint32)  # bfloat16 is the upper half of float32, rounded to the nearest, ties to even
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
