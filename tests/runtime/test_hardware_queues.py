@@ -42,7 +42,10 @@ def test_a_process_that_used_the_gpu_before_is_warned_once(
         warn_if_late()
         warn_if_late()
     (record,) = caplog.records
-    assert f"import gpuflow first, or set {VARIABLE}={QUEUES}" in record.getMessage()
+    text, line = record.getMessage().split(" before the first use of CUDA, or begin the script with ")
+    assert text.endswith("kept 0.69 of its speed, with 32 queues 0.94; put `import gpuflow`")
+    exec(line)
+    assert os.environ[VARIABLE] == str(QUEUES), "the line sets it"
 
 
 def test_no_warning_where_the_queues_were_asked_for_in_time(
