@@ -189,7 +189,7 @@ def outcomes(predictor: gpuflow.serve.Predictor, numbers: Sequence[int], callers
 
 @pytest.mark.parametrize("kind", ["gpuflow", "torchpipe_gpu"])
 def test_callers_of_a_service_get_their_own_images(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("torchpipe")
+    pytest.importorskip("omniback")
     block: dict[str, Any] = {"stages": [{"decode": {}}, {"resize": {"shorter": 64}}, {"center_crop": {"size": 64}}]}
     if kind != "gpuflow":
         block = {"preset": kind, "height": 64, "width": 64}

@@ -194,7 +194,7 @@ class Sequences(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", PLACES)
 def test_any_sequence_gives_what_a_new_decoder_gives(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     if name.startswith(("a service", "torchpipe")):
-        pytest.importorskip("torchpipe")
+        pytest.importorskip("omniback")
     place = PLACES[name]()
     machine = type("Machine", (Sequences,), {"place": place})
     try:
@@ -331,7 +331,7 @@ def bombed_processes(data: bytes) -> object:
 
 
 def bombed_service(data: bytes) -> object:
-    pytest.importorskip("torchpipe")
+    pytest.importorskip("omniback")
     graph = RunningGraph(chain(BOMB, None, origin="x.yaml", threads=1, device="cpu"))
     try:
         return graph.submit(data, wrap=lambda image: image, wants_image=True).exception(30)
@@ -340,7 +340,7 @@ def bombed_service(data: bytes) -> object:
 
 
 def bombed_service_processes(data: bytes) -> object:
-    pytest.importorskip("torchpipe")
+    pytest.importorskip("omniback")
     preprocessor = CpuPreprocessor(BOMB, batch=16, threads=2, processes=2)
     try:
         return preprocessor.run([data])[0]

@@ -80,7 +80,7 @@ def on_the_cpu_after_other_stages() -> None:
 
 
 def in_a_service() -> None:
-    pytest.importorskip("torchpipe")
+    pytest.importorskip("omniback")
     from gpuflow.torchpipe.graph import chain
     from gpuflow.torchpipe.running_graph import RunningGraph
 

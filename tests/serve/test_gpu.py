@@ -126,7 +126,6 @@ def test_many_callers_get_their_own_answers(config: Path, tmp_path: Path) -> Non
 def test_images_of_earlier_requests_stay_while_the_gpu_is_busy(head: str, config: Path, tmp_path: Path) -> None:
     files = [path.read_bytes() for path in sorted((tmp_path / "photos" / "a").iterdir())[:7]]
     if head == "torchpipe_gpu":
-        pytest.importorskip("torchpipe")
         block = "{preset: torchpipe_gpu, height: 32, width: 32, stages: [normalize]}"
         config = tmp_path / "y.yaml"
         config.write_text(f"source: {{folder: {tmp_path / 'photos'}}}\npipelines: {{val: {block}}}\nserve: {block}\n")
