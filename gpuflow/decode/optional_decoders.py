@@ -20,6 +20,8 @@ from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault, reason
 __all__ = ["decode_optional", "missing_library"]
 
 _EXTRA = "formats"
+_OLDEST_PILLOW = 12
+"""Older ones turn a TIFF by its XMP data, and have no AVIF or a decoder of it that can crash."""
 _PILLOW_LACKS_MEMORY = ("out of memory", "decoder error -9")
 """How the texts of Pillow's OSErrors for its codecs' status -9 begin; they have no errno."""
 _INTERPRETATION_TAG, _WHITE_IS_ZERO = 0x0106, 0
@@ -81,6 +83,10 @@ def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
     def load() -> Any:
         import importlib
 
+        import PIL
+
+        if int(PIL.__version__.partition(".")[0]) < _OLDEST_PILLOW:
+            raise MissingExtra(f"decoding {LABELS[name]}", f"Pillow {_OLDEST_PILLOW} or newer", _EXTRA)
         module: Any = importlib.import_module(f"PIL.{plugin}")
         if not getattr(module, "SUPPORTED", True):
             raise MissingExtra(f"decoding {LABELS[name]}", "a Pillow that was built with it", _EXTRA)

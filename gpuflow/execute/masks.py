@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import format_of
 from gpuflow.decode.header import SWAPPED, stored
+from gpuflow.decode.optional_decoders import missing_library
 from gpuflow.errors import is_system_fault
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
@@ -42,13 +43,15 @@ def decode_mask(
     formats: what a file may be besides, as `FieldSpec.formats` names it.
     upright: apply the Orientation tag of a TIFF, as `decode: {orientation: apply}` does for images.
 
-    Raises ValueError if it is of another format, has not one 8-bit channel, or is not of this size; and faults of the
-    environment.
+    Raises ValueError if it is of another format, has not one 8-bit channel, or is not of this size; MissingExtra if
+    Pillow is too old for TIFF; and faults of the environment.
     """
     if isinstance(mask, np.ndarray):
         if mask.shape != size:
             raise ValueError(_other_size(mask.shape, size))
         return mask
+    if "tiff" in formats and (missing := missing_library(["tiff"])) is not None:
+        raise missing
     from PIL import Image, UnidentifiedImageError
 
     try:
