@@ -1,9 +1,13 @@
-"""A LightningDataModule of the pipelines of one file: ranks and device from the trainer, state in its checkpoints."""
+"""A LightningDataModule of the pipelines of one file: ranks and device from the trainer, state in its checkpoints.
+
+PreemptionCheckpoint is the callback that saves such a checkpoint after a scheduler's signal.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +21,19 @@ from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
 from gpuflow.runtime.cpu_budget import cpu_quota, share_of_cores
+from gpuflow.runtime.preemption import Preemption
 from gpuflow.sources import Source
 from gpuflow.vocabulary import stage_table
 
 try:
-    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch import Callback, LightningDataModule
 except ImportError:
     try:
-        from pytorch_lightning import LightningDataModule
+        from pytorch_lightning import Callback, LightningDataModule
     except ImportError as error:
         raise MissingExtra("the DataModule", "lightning", "lightning") from error
 
-__all__ = ["DataModule", "EpochLoader"]
+__all__ = ["DataModule", "EpochLoader", "PreemptionCheckpoint"]
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
@@ -116,6 +121,26 @@ class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
                 repeats=repeats,
             )
         return self._loaders[loop]
+
+
+class PreemptionCheckpoint(Callback):  # type: ignore[misc, unused-ignore]
+    """After a SIGTERM or SIGUSR1 to any rank, write a checkpoint after the training step, and exit 75 on all ranks.
+
+    While `fit` trains, it takes the place of Lightning's own handlers of both signals, also in a Slurm job.
+
+    path: where the checkpoint is written, for the `ckpt_path` of the next `fit`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._preemption = Preemption().__enter__()  # when `fit` ends, Lightning sets the handlers of before it
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self._preemption.requested():
+            trainer.save_checkpoint(self._path)
+            sys.exit(os.EX_TEMPFAIL)
 
 
 class EpochLoader(LoaderAdapter):

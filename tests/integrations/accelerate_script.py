@@ -1,4 +1,4 @@
-"""Trains with Accelerate; saves its state every second step.
+"""Trains with Accelerate; saves its state every second step, and after the step of a scheduler's signal.
 
 Arguments: a folder with x.yaml, the log, epochs, steps whose gradients are accumulated, `resume`. Each rank writes to a
 log of its own; rank 0 also what it gathered of the pipeline val.
@@ -7,6 +7,7 @@ log of its own; rank 0 also what it gathered of the pipeline val.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+import gpuflow
 from gpuflow.integrations import accelerate as gpuflow_accelerate
 from tests.integrations.killing import Log
 
@@ -31,20 +33,24 @@ if "resume" in sys.argv:
     accelerator.load_state(str(folder / "state"))
 
 steps = 0
-for epoch in range(train.state_dict()["epoch"], epochs):
-    train.set_epoch(epoch)
-    for batch in train:
-        images, labels = batch
-        with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.cross_entropy(model(images), labels))
-            optimizer.step()
-            optimizer.zero_grad()
-        synced = accelerator.sync_gradients
-        log.write(epoch=epoch, of_loader=batch.epoch, indices=batch.indices.tolist(), synced=synced)
-        steps += 1
-        if steps % 2 == 0:
-            accelerator.save_state(str(folder / "state"))
-        log.kill_if_due()
+with gpuflow.Preemption() as preemption:
+    for epoch in range(train.state_dict()["epoch"], epochs):
+        train.set_epoch(epoch)
+        for batch in train:
+            images, labels = batch
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(images), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+            synced = accelerator.sync_gradients
+            log.write(epoch=epoch, of_loader=batch.epoch, indices=batch.indices.tolist(), synced=synced)
+            steps += 1
+            if steps % 2 == 0:
+                accelerator.save_state(str(folder / "state"))
+            log.kill_if_due()
+            if preemption.requested():
+                accelerator.save_state(str(folder / "state"))
+                sys.exit(os.EX_TEMPFAIL)
 
 gathered = torch.cat([accelerator.gather_for_metrics(batch.indices) for batch in val])
 if accelerator.is_main_process:

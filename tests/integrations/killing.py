@@ -1,7 +1,7 @@
 """Trains with a trainer of another library in processes that are killed, and reads which samples they trained on.
 
 A script appends one line of JSON to a log for each step that it trained on; `KILL_AT` in its environment is the number
-of lines after which it kills itself with SIGKILL.
+of lines after which it sends itself the signal `KILL_BY`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ class Log:
 
     def kill_if_due(self) -> None:
         if self._lines == self._kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), int(os.environ["KILL_BY"]))
 
 
-def run(script: Path | list[str], *arguments: str | Path, kill_at: int = 0) -> None:
-    """Run a script, or what Python gets in its place, to its end, or until it kills itself after this number of steps.
+def run(
+    script: Path | list[str], *arguments: str | Path, kill_at: int = 0, by: signal.Signals = signal.SIGKILL
+) -> None:
+    """Run a script, or what Python gets in its place, to its end, or until it gets a signal after this number of steps.
 
-    The first argument is the folder that it works in.
+    The first argument is the folder that it works in. After another signal than SIGKILL, it must exit 75.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KILL_AT": str(kill_at)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"KILL_AT": str(kill_at), "KILL_BY": str(int(by))}
     done = subprocess.run(
         [sys.executable, *(script if isinstance(script, list) else [str(script)]), *map(str, arguments)],
         cwd=arguments[0],
@@ -59,7 +62,8 @@ def run(script: Path | list[str], *arguments: str | Path, kill_at: int = 0) -> N
         timeout=240,
         check=False,
     )
-    assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stdout + done.stderr
+    ended = -signal.SIGKILL if by == signal.SIGKILL else os.EX_TEMPFAIL
+    assert done.returncode == (ended if kill_at else 0), done.stdout + done.stderr
 
 
 def steps(log: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """Trains with Lightning; checkpoints every second step. Arguments: a folder with x.yaml, the log, epochs, and more.
 
 limit=N: the trainer's limit_train_batches. every=N: steps between checkpoints. devices=N: processes. resume: from
-the last checkpoint.
+the last checkpoint. preempt: checkpoint after a scheduler's signal, and from that one if there is one.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from gpuflow.integrations.lightning import DataModule
+from gpuflow.integrations.lightning import DataModule, PreemptionCheckpoint
 from tests.integrations.killing import Log
 
 folder, log, epochs = Path(sys.argv[1]), Log(Path(sys.argv[2])), int(sys.argv[3])
@@ -46,6 +47,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
 lightning.seed_everything(0, verbose=False)
 model = Model()
 checkpoints = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=int(options.get("every", 2)), save_last=True)
+preempted = folder / "preempted.ckpt"
 trainer = lightning.Trainer(
     max_epochs=epochs,
     limit_train_batches=int(options["limit"]) if "limit" in options else 1.0,
@@ -53,11 +55,14 @@ trainer = lightning.Trainer(
     devices=int(options.get("devices", 1)),
     strategy="ddp" if "devices" in options else "auto",
     logger=False,
-    callbacks=[checkpoints],
+    callbacks=[checkpoints, *([PreemptionCheckpoint(preempted)] if "preempt" in options else [])],
     enable_progress_bar=False,
     enable_model_summary=False,
     default_root_dir=folder,
 )
 data = DataModule(folder / "x.yaml")
-trainer.fit(model, data, ckpt_path=folder / "checkpoints" / "last.ckpt" if "resume" in options else None)
+last = folder / "checkpoints" / "last.ckpt" if "resume" in options else preempted if preempted.exists() else None
+before = signal.getsignal(signal.SIGUSR1)
+trainer.fit(model, data, ckpt_path=last)
+assert signal.getsignal(signal.SIGUSR1) == before
 torch.save(model.state_dict(), Path(sys.argv[2]).with_suffix(".pt"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_a_killed_run_goes_on_with_the_next_step(kill_at: int, whole: Path, tmp_
     kept = kill_at // 2 * 2
     taken = steps(tmp_path / "killed.0.jsonl")[:kept] + steps(tmp_path / "resumed.0.jsonl")
     assert taken == steps(whole / "all.0.jsonl")
+    assert weights_equal(whole / "all.pt", tmp_path / "resumed.pt")
+
+
+def test_a_signal_saves_exits_75_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
+    make_data(tmp_path)
+    run(SCRIPT, tmp_path, tmp_path / "first", str(EPOCHS), "1", kill_at=5, by=signal.SIGUSR1)
+    run(SCRIPT, tmp_path, tmp_path / "resumed", str(EPOCHS), "1", "resume")
+    first = steps(tmp_path / "first.0.jsonl")
+    assert len(first) == 5
+    assert first + steps(tmp_path / "resumed.0.jsonl") == steps(whole / "all.0.jsonl")
     assert weights_equal(whole / "all.pt", tmp_path / "resumed.pt")
 
 

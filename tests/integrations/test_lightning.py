@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,24 @@ def test_a_killed_run_goes_on_with_the_next_step(
     assert steps(tmp_path / "killed.jsonl")[:kept] + resumed == expected
     assert [step["of_loader"] for step in expected] == [step["epoch"] for step in expected]
     assert weights_equal(WHOLE[options] / "all.pt", tmp_path / "resumed.pt")
+
+
+@pytest.mark.parametrize(
+    ("number", "after"),
+    [(signal.SIGUSR1, 3), (signal.SIGTERM, 4), (signal.SIGUSR1, 7)],  # 7: the checkpoint is of the epoch's last step
+)
+def test_a_signal_saves_after_the_next_step_exits_75_and_the_run_goes_on(
+    number: signal.Signals, after: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The script sends it to itself after the callbacks of a step."""
+    expected = steps(whole((), tmp_path_factory) / "all.jsonl")
+    make_data(tmp_path)
+    run(SCRIPT, tmp_path, tmp_path / "first.jsonl", str(EPOCHS), "preempt", kill_at=after, by=number)
+    first = steps(tmp_path / "first.jsonl")
+    assert len(first) == after + 1
+    run(SCRIPT, tmp_path, tmp_path / "resumed.jsonl", str(EPOCHS), "preempt")
+    assert first + steps(tmp_path / "resumed.jsonl") == expected
+    assert weights_equal(WHOLE[()] / "all.pt", tmp_path / "resumed.pt")
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
