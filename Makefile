@@ -93,7 +93,7 @@ define test_with
 	$(PYTHON) -m venv --clear $(1)
 	$(1)/bin/python -m pip install --quiet --no-compile --constraint requirements.txt uv
 	sed -E '$(if $(UNBOUNDED),s/$(BOUNDED)/\1\2/)' pyproject.toml > $(1)/pyproject.toml
-	sed -n '/^# tests/,/^$$/p' requirements.txt > $(1)/tools.txt
+	sed -n '/^# tests/,/^# what/p' requirements.txt > $(1)/tools.txt
 	$(1)/bin/uv pip install --python $(1)/bin/python $(2) -r $(1)/pyproject.toml $(JOBS:%=--extra %) -r $(1)/tools.txt
 	$(call install_gpuflow,$(1))
 	$(call pytest_by,$(1)) -m "not gpu and not integrations"

@@ -172,6 +172,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return found
 
 
+@pytest.fixture
+def operators() -> None:
+    """Skip a test where torchpipe's operators are missing, and no error that the hook below sees says so."""
+    from gpuflow.torchpipe.adapter import missing_operators
+
+    if (missing := missing_operators("this test")) is not None:
+        pytest.skip(str(missing))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
     """Skip a test that fails for want of torchpipe's operators, which exist for some versions of torch."""

@@ -707,7 +707,7 @@ class Own(nn.Module):
         return images.mean(dim=[2, 3])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_torchscript_is_refused_without_advice_to_load_it(tmp_path: Path) -> None:
     path = tmp_path / "script.pt"
     torch.jit.save(torch.jit.script(Own()), path)

@@ -86,6 +86,7 @@ def largest(row: Row) -> float:
 
 
 @no_gpu
+@pytest.mark.usefixtures("operators")
 def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     reported: list[tuple[int, int, str]] = []
     has_torchcodec = ways_of(read(photos, tmp_path, serve=VAL), "val")["torchcodec"].missing() is None
@@ -405,6 +406,7 @@ def test_only_pairs_with_serving_are_judged_by_what_it_accepts(photos: Path, tmp
     assert all(one.faults == () for one in report.naive)
 
 
+@pytest.mark.usefixtures("operators")
 def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(GpuflowError) as caught:
         study(read(photos, tmp_path, VAL, RAW), count=0, against=("serve", "torchpipe_cpu"))
@@ -587,6 +589,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_program(tmp_path_factory.mktemp("model") / "m.pt2", module, torch.zeros(2, 3, 24, 24))
 
 
+@pytest.mark.usefixtures("operators")
 def test_logits_and_flips(model: Path, photos: Path, tmp_path: Path) -> None:
     report = study(read(photos, tmp_path, serve=VAL), count=4, model=model)
     assert report.model == f"{model}, on the CPU, on the output of normalize"

@@ -226,6 +226,7 @@ def test_torchpipes_operators_go_straight_to_the_final_size(folder: Path) -> Non
 
 
 @no_gpu
+@pytest.mark.usefixtures("operators")
 def test_what_needs_a_gpu(folder: Path) -> None:
     ways, _ = setup(folder)
     missing = {name: way.missing() for name, way in ways.items() if name != "torchcodec"}
@@ -254,6 +255,7 @@ def test_pipelines_that_a_way_cannot_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["torchpipe_cpu", "torchpipe_gpu"])
+@pytest.mark.usefixtures("operators")
 def test_a_pipeline_that_begins_with_a_preset(name: str, photos: Path, tmp_path: Path) -> None:
     from gpuflow.config import read_config
     from gpuflow.stages import STAGES

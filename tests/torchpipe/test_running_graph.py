@@ -484,6 +484,7 @@ def test_torchpipes_operators_that_are_busy_work_while_they_answer(monkeypatch: 
     assert running.close(20)
 
 
+@pytest.mark.usefixtures("operators")
 def test_a_graph_that_torchpipe_does_not_know() -> None:
     with pytest.raises(PredictorError) as caught:
         native("NoSuchBackend")
@@ -507,6 +508,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
         yield lambda body: interpreter.run(PRELUDE + body)
 
 
+@pytest.mark.usefixtures("operators")
 def test_stdout_stays_empty_and_the_process_exits(script: Script) -> None:
     """Neither making a graph, nor bad requests, nor closing it print a line."""
     done = script("""
@@ -556,7 +558,7 @@ threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 [submit(running, data) for data in DATA * 4][-1].result(20)
 """)
     assert done.returncode == -2 or done.returncode == 130
-    assert done.stderr.strip().endswith("KeyboardInterrupt")
+    assert "\nKeyboardInterrupt\n" in done.stderr, done.stderr  # Triton may list its own leaks after it
 
 
 def test_a_forked_child_gets_an_error_and_can_exit(script: Script) -> None:
