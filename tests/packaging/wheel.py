@@ -38,6 +38,36 @@ SECONDS = 600
 SHAPES = ["pipelines.train.batch.size=16", "pipelines.val.batch.size=16"]
 TRAIN = ["train.model=resnet18", "train.epochs=1", "train.out=runs/wheel", *SHAPES]
 MODEL = ["serve.model.file=runs/wheel/last.pt", "serve.model.batch=2", "serve.model.instances=1"]
+PHOTOS = """
+import pathlib, numpy, PIL.Image
+for number in range(16):
+    path = pathlib.Path(f"data/core/{number % 2}/{number}.jpg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    PIL.Image.fromarray(numpy.random.default_rng(number).integers(0, 255, (80, 90, 3), numpy.uint8)).save(path)
+"""
+CORE = """
+source: {folder: data/core, split: {train: 0.5, val: 0.5}}
+pipelines:
+  train: {stages: [decode: {color: rgb}, random_resized_crop: {size: 64}, normalize], batch: {size: 4}, shuffle: true}
+  val: {stages: &eval [decode, resize: {height: 64, width: 64}, normalize], batch: {size: 4}}
+serve: {stages: *eval, model: {file: runs/core/last.pt}}
+train: {model: resnet18, epochs: 1, out: runs/core}
+"""
+EPOCH = """
+import gpuflow
+with gpuflow.load("core.yaml", "val") as loader:
+    print(sum(len(images) for images, labels in loader))
+"""
+ABSENT = {
+    "samples": ["samples data/more"],
+    "serve": ["serve core.yaml", "parity core.yaml", "predict core.yaml serve.model.file=a.onnx --out more"],
+    "export": ["export core.yaml --onnx a.onnx"],
+    "hf": ["predict core.yaml --out more --format parquet", 'scan core.yaml source={"hf":"data"}'],
+    "formats": [f"check core.yaml pipelines.train.stages.0.decode.formats=[{name}]" for name in ("heic", "tiff")],
+    "metrics": ["train core.yaml --force --metrics-port 9400"],
+}
+"""Commands that need each extra, which is not installed."""
+
 TESTS_OF_THE_SOURCES = ["tests/test_errors.py", "tests/config/test_overrides.py", "tests/stages/test_flip.py"]
 
 
@@ -47,12 +77,12 @@ class Place(NamedTuple):
     folder: Path
     environment: dict[str, str]
 
-    def run(self, *command: str | Path) -> str:
-        return run(*command, cwd=self.folder, env=self.environment)
+    def run(self, *command: str | Path, code: int = 0) -> str:
+        return run(*command, cwd=self.folder, env=self.environment, code=code)
 
 
-def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
-    """Return what a command prints, after a line with its seconds. If the command fails, end the script."""
+def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None, code: int = 0) -> str:
+    """Return what a command prints, after a line with its seconds. With another exit code, end the script."""
     begin = time.monotonic()
     try:
         done = subprocess.run(
@@ -66,8 +96,8 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
         )
     except subprocess.TimeoutExpired as error:
         sys.exit(f"{' '.join(error.cmd)}\ntakes more than {SECONDS} s")
-    words = " ".join(Path(word).name if os.sep in str(word) else str(word) for word in command)
-    if done.returncode:
+    words = " ".join(" ".join(Path(word).name if os.sep in str(word) else str(word) for word in command).split())
+    if done.returncode != code:
         sys.exit(f"{done.stdout}\n{words}\nends with exit code {done.returncode}")
     print(f"{time.monotonic() - begin:6.1f} s  {words[:100]}", flush=True)
     return done.stdout
@@ -119,17 +149,42 @@ def check_wheel(wheel: Path, folder: Path) -> None:
 
 
 def install(wheel: Path, folder: Path) -> Place:
-    """Return an environment that holds the wheel and what it depends on, and nothing of this repository."""
+    """Return an environment that holds the wheel and what it depends on, and nothing of this repository.
+
+    It is used without extras before these are installed.
+    """
     uv, empty = Path(sys.executable).with_name("uv"), folder / "empty"
     empty.mkdir()
     run(uv, "venv", "--quiet", "--python", sys.executable, folder / "venv", cwd=empty)
-    python = folder / "venv/bin/python"
-    packages = [f"--constraint={ROOT / 'requirements.txt'}", f"{wheel}[{EXTRAS}]", "pytest", "hypothesis"]
-    run(uv, "pip", "install", "--quiet", "--python", python, *packages, cwd=empty)
+    constraint, python = f"--constraint={ROOT / 'requirements.txt'}", folder / "venv/bin/python"
+    pip = partial(run, uv, "pip", "install", "--quiet", "--python", python, cwd=empty)
     names = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "LANG")
     kept = {name: os.environ[name] for name in names if name in os.environ}
     own = {"PATH": f"{folder / 'venv/bin'}:{os.defpath}", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-    return Place(empty, kept | own)
+    place = Place(empty, kept | own)
+    pip(constraint, wheel)
+    pip("pillow==10.4.0")  # the oldest; make test-oldest installs the extra formats, which needs a newer one
+    use_without_extras(place)
+    pip(constraint, f"{wheel}[{EXTRAS}]", "pytest", "hypothesis")
+    return place
+
+
+def use_without_extras(place: Place) -> None:
+    """Check, load, train, show and predict, and find in errors which extra other jobs need."""
+    gpuflow = partial(place.run, "gpuflow")
+    (place.folder / "core.yaml").write_text(CORE)
+    (place.folder / "a.onnx").touch()
+    place.run("python", "-c", PHOTOS)
+    gpuflow("check", "core.yaml")
+    if (images := place.run("python", "-c", EPOCH).strip()) != "8":
+        sys.exit(f"an epoch of val must have 8 images, and has {images}")
+    gpuflow("train", "core.yaml", "--max-steps", "1")
+    gpuflow("show", "core.yaml")
+    gpuflow("predict", "core.yaml", "--out", "rows")
+    for extra, commands in ABSENT.items():
+        for command in commands:
+            if f"pip install 'gpuflow[{extra}]'" not in (text := gpuflow(*command.split(), code=1)):
+                sys.exit(f"{text}\ngpuflow {command}\nmust name the extra {extra}")
 
 
 def use(place: Place) -> None:
