@@ -177,7 +177,10 @@ def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll
     names = pa.array(["b", "a", "b"], pa.string_view())
     tags = pa.array([["b"], [], ["a", "b"]], pa.list_view(pa.string_view()))
     columns = {"image": pa.array(data, pa.binary_view()), "label": names, "tags": tags}
-    path = str(write(tmp_path / "x.parquet", columns))
+    try:
+        path = str(write(tmp_path / "x.parquet", columns))
+    except pa.ArrowNotImplementedError as error:
+        pytest.skip(f"pyarrow {pa.__version__} cannot write the file: {error}")
     if write is write_saved:
         with pytest.raises(SourceError, match=r"'image' must hold encoded images \(bytes, .*\), got binary_view"):
             open_source(source_spec(hf=path))

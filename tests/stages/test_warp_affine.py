@@ -24,6 +24,12 @@ def warped(stage: WarpAffine, image: Any, size: tuple[int, int]) -> Any:
     return found.permute(1, 2, 0).numpy().astype(int)
 
 
+opencv_5 = pytest.mark.skipif(
+    int(cv2.__version__.split(".")[0]) < 5, reason="OpenCV 4 rounds places to 1/32 of a pixel"
+)
+
+
+@opencv_5
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("inverse_map", [False, True])
 @pytest.mark.parametrize("by_points", [False, True])
@@ -37,6 +43,7 @@ def test_pixels_are_those_of_opencv(by_points: bool, inverse_map: bool, border: 
     assert np.abs(warped(stage, image, (48, 57)) - expected).max() <= 1
 
 
+@opencv_5
 def test_inside_the_image_the_constant_border_is_opencvs() -> None:
     image = photo(60, 80)
     expected = cv2.warpAffine(image, np.array(MATRIX), (80, 60), borderValue=(114, 114, 114))
