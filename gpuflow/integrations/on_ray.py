@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
-import pickle
 import re
 import secrets
 import signal
@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,10 @@ def predict_parts(
     total = sum(map(len, parts))
     try:
         for answer in answers.iter_rows():
-            rows = pickle.loads(answer["rows"])
-            if isinstance(rows, str):
-                raise LoaderError(rows)
+            found = json.loads(answer["rows"])
+            if isinstance(found, str):
+                raise LoaderError(found)
+            rows = [Row(**row) for row in found]
             predictor.count(rows, of=total)
             yield range(answer["start"], answer["stop"]), rows
     except RayError as error:
@@ -143,13 +145,14 @@ class _PartPredictor:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         part = range(int(batch["start"][0]), int(batch["stop"][0]))
-        answer: list[Row] | str = self._fault
+        answer: list[dict[str, Any]] | str = self._fault
         if not self._fault:
             try:
-                ((_, answer),) = self._predictor.predict_parts([part])
+                ((_, rows),) = self._predictor.predict_parts([part])
+                answer = [asdict(row) for row in rows]
             except Exception as error:
                 answer = _on_node(error)
-        return {**batch, "rows": [pickle.dumps(answer)]}
+        return {**batch, "rows": [json.dumps(answer)]}
 
 
 # --- serve ------------------------------------------------------------------------------------------------------------
