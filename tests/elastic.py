@@ -41,4 +41,4 @@ def require_each_sample_once(
     assert (found.missing, found.repeated, found.changed) == (0, 0, 0), found
     after_checkpoint = kill_at % scripts.training.EVERY
     assert found.replayed == after_checkpoint * scripts.arms.BATCH
-    assert found.ranks == ((2, 1) if kill == "node" else (2, 2))
+    assert found.ranks == ((2, 1) if kill == "node" else (2, 2)), found
