@@ -22,7 +22,7 @@ _BASELINE, _PROGRESSIVE = 1, 2
 
 
 class HeaderScan(NamedTuple):
-    """What the headers of N files say; zeros for a file that is not ordinary.
+    """Holds what the headers of N files say; zeros for a file that is not ordinary.
 
     engine, progressive [N]: whether a file is an ordinary baseline JPEG that the engines decode, or an ordinary
     progressive one. sizes [N, 2]: height and width as stored. orientations [N]: as EXIF counts them, 1 if it says
@@ -67,7 +67,7 @@ _GRAY_OR_COLOR = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """The headers of a chunk's N files.
+    """Holds the headers of a chunk's N files.
 
     sizes [N, 2]: height, width as stored, in pixels. orientations [N]: as EXIF counts them, 1 to 8; 1 if the file says
     nothing, or if it was not read. engine [N]: whether the JPEG engines decode the file.

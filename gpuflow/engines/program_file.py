@@ -31,7 +31,7 @@ _ENTRIES = re.compile(
     r"|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json)"
     r"|data/sample_inputs/model\.pt"
 )
-"""What `torch.export.save` writes. Others are compiled libraries, pickled objects, and formats older than torch 2.9."""
+"""Matches what `torch.export.save` writes: no compiled library, no pickled object, no format older than torch 2.9."""
 _CONFIGS = "data/weights/model_weights_config.json", "data/constants/model_constants_config.json"
 _MODEL, _SAMPLE_INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 

@@ -26,7 +26,7 @@ _FLIPS = np.array([(turn in FLIPPED_Y, turn in FLIPPED_X) for turn in range(9)])
 
 
 def rows_are_short(sizes: NDArray[np.int64], orientations: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Whether kernels can read interleaved images upright, [n], see `ROW_BYTES`. Arguments: as of `pixel_steps`.
+    """Return whether kernels can read interleaved images upright, [n], see `ROW_BYTES`. Arguments: as of `pixel_steps`.
 
     They cannot if an image of more than 700 million pixels is turned by 90 degrees: an upright row then has a pixel of
     each stored one.
@@ -38,8 +38,8 @@ def rows_are_short(sizes: NDArray[np.int64], orientations: NDArray[np.integer]) 
 def pixel_steps(
     sizes: NDArray[np.int64], channels: int, orientations: NDArray[np.integer] | None = None
 ) -> NDArray[np.int64]:
-    """How to read interleaved uint8 images upright, [n, 3], in bytes: from the first byte to the upper left pixel, and
-    from there to the next row's and the next column's.
+    """Return the steps that read interleaved uint8 images upright, [n, 3], in bytes: from the first byte to the upper
+    left pixel, and from there to the next row's and the next column's.
 
     sizes [n, 2]: height and width as stored, one row after the other. orientations [n]: as EXIF counts them; by default
     nothing is turned.
@@ -56,7 +56,7 @@ def pixel_steps(
 
 
 class Regions(NamedTuple):
-    """The part of each image that is decoded, of n images.
+    """Holds which part of each of n images is decoded.
 
     x, y, width, height [n]: of the part in the stored image. steps [n, 3]: how to read the upright image if memory
     holds this part alone, see `pixel_steps`; the upper left pixel may be outside.

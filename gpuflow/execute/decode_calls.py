@@ -206,7 +206,7 @@ class LaterResults:
         self.images: list[torch.Tensor] = []
 
     def reserve(self, images: int) -> int:
-        """The number of free rows. The first call allocates memory for this number of images."""
+        """Return the number of free rows. The first call allocates memory for this number of images."""
         if not self.images:
             self.images = [allocate_slots(self._device_stream, images, spec) for spec in self._specs]
             self._free.extend(range(images))

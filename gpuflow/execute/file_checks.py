@@ -40,7 +40,7 @@ class KnownFiles:
             self._sizes, self._most = memory, len(memory)
 
     def known(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these samples [N] are known to have such files, of these sizes."""
+        """Return which of these samples [N] are known to have such files, of these sizes."""
         remembered = self._sizes
         inside = indices < len(remembered)
         held = np.zeros(len(indices), np.uint32)  # 0 where none is

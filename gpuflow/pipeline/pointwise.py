@@ -191,7 +191,7 @@ class Filters:
     The smoothed level is the weighted sum in float32, rounded to the nearest level (a half to the even one). The result
     is level + (smoothed - level) * (1 - factor), clamped to 0-255 and truncated.
 
-    rows [N, KY], columns [N, KX]: the weights of the rows above and below a pixel and of the columns beside it; KY and
+    rows [N, KY], columns [N, KX]: the weights of the rows above and below a pixel and of the columns next to it; KY and
         KX are odd. centre [N]: added to the pixel's own weight.
     factor [N]: 0 gives the smoothed image, 1 the image itself, and more a sharper one.
     active [N]: which samples are changed.
