@@ -54,7 +54,7 @@ def draw(
             _bars(axes, arms, panel, baseline)
             axes.set_xlim(0, 1.02 * max(result.high for result in (results if one_scale else panel.values())))
             if len(panels) > 1:
-                axes.set_title(workload, loc="left", fontsize=12, color=style.GRAY, pad=6)
+                axes.set_title(workload, loc="left", fontsize=11, color=style.GRAY, pad=6)
         axes_column[-1].set_xlabel("images per second")
         subtitle = f"ratios (x) to {arms[baseline].label}" if baseline in arms else ""
         if len(panels) == 1:

@@ -524,12 +524,15 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
         pair("worker_scaling", threads, "images_per_s", f"web: {scaling}", ",.0f"),
         pair("worker_scaling", ("gpuflow", "spdl-io"), "images_per_s", transfer, ",.0f", "workloads.csv"),
         pair("worker_scaling", ("gpuflow-gpu", "dali-mixed"), "images_per_s", transfer, ",.0f", "workloads.csv"),
+        pair("peers", ("gpuflow", "dataloader-tensors"), "images_per_s", f"500x375: {scaling}", ",.0f"),
+        pair("peers", ("gpuflow-gpu", "dali-mixed"), "images_per_s", f"500x375: {scaling}", ",.0f", "gpu.csv"),
         pair("loader_cpu", ("gpuflow", "dataloader"), "images_per_s", "", ",.0f"),
         pair("real_data", dali, "images_per_s", "web; alone", ",.0f"),
         pair("real_data", dali, "step_ratio", "web; resnet50", ".3f"),
         pair("real_data", dali, "step_ratio", "web; resnet18", ".3f"),
         pair("real_data", dali, "step_ratio", "same; resnet18", ".3f"),
         pair("service", ("graph-cpu", "plain"), "qps", "resnet18 by torch, 2 cores; 500x375; clients=10", ".1f"),
+        pair("service", ("graph-gpu", "plain"), "qps", "H200, 3 cores; 500x375; clients=10", ",.0f"),
     ]
     table = FIRST_SCREEN.split("| question |", 1)[1].split("\n\n", 1)[0]
     assert [

@@ -213,8 +213,7 @@ def webdataset(job: Job) -> Loader:
     shards = sorted(str(path) for path in Path(job.input).glob("*.tar"))
     dataset = wds.WebDataset(shards, shardshuffle=len(shards)).shuffle(1000).decode("pil").to_tuple("jpg", "cls")
     dataset = dataset.map_tuple(transform(), int).batched(job.batch)
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=job.workers, persistent_workers=True)
-    return loader.unbatched().shuffle(1000).batched(job.batch)
+    return wds.WebLoader(dataset, batch_size=None, num_workers=job.workers, persistent_workers=True)
 
 
 def litdata(job: Job) -> Loader:
@@ -250,6 +249,9 @@ def grain(job: Job) -> Loader:
     import grain
     import numpy as np
     import torch
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # worker processes read one, and absl.app.run does not run here
 
     prepare = transform()
 
