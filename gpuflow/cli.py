@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from gpuflow.loader.loader import Loader
     from gpuflow.tools.predict import RowPredictor
 
-__all__ = ["app", "main"]
 
 _out = Console(highlight=False, markup=False, emoji=False)
 _err = Console(stderr=True, highlight=False, markup=False, emoji=False)

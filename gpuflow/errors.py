@@ -32,36 +32,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-__all__ = [
-    "UNSET",
-    "BadSampleError",
-    "Code",
-    "ConfigError",
-    "DecoderError",
-    "GpuflowError",
-    "Key",
-    "LoaderError",
-    "LoaderTimeout",
-    "MissingExtra",
-    "NativeLibraryError",
-    "PredictorError",
-    "PredictorTimeout",
-    "Problem",
-    "ServerFault",
-    "SourceError",
-    "StateError",
-    "SystemFault",
-    "TooManyBadSamples",
-    "did_you_mean",
-    "dotted",
-    "is_system_fault",
-    "reason_of",
-    "redacted",
-    "show",
-    "suggest",
-    "system_fault",
-]
-
 
 class GpuflowError(Exception):
     """Base of every exception that gpuflow raises on purpose. Its text holds no credentials, see `redacted`."""

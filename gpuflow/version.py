@@ -2,6 +2,4 @@
 
 import importlib.metadata
 
-__all__ = ["__version__"]
-
 __version__ = importlib.metadata.version("gpuflow")

@@ -10,8 +10,6 @@ from gpuflow.runtime.entry_points import entry_points
 if TYPE_CHECKING:
     from gpuflow.pipeline.stage import Stage
 
-__all__ = ["stage_table"]
-
 
 def stage_table() -> dict[str, type[Stage]]:
     """The vocabulary: gpuflow's own stages, then what other packages offer as entry points `gpuflow.stages`.

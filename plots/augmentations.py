@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from plots import style
 
-__all__ = ["draw"]
-
 Pixels = NDArray[np.uint8]
 
 _AMPLIFIED = 100

@@ -14,8 +14,6 @@ from matplotlib.figure import Figure
 
 from . import style
 
-__all__ = ["draw"]
-
 _NAMED, _NUMBERED = 40, 16
 """The most classes that are named at the axes, and whose cells have numbers."""
 

@@ -16,8 +16,6 @@ from matplotlib.lines import Line2D
 
 from . import style
 
-__all__ = ["draw"]
-
 _PUBLISHED = {"all": 0.33, "5%": 2.58}
 """Differences of recall in the document of the training integration: CPU decode in training, GPU decode served."""
 _SHARES = {"all": ("#0072b2", "o", -0.17), "5%": ("#d55e00", "s", 0.17)}

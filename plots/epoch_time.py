@@ -15,8 +15,6 @@ from matplotlib.ticker import PercentFormatter
 
 from . import style
 
-__all__ = ["draw"]
-
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _BAR, _BETWEEN = 11, 2.2, 3.4, 1.05, 1.1, 0.42, 0.65  # inches
 _PUBLISHED = 0.8
 _HOW = "first epoch included; medians and all repeats; dashed: 80%, published by the guide to DALI, other hardware"

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from . import loader_cpu, style
 
-__all__ = ["draw"]
-
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
     """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""

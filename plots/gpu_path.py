@@ -13,8 +13,6 @@ from matplotlib.figure import Figure
 
 from . import style
 
-__all__ = ["PANELS", "draw"]
-
 _LOADER_CPU = "cpu_s_per_1000_of_loader"
 PANELS = (
     ("loader alone: images per second", "images_per_s", "", "{:,.0f}"),

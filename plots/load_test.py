@@ -17,8 +17,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 
 from . import style
 
-__all__ = ["draw"]
-
 Series = dict[str, dict[int, style.Result]]
 """For each arm its rows by number of clients."""
 

@@ -13,8 +13,6 @@ from matplotlib.figure import Figure
 
 from . import style
 
-__all__ = ["BASELINE", "draw"]
-
 BASELINE = "dataloader"
 """The arm that ratios are relative to: torch.utils.data.DataLoader with PIL and torchvision's transforms."""
 

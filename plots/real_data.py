@@ -20,8 +20,6 @@ from matplotlib.ticker import FixedLocator
 
 from . import style
 
-__all__ = ["KINDS", "draw"]
-
 KINDS = {
     "web": "80 to 3,000 pixels, 15% 4:4:4, 5% 4:2:2, 3% progressive, some gray, PNG, CMYK",
     "same": "about 500x375 pixels, 4:2:0",

@@ -22,25 +22,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-__all__ = [
-    "ARMS",
-    "GRAY",
-    "INK",
-    "Arm",
-    "Result",
-    "arms_of",
-    "count_axis",
-    "figure_style",
-    "footer",
-    "main",
-    "read_results",
-    "save",
-    "split_workload",
-    "spread_apart",
-    "text_width",
-    "title",
-]
-
 INK = "#222222"
 GRAY = "#6b6b6b"
 _RULE = "#dddddd"

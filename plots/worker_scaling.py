@@ -20,8 +20,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from . import style
 
-__all__ = ["draw"]
-
 Series = dict[int, style.Result]
 
 _TITLES = {

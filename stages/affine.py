@@ -22,8 +22,6 @@ from gpuflow.pipeline.warp_parameters import (
     lookup_of,
 )
 
-__all__ = ["Affine"]
-
 _Shear = (
     Annotated[float, s.Bounds(least=0, most=89, words="within [0, 89], [low, high] or [x low, x high, y low, y high]")]
     | Annotated[tuple[float, float] | tuple[float, float, float, float], s.Bounds(least=-89, most=89)]

@@ -18,8 +18,6 @@ from gpuflow.stages.policy_parts import (
     uniform_places,
 )
 
-__all__ = ["AutoAugment"]
-
 _SPACE: dict[str, Range | None] = {
     "ShearX": Range(0.0, 0.3, both_signs=True),
     "Rotate": Range(0.0, 30.0, both_signs=True),

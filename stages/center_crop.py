@@ -11,8 +11,6 @@ import numpy as np
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Size, size_pair
 
-__all__ = ["CenterCrop"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenterCrop(s.Geometry):

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Factor, Probability, Shift, range_of, with_probability
 
-__all__ = ["ColorJitter"]
-
 _ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
 _OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
 

@@ -10,8 +10,6 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.mixture import MixMode, draw_mixture
 from gpuflow.pipeline.parameters import Probability
 
-__all__ = ["Cutmix"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Cutmix(s.Mixing):

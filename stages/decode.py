@@ -11,8 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gpuflow.pipeline.stage import Bounds, Decoder, ImageSpec
 
-__all__ = ["Decode"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decode(Decoder):

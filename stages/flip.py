@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability
 
-__all__ = ["Flip"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Flip(s.Geometry):

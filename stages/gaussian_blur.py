@@ -13,8 +13,6 @@ from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random, with_probability
 
-__all__ = ["GaussianBlur"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GaussianBlur(s.Local):

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, Shift, adjustment, drawn_factors, is_random, range_of
 
-__all__ = ["Hue"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Hue(s.Pointwise):

@@ -14,8 +14,6 @@ from gpuflow.pipeline.parameters import Size, size_pair
 from gpuflow.pipeline.warp_parameters import Fill, check_fill
 from gpuflow.stages.resize import Interpolation
 
-__all__ = ["Letterbox"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Letterbox(s.Geometry):

@@ -17,7 +17,6 @@ from gpuflow.pipeline.parameters import IMAGENET
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Normalize"]
 
 _LARGEST = 10.0
 """A larger mean or standard deviation is in units of 0 to 255."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["NormalizeModule"]
-
 
 class NormalizeModule(torch.nn.Module):
     """Computes (image / 255 - mean) / std of uint8 images [N, C, H, W], as `Normalize.table` does for each level."""

@@ -20,8 +20,6 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation, check_fill, lookup_of
 from gpuflow.stages.sharpness import Sharpness
 
-__all__ = ["OPERATIONS", "AugmentPolicy", "Choice", "Drawn", "Magnitudes", "Range", "uniform_places"]
-
 OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast"),
     *("Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize", "Invert"),

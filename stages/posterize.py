@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
 
-__all__ = ["Posterize"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Posterize(s.Pointwise):

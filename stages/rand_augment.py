@@ -20,8 +20,6 @@ from gpuflow.stages.policy_parts import (
     uniform_places,
 )
 
-__all__ = ["RandAugment"]
-
 _SPACE: dict[str, Range | None] = {
     "Identity": None,
     "ShearX": Range(0.0, 0.3, both_signs=True),

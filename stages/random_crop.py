@@ -12,8 +12,6 @@ from gpuflow.pipeline.moves import MIRRORS
 from gpuflow.pipeline.parameters import Padding, Size, sides_of, size_pair
 from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_mirrors, levels_of
 
-__all__ = ["RandomCrop"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomCrop(s.Geometry):

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, Ratio
 
-__all__ = ["RandomErasing"]
-
 _ATTEMPTS = 10
 _IMAGENET = (124, 116, 104)
 """The level nearest to normalize's mean: imagenet, so that it becomes nearly 0."""

@@ -12,8 +12,6 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Ratio, Size, size_pair
 from gpuflow.stages.resize import Interpolation
 
-__all__ = ["RandomResizedCrop"]
-
 _ATTEMPTS = 10
 
 

@@ -13,8 +13,6 @@ from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Side
 
-__all__ = ["Interpolation", "Resize"]
-
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 
 

@@ -24,8 +24,6 @@ from gpuflow.pipeline.warp_parameters import (
     rotation,
 )
 
-__all__ = ["Rotate"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rotate(s.Geometry):

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SampleGenerator", "on_cpu"]
-
 
 def on_cpu() -> AbstractContextManager[Any]:
     """Within it, tensors for which no device is named are on the CPU, also where a program has set another default."""

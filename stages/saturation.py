@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Factor, Probability, adjustment, drawn_factors, is_random, range_of
 
-__all__ = ["Saturation"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Saturation(s.Pointwise):

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
 
-__all__ = ["Solarize"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Solarize(s.Pointwise):

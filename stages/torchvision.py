@@ -19,7 +19,6 @@ from gpuflow.pipeline import stage as s
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Torchvision"]
 
 _PROBES = ((61, 83), (97, 53))
 _PROBE_SEEDS = 16

@@ -10,8 +10,6 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import AugmentPolicy, Choice, Magnitudes, Range, uniform_places
 
-__all__ = ["TrivialAugment"]
-
 _SPACE: dict[str, Range | None] = {
     "Identity": None,
     "ShearX": Range(0.0, 0.99, both_signs=True),

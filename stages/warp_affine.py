@@ -15,8 +15,6 @@ from gpuflow.pipeline.parameters import Size, size_pair
 from gpuflow.pipeline.record_values import LARGEST, independent
 from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, check_fill, lookup_of
 
-__all__ = ["WarpAffine"]
-
 _Row = tuple[float, float, float]
 _Point = tuple[float, float]
 Matrix = Annotated[tuple[_Row, _Row], s.Bounds(limit=LARGEST)]

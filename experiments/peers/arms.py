@@ -251,7 +251,7 @@ def grain(job: Job) -> Loader:
     import torch
     from absl import flags
 
-    flags.FLAGS.mark_as_parsed()  # worker processes read one, and absl.app.run does not run here
+    flags.FLAGS.mark_as_parsed()  # worker processes read one
 
     prepare = transform()
 

@@ -25,27 +25,6 @@ from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import KINDS, SourceSpec
 from gpuflow.sources.storage import CacheSpec
 
-__all__ = [
-    "BatchSpec",
-    "CacheKeys",
-    "Config",
-    "Document",
-    "ModelSpec",
-    "PipelineSpec",
-    "Pixels",
-    "PresetKeys",
-    "RunSpec",
-    "SaveSpec",
-    "ServeSpec",
-    "SourceKeys",
-    "TargetsSpec",
-    "TensorrtSpec",
-    "TrainSpec",
-    "ViewSpec",
-    "alternatives",
-    "keys_of",
-]
-
 OnError = Literal["raise", "replace", "skip"]
 Positive = Annotated[int, Field(ge=1)]
 Samples = Annotated[int, Field(ge=1, le=1_000_000)]

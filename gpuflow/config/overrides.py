@@ -12,8 +12,6 @@ from typing import Any
 from gpuflow.config.yaml_file import parse_value
 from gpuflow.errors import ConfigError, Key, Problem, show, suggest
 
-__all__ = ["Overrides"]
-
 
 class Overrides:
     """Changes the data of a file in place, and remembers which override set which value.

@@ -13,8 +13,6 @@ from gpuflow.pipeline.stage import Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import Source, SourceSpec, fields_of
 
-__all__ = ["declared_problems", "mixing_problems", "refuse_record_fields", "require_record_fields"]
-
 
 def declared_problems(name: str, program: AnyProgram, source: SourceSpec) -> Iterator[Problem]:
     """A problem for each field that a pipeline takes and the source does not declare, or with another type, and for

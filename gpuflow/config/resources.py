@@ -8,17 +8,6 @@ from gpuflow.pipeline.views import AnyProgram, programs_of
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.sources.offered import Offered
 
-__all__ = [
-    "decode_processes_of",
-    "gpu_readers_of",
-    "parts_in_python",
-    "processes_of",
-    "readers_of",
-    "serving_processes_of",
-    "share_threads_of",
-    "threads_of",
-]
-
 _REMOTE_READERS, _GPU_READERS, _MORE_GPU_READERS = 16, 2, 3
 _FEWEST_CORES_FOR_MORE_GPU_READERS = 12
 """With these a third reader lets the cores rewrite progressive files while others are read: 22,700 instead of 18,200

@@ -25,8 +25,6 @@ from gpuflow.sources import KINDS, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.storage import CacheSpec
 
-__all__ = ["docstring_of", "json_schema"]
-
 Schema = dict[str, Any]
 
 _STAGES = {"$ref": "#/$defs/stages"}

@@ -16,8 +16,6 @@ from gpuflow.pipeline.bounds import field_types
 from gpuflow.pipeline.parameters import OTHER_KEYS
 from gpuflow.pipeline.stage import Decoder, FromRecord, Stage
 
-__all__ = ["as_tuples", "make_stage"]
-
 
 def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
     """The stage that an entry names, with its parameters.

@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from gpuflow.errors import Key, Problem, dotted, suggest
 from gpuflow.pipeline.record_values import FromRecord
 
-__all__ = ["fits", "meant_key", "problems_of", "type_in_words"]
-
 
 def problems_of(
     error: pydantic.ValidationError, model: type[BaseModel], data: Any, document: type[BaseModel] | None = None

@@ -11,8 +11,6 @@ import yaml
 
 from gpuflow.errors import UNSET, Code, ConfigError, Key, Problem, show, suggest
 
-__all__ = ["Lines", "parse_value", "read_yaml"]
-
 Lines = dict[tuple[Key, ...], int]
 """The line of each value, by its path; a key's line for a value in a mapping."""
 

@@ -14,20 +14,6 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, Code
 
-__all__ = [
-    "ANIMATION",
-    "FLIPPED_X",
-    "FLIPPED_Y",
-    "OPENCV_FLAGS",
-    "SWAPPED",
-    "UNSUPPORTED",
-    "Header",
-    "refuse",
-    "require_memory",
-    "stored",
-    "upright",
-]
-
 SWAPPED = 5
 """EXIF orientations from this value on rotate the image by 90 degrees, so they swap height and width."""
 FLIPPED_Y, FLIPPED_X = (3, 4, 7, 8), (2, 3, 6, 7)

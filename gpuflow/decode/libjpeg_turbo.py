@@ -22,15 +22,6 @@ from numpy.typing import NDArray
 
 from gpuflow.native.library import INTEGER, POINTER, function
 
-__all__ = [
-    "OPENCV_COST",
-    "PIXEL_FORMATS",
-    "REMEDY",
-    "LibjpegTurbo",
-    "find_libjpeg_turbo",
-    "libjpeg_turbo_refusal",
-]
-
 PIXEL_FORMATS = {"rgb": 0, "bgr": 1, "gray": 2}
 """The values of jpeg_color in native/jpeg.h."""
 OPENCV_COST = "crops of JPEGs take 1.3 times as long, small ones of large photographs 4 times"

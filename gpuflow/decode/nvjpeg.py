@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import GpuflowError, MissingExtra
 
-__all__ = ["BACKENDS", "FORMATS", "BatchedDecoder", "NvjpegError", "NvjpegLibrary", "find_nvjpeg", "for_chunks_of"]
-
 BACKENDS: Mapping[str, str] = MappingProxyType({"hardware": "JPEG engines", "cuda": "CUDA kernels"})
 """Names of the backends for messages, in the order in which they are tried: engines, which not every GPU has, first."""
 _BACKENDS = {"hardware": 3, "cuda": 2, "cuda_few": 1}

@@ -17,8 +17,6 @@ from gpuflow.decode.header import UNSUPPORTED, Header, refuse, require_memory
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault, reason_of
 
-__all__ = ["decode_optional", "missing_library"]
-
 _EXTRA = "formats"
 _OLDEST_PILLOW = 12
 """Older ones turn a TIFF by its XMP data, and have no AVIF or a decoder of it that can crash."""

@@ -15,8 +15,6 @@ import numpy as np
 
 from gpuflow.decode.header import ANIMATION, UNSUPPORTED, Header, refuse, upright
 
-__all__ = ["LABELS", "READERS", "Reader", "format_by_content"]
-
 LABELS = {
     "tiff": "TIFF",
     "gif": "GIF",

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.header import UNSUPPORTED, Header, refuse
 
-__all__ = ["decode_pnm", "is_pnm", "read_pnm"]
-
 _GAP = rb"(?:[ \t-\r]|#[^\n\r]*[\n\r])+"
 _HEADER = re.compile(
     rb"P(?:([14])%b(\d{1,9})%b(\d{1,9})|([2356])%b(\d{1,9})%b(\d{1,9})%b(\d{1,9}))[ \t-\r]" % ((_GAP,) * 5)

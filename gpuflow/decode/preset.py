@@ -22,8 +22,6 @@ from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 
-__all__ = ["CANNOT_DECODE", "DAMAGED", "Preset", "is_preset_on_gpu"]
-
 CANNOT_DECODE = "the data is damaged, or of a format or size that torchpipe does not decode"
 """The reason of a bad sample that torchpipe's operators, or OpenCV in their place, cannot decode."""
 DAMAGED = "the data is damaged; the pixels of torchpipe's GPU decoder would depend on images decoded before"

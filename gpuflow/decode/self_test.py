@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.header import OPENCV_FLAGS
 
-__all__ = ["HEIGHT", "JPEG", "SAMPLING", "WIDTH", "is_right", "pixels"]
-
 HEIGHT, WIDTH, SAMPLING = 48, 64, 0x22
 JPEG = np.frombuffer(
     base64.b64decode(

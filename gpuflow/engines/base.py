@@ -24,29 +24,6 @@ from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import DaemonPool
 
-__all__ = [
-    "METADATA_KEY",
-    "Engine",
-    "ModelInfo",
-    "black_images",
-    "check_answers",
-    "check_batch",
-    "check_batch_sizes",
-    "check_classes",
-    "check_input",
-    "check_logits",
-    "class_difference",
-    "class_names",
-    "cores_per_instance",
-    "model_error",
-    "noise_images",
-    "read_model",
-    "reading_fault",
-    "refuse_other_preprocessing",
-    "run_in_thread",
-    "warm_up_all",
-]
-
 _LOG = logging.getLogger(__name__)
 METADATA_KEY = "gpuflow"
 """The key under which an exported file holds its `ModelInfo`, as JSON."""

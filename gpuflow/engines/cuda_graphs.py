@@ -10,8 +10,6 @@ import torch
 
 from gpuflow.runtime.cuda_capture import CudaCapture
 
-__all__ = ["Captured", "CudaGraphs", "GraphMaker", "difference", "tolerance"]
-
 _RUNS_BEFORE_CAPTURE = 3
 _TOLERANCES = {torch.float16: 0.05, torch.bfloat16: 0.05}
 _FLOAT32_TOLERANCE = 5e-3  # torch lets convolutions round to TF32

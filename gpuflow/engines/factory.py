@@ -21,8 +21,6 @@ from gpuflow.engines.base import (
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 
-__all__ = ["open_engine", "open_engines", "read_checked_info", "read_info"]
-
 
 def open_engine(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> Engine:
     """One engine that may use all cores. See `open_engines`."""

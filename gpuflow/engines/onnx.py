@@ -22,8 +22,6 @@ from gpuflow.engines.base import (
 from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.pipeline.stage import ImageSpec
 
-__all__ = ["OnnxEngine", "info_of", "open_all"]
-
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(uint8)": "uint8"}
 _KIND = "an ONNX model"
 

@@ -15,8 +15,6 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.files import atomic_write, cache_folder
 
-__all__ = ["PlanCache", "Platform", "Settings", "cache_directory", "cache_key", "timing_key"]
-
 _FORMAT = 1  # of the files; part of every key
 _DIGEST_BYTES = 32
 

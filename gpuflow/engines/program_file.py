@@ -24,8 +24,6 @@ import torch
 from torch._export.serde import schema
 from torch._export.serde.union import _Union
 
-__all__ = ["drop_origins", "refuse_code"]
-
 _ENTRIES = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|extra/[^/]+|models/model\.json"
     r"|data/weights/(weight_\d+|model_weights_config\.json)|data/constants/(tensor_\d+|model_constants_config\.json)"

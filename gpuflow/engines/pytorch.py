@@ -40,18 +40,6 @@ from gpuflow.errors import ConfigError, Problem, reason_of, suggest
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
-__all__ = [
-    "CHECKPOINT_VERSION",
-    "EXTRA_FILE",
-    "TorchEngine",
-    "build_model",
-    "info_of",
-    "load_checkpoint",
-    "open_all",
-    "padded_sizes",
-    "version_fault",
-]
-
 EXTRA_FILE = f"{METADATA_KEY}.json"
 """The file inside a `.pt2` that holds its `ModelInfo`."""
 CHECKPOINT_VERSION = 1

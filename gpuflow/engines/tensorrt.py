@@ -20,8 +20,6 @@ from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_directory
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem
 from gpuflow.pipeline.stage import ImageSpec
 
-__all__ = ["Stream", "TensorrtEngine", "build", "open_all", "open_on_streams", "platform_of"]
-
 _MAJOR = 10
 _WORKSPACE_BYTES = 2 << 30
 _DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}

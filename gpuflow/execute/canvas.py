@@ -16,8 +16,6 @@ from gpuflow.execute.device_stream import DeviceStream
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Resampling, Warping
 
-__all__ = ["TILE", "Canvas", "Tiles", "tiles_of"]
-
 TILE = 128
 """The side of a tile, in pixels. Every image has room for whole tiles."""
 

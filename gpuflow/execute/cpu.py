@@ -55,13 +55,6 @@ from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of, split
 from gpuflow.runtime.threads import DaemonPool, stop_flag, use_stop_flag, use_torch_threads
 from gpuflow.sources import Payload
 
-__all__ = [
-    "CpuRunner",
-    "bad_by_stage",
-    "call_opaque",
-    "header_of",
-]
-
 _WORTH = 0.9
 """Only a region of a JPEG is decoded if its area is at most this fraction of the image."""
 _NO_MEMORY = "can't allocate memory"

@@ -24,8 +24,6 @@ from gpuflow.runtime.memory import pinned
 from gpuflow.runtime.threads import DaemonPool, stop_flag, use_stop_flag, use_torch_threads
 from gpuflow.sources import Payload
 
-__all__ = ["CpuDecodePool", "PendingImages"]
-
 _CHUNKS = 4
 """Chunks at a time. While Python decodes an image of one of them, the threads of C code work on the others."""
 _KEPT_BYTES = 1 << 30

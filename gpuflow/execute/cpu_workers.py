@@ -22,8 +22,6 @@ from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 from gpuflow.sources import Payload, Source
 
-__all__ = ["DecodeRequest", "Outcome", "ReadRequest", "Setup", "open_runner", "prepare", "work"]
-
 _first_call = threading.Lock()
 """torch's first call in a forked process creates its thread pool again, which fails if two threads do it at once."""
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
-__all__ = ["LONG_WAIT", "SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots", "send_array", "take_free"]
 
 T = TypeVar("T")
 SHORT_WAIT = 0.05

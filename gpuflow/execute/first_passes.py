@@ -22,8 +22,6 @@ from gpuflow.execute.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory
 from gpuflow.execute.gpu_passes import DevicePasses, Target
 from gpuflow.pipeline.program import Resampling, Warping
 
-__all__ = ["CapturedPasses", "FirstPasses"]
-
 _LOG = logging.getLogger(__name__)
 _ATTEMPTS = 3
 """The number of times that a capture may fail: work of another thread can make it fail."""

@@ -51,8 +51,6 @@ from gpuflow.pipeline.program import Program, Resampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slots_of, split
 from gpuflow.sources import Payload
 
-__all__ = ["GpuRunner", "Prepared"]
-
 _LONG_WAITS = 32
 """The number of batches in a row for which the GPU must have waited so long. Fewer would count the first batches of a
 training, which are late, and a second call needs as much GPU memory as the first one."""

@@ -20,15 +20,6 @@ from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
 
-__all__ = [
-    "CPU_ASKED_FOR",
-    "DECODE_BYTES",
-    "Placement",
-    "gpu_decodes",
-    "gpu_passes_and_library",
-    "passes_text",
-    "place_on_gpu",
-]
 
 DECODE_BYTES = 1 << 27
 """The largest size of one buffer for decoded pixels, in bytes, unless run.memory_limit asks for less."""

@@ -25,18 +25,6 @@ from gpuflow.execute import packing
 from gpuflow.execute.device_stream import DeviceStream
 from gpuflow.native.library import function
 
-__all__ = [
-    "Driver",
-    "GpuCall",
-    "GpuCalls",
-    "KernelLaunch",
-    "PlanMemory",
-    "Transfer",
-    "can_be_used",
-    "capture_launch",
-    "find_driver",
-]
-
 _LOG = logging.getLogger(__name__)
 _NON_BLOCKING, _THREAD_LOCAL, _KERNEL_NODE = 1, 1, 0
 """CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_GRAPH_NODE_TYPE_KERNEL."""

@@ -39,17 +39,6 @@ from gpuflow.pipeline.program import (
     misfits_of,
 )
 
-__all__ = [
-    "DeviceImages",
-    "DevicePasses",
-    "Target",
-    "faults_of",
-    "interleaved",
-    "offsets_of",
-    "plan_of",
-]
-
-
 Target = torch.Tensor | Canvas
 """Where a pass puts its results: slots [n, C, H, W], or a canvas while they differ in size."""
 

@@ -16,8 +16,6 @@ from gpuflow.execute.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory
 from gpuflow.execute.kernels.copy import ALIGN, FIELDS, copy_images
 from gpuflow.execute.tables import table_of
 
-__all__ = ["ImageCopies", "ImageRows"]
-
 _LOG = logging.getLogger(__name__)
 _PLANS_BYTES = 1 << 15
 

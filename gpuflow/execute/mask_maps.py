@@ -27,8 +27,6 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.targets import PlacedMove, moves_of_stages
 
-__all__ = ["MaskMap", "mask_maps"]
-
 _apply = function("gpuflow_apply_mask_map", POINTER, POINTER, INTEGER, POINTER)
 _warp = function("gpuflow_warp_mask_map", POINTER, POINTER, INTEGER, INTEGER, POINTER, INTEGER, INTEGER, POINTER)
 _KINDS = {np.int32: 1, np.int64: 2}

@@ -19,7 +19,6 @@ from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 if TYPE_CHECKING:
     from PIL import ImageFile
 
-__all__ = ["Instance", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
 
 Instance = Polygons | Rle | NDArray[np.uint8]
 """The mask of one instance; pixels are 0 and 1."""

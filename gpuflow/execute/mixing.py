@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.mixture import Mixture
 
-__all__ = ["arrays_of", "mix_images", "mix_images_at_once", "mix_labels", "soft_labels"]
-
 
 def soft_labels(labels: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
     """Class labels [N] as probabilities of the classes, [N, classes]."""

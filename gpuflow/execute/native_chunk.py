@@ -21,18 +21,6 @@ from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resam
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
 
-__all__ = [
-    "DONE",
-    "REFUSED",
-    "RUNNING",
-    "Inputs",
-    "NativeSteps",
-    "Records",
-    "in_rows",
-    "run_chunk",
-    "run_records",
-]
-
 _run_chunk = function("gpuflow_run_chunk", POINTER, INTEGER, INTEGER)
 DONE, NO_MEMORY, STOPPED, REFUSED, RUNNING = range(5)
 """What becomes of a sample. REFUSED: libjpeg-turbo did not decode it, or C code was not asked to."""

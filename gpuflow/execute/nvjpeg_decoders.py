@@ -26,8 +26,6 @@ from gpuflow.execute.decode_calls import CALL_IMAGES
 from gpuflow.execute.device_stream import DeviceStream, take_free
 from gpuflow.execute.gpu_call import GpuCall
 
-__all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
-
 _LOG = logging.getLogger(__name__)
 _MAX_CALLS = {"hardware": 2, "cuda": 1, "cuda_few": 1}
 """The largest number of concurrent calls for each nvJPEG backend."""

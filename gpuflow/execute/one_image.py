@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from gpuflow.execute.native_chunk import Records, run_records
 from gpuflow.pipeline.pointwise import Filters, Operations
 
-__all__ = ["run_filters", "run_pointwise"]
-
 
 def run_pointwise(
     image: NDArray[np.uint8], operations: Operations, i: int, table: NDArray[Any] | None, *, planes: bool

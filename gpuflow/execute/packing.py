@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["in_one_block", "layout", "send_all", "tensors_in", "write"]
-
 _ALIGN = 16
 
 

@@ -22,8 +22,6 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, programs_of
 
-__all__ = ["Pass", "draw_passes", "passes_of", "passes_of_each"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pass:

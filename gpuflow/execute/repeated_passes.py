@@ -27,8 +27,6 @@ from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import LocalStep, PointwiseStep, ResamplingStep, WarpStep
 
-__all__ = ["Capture", "RepeatedPasses"]
-
 _LOG = logging.getLogger(__name__)
 _PLAIN_CALLS = 2
 """As many batches of one size in a row run without memory that is kept."""

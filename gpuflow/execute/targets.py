@@ -26,8 +26,6 @@ from gpuflow.pipeline.targets import (
     sizes_at_fault,
 )
 
-__all__ = ["TargetMapper", "Targets"]
-
 _BITS = 8
 """Of a pixel of a mask."""
 

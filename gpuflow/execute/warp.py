@@ -15,8 +15,6 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BORDERS", "OPENCV_BORDERS", "PLACES", "TIE", "TINY", "float32_map"]
-
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
 PLACES = 2.0**11

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.state import GradientState
 
-__all__ = ["AccelerateLoader", "load"]
-
 
 def load(
     accelerator: Accelerator, path: str | Path, name: str = "train", *, overrides: Sequence[str] = ()

@@ -8,8 +8,6 @@ from typing import Any
 from gpuflow.loader.loader import Loader
 from gpuflow.sources import Source
 
-__all__ = ["LoaderAdapter"]
-
 
 class LoaderAdapter:
     """The methods of a `Loader` that trainers call, passed on to `loader`. Subclasses say how it is iterated."""

@@ -33,8 +33,6 @@ except ImportError:
     except ImportError as error:
         raise MissingExtra("the DataModule", "lightning", "lightning") from error
 
-__all__ = ["DataModule", "EpochLoader", "PreemptionCheckpoint"]
-
 
 class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
     """The pipelines of a YAML file for a Lightning `Trainer`.

@@ -34,7 +34,6 @@ try:
 except ImportError as error:
     raise MissingExtra("--on ray", "Ray with ray.data and ray.serve", "ray") from error
 
-__all__ = ["connected", "predict_parts", "serve_replicas"]
 
 _SAME = "every node needs the same gpuflow, and the file, the model and the images at the same path, or at a URL"
 

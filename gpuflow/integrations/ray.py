@@ -22,7 +22,6 @@ try:
 except ImportError as error:
     raise MissingExtra("gpuflow.integrations.ray", "Ray Train", "ray") from error
 
-__all__ = ["load", "report", "restore"]
 
 _FILE = "gpuflow.pt"
 

@@ -22,8 +22,6 @@ from gpuflow.migration.from_timm import DataConfig
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.vocabulary import stage_table
 
-__all__ = ["EpochSampler", "TimmLoader", "create_loader"]
-
 _PLACE = "timm.create_loader:"
 _DEFAULTS = DataConfig()
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

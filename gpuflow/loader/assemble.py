@@ -49,7 +49,6 @@ from gpuflow.sources.storage import time_limit
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec
 
-__all__ = ["build_loader", "open_split", "open_whole"]
 
 _LAUNCHERS = 3
 """Threads that launch chunks on the GPU: two may be in nvJPEG's calls while the third one prepares the next chunk."""

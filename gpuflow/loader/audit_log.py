@@ -15,8 +15,6 @@ from gpuflow.loader.batch import Assembly
 from gpuflow.loader.drawn_orders import MixedOrder, WeightedOrder
 from gpuflow.loader.sampler import Order, Steps
 
-__all__ = ["audit_log"]
-
 
 def audit_log(path: str, pipeline: str, order: Order, steps: Steps, epoch: int) -> Callable[[Assembly], None]:
     """Return what appends a line of JSON for each batch of a `for`, to a file of this rank: of rank 3 `audit.3.jsonl`.

@@ -10,9 +10,6 @@ from io import FileIO
 
 from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
 
-__all__ = ["BadSamples"]
-
-
 _SHOWN = 3
 """How many faults an error names."""
 

@@ -21,8 +21,6 @@ from gpuflow.pipeline.records import Column, Field, Records
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 
-__all__ = ["Assembly", "Batch", "Chunk", "RaggedTensor", "targets_of"]
-
 
 class RaggedTensor:
     """Rows of different numbers per sample: `ragged[i]` are those of sample i, a view, and `len` is the batch's.

@@ -19,8 +19,6 @@ from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.metrics import Meter, nvtx
 
-__all__ = ["CpuOffload"]
-
 _KEPT_BYTES = 1 << 30
 
 

@@ -11,8 +11,6 @@ import time
 from gpuflow.config import Config
 from gpuflow.config.resources import share_threads_of
 
-__all__ = ["Share", "cpu_share_of"]
-
 _SMOOTHING = 1 / 16
 """The weight of the newest batch. A change takes about ten batches to show: those that were begun before it."""
 _LATE_STEP = 1 / 64

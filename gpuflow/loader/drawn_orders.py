@@ -18,8 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from gpuflow.loader.sampler import Order, drawn_candidate
 from gpuflow.pipeline.rng import StageKeys, key64, permute
 
-__all__ = ["MixInOrder", "MixedOrder", "WeightedOrder", "apportion"]
-
 Table = NDArray[np.int64]
 
 

@@ -19,8 +19,6 @@ from gpuflow.loader.batch import Assembly
 from gpuflow.runtime.admission import Admission, Completion
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
 
-__all__ = ["START_SECONDS", "STOP_SECONDS", "EpochRun", "RunningPipeline"]
-
 START_SECONDS, STOP_SECONDS = 30.0, 3.0
 _LOG = logging.getLogger(__name__)
 

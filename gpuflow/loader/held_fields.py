@@ -14,8 +14,6 @@ from gpuflow.errors import BadSampleError, show
 from gpuflow.pipeline.records import Column, Field, Ragged
 from gpuflow.sources import SourceSpec
 
-__all__ = ["columns_of", "for_numpy", "keypoints_of", "moved_fields", "without_tensors"]
-
 _IN_TARGETS = {"boxes": "boxes", "mask": "masks", "keypoints": "keypoints"}
 """What `Batch.targets` and torchvision's detectors call fields of these types."""
 

@@ -12,8 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from gpuflow.errors import LoaderError
 from gpuflow.loader.sampler import drawn_candidate
 
-__all__ = ["ListedEpochs", "ListedSteps"]
-
 
 @dataclass(frozen=True, slots=True)
 class ListedSteps:

@@ -25,9 +25,6 @@ from gpuflow.runtime.metrics import StageTotals, Stats
 from gpuflow.sources import Source, cache_counts, fingerprint_of
 from gpuflow.version import __version__
 
-__all__ = ["Loader", "LoaderTotals"]
-
-
 _EPOCH_BITS = 62
 """Of an epoch that may be named. Random keys hold it, and the one that follows it, in 64 bits."""
 

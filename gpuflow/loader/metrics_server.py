@@ -28,7 +28,6 @@ from gpuflow.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-__all__ = ["MetricsServer", "serve_metrics"]
 
 _STOP_SECONDS, _HIGHEST_PORT = 5.0, 65535
 _LABELS = ["pipeline", "rank"]

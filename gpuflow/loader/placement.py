@@ -16,8 +16,6 @@ from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.runtime.hardware_queues import warn_if_late
 from gpuflow.torchpipe.adapter import missing_operators
 
-__all__ = ["explain_gpu", "memory_for_decoding", "place"]
-
 
 def place(config: Config, name: str, device: torch.device, batch_size: int) -> Placement:
     """Where a pipeline of a configuration runs on a device.

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
     from gpuflow.execute.targets import TargetMapper
 
-__all__ = ["LoaderPlan"]
 
 _CALLERS = 4
 """While one reads and draws, and others wait for images that Python decodes, another keeps all threads at work."""

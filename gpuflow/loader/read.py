@@ -18,8 +18,6 @@ from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.metrics import Meter, nvtx
 from gpuflow.sources import Payload, records_of
 
-__all__ = ["ChunkReader", "keys_of", "with_values"]
-
 _KEPT_BYTES = 1 << 30
 """A chunk for a GPU has 16 to 32 MB, and a dozen of them are in flight. Pinning memory takes longer than reading."""
 

@@ -24,8 +24,6 @@ from gpuflow.runtime.buffers import SlotPool
 from gpuflow.runtime.memory import heap
 from gpuflow.sources import Source, records_of
 
-__all__ = ["Blocks", "RecordMapper", "target_mapper", "to_tensors"]
-
 _LARGE = 2**20
 """Bytes from which on a block is used again: such memory is mapped anew each time, which takes as long as filling it.
 A small block is no larger than what it holds, for a loop may keep the boxes of an epoch."""

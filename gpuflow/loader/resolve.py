@@ -17,8 +17,6 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import cache_counts
 from gpuflow.sources.storage import new_copies
 
-__all__ = ["BadSampleResolver"]
-
 
 class BadSampleResolver:
     """Applies a loader's policy to its bad samples, on any thread."""

@@ -17,15 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.pipeline.rng import key64, permute
 
-__all__ = [
-    "EpochSteps",
-    "Order",
-    "ShardedOrder",
-    "ShuffledOrder",
-    "Steps",
-    "drawn_candidate",
-]
-
 
 class Order(Protocol):
     """Which index of the source stands at a position of an epoch."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.execute.repeated_passes import RepeatedPasses
 
-__all__ = ["Transform", "build_transform"]
 
 Images = torch.Tensor | Sequence[torch.Tensor]
 Result = torch.Tensor | dict[str, torch.Tensor]

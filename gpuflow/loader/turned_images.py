@@ -8,9 +8,6 @@ import numpy as np
 
 from gpuflow.sources import Source
 
-__all__ = ["TURNED_REMEDY", "TurnedImages", "turned_text"]
-
-
 TURNED_REMEDY = (
     "set decode: {orientation: apply} if the annotations are those of the upright photograph, or decode: {orientation: "
     "ignore} if they are those of the pixels as stored"

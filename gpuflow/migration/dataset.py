@@ -26,8 +26,6 @@ from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.sample_labels import loses_digits
 from gpuflow.sources.storage import LocalStorage
 
-__all__ = ["PLACE", "DatasetSource", "bytes_loader", "files_hash", "source_of"]
-
 PLACE = "gpuflow.wrap:"
 """Where its arguments are, for problems."""
 

@@ -27,8 +27,6 @@ from gpuflow.migration.imported import (
     size_of,
 )
 
-__all__ = ["read_albumentations"]
-
 _MATCHES = (
     "Matches Albumentations on RGB images of uint8: OpenCV's resize does not antialias, and is within 1 level of this "
     "for bilinear filters; for bicubic ones it is further apart at hard edges: up to 11 levels were measured on "

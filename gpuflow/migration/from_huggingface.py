@@ -23,8 +23,6 @@ from gpuflow.migration.imported import (
     size_of,
 )
 
-__all__ = ["PROCESSORS", "Processor", "read_huggingface"]
-
 _HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _NEAREST, _LANCZOS, _BILINEAR, _BICUBIC, _BOX, _HAMMING = range(6)

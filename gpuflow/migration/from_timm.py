@@ -24,8 +24,6 @@ from gpuflow.migration.imported import (
 )
 from gpuflow.pipeline.parameters import LONGEST
 
-__all__ = ["DataConfig", "data_config", "read_timm"]
-
 _DATA = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 _OTHER = (
     *("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag", "custom_load"),

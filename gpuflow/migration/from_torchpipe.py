@@ -10,8 +10,6 @@ from typing import Any
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.migration.imported import Entry, Imported, PresetEntry, gap, normalize, read_toml
 
-__all__ = ["read_torchpipe"]
-
 _MATCHES = (
     "Matches torchpipe's own operators by a preset. Their pixels differ from those of decode and resize: no "
     "antialiasing and, on a GPU, other chroma upsampling. To drop them, train and serve with decode and resize.",

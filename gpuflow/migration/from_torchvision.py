@@ -29,8 +29,6 @@ from gpuflow.migration.imported import (
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import range_of
 
-__all__ = ["read_transform"]
-
 _TENSORS = "Matches torchvision: the stages are its v2 transforms of uint8 tensors, to the level."
 _PILLOW = (
     "They get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic ones. "

@@ -17,7 +17,6 @@ from gpuflow.migration.imported import named_transform, needs, read_document
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LIBRARIES", "LibraryTransform", "library_transform"]
 
 LIBRARIES = ("torchvision", "timm", "hf", "albumentations")
 """The libraries that a source may begin with."""

@@ -18,8 +18,6 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from gpuflow.errors import LoaderError, StateError
 
-__all__ = ["SamplerDraws"]
-
 
 @final
 class SamplerDraws:

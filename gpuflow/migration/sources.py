@@ -20,8 +20,6 @@ from gpuflow.pipeline.program import Program, WarpStep
 from gpuflow.pipeline.stage import Stage
 from gpuflow.version import __version__
 
-__all__ = ["Written", "read_source", "read_sources"]
-
 _READERS = {
     "timm": read_timm,
     "hf": read_huggingface,

@@ -16,8 +16,6 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.migration.from_torchvision import read_transform
 from gpuflow.pipeline.stage import Stage
 
-__all__ = ["Cv2Resize", "Found", "TensorToTensor", "cv2_resize", "stages_of"]
-
 
 class TensorToTensor:
     """Turns levels of 0-255 into numbers of 0-1: a tensor divided by 255, as torchpipe's training integration does.

@@ -27,8 +27,6 @@ from gpuflow.pipeline.stage import Pipeline, Stage
 from gpuflow.pipeline.views import ViewsPipeline, ViewsProgram
 from gpuflow.runtime.ranks import Ranks
 
-__all__ = ["WrappedLoader", "wrap"]
-
 _CPU, _GPU = "transforms_cpu", "transforms_gpu"
 _USUAL_BATCH = 64
 """Samples for which memory is planned where a batch sampler does not say."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from gpuflow.migration.imported import Entry, Imported
 
-__all__ = ["to_yaml"]
-
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _COLUMN, _WIDTH = 40, 118

@@ -11,8 +11,6 @@ from typing import Any
 
 from gpuflow.errors import NativeLibraryError
 
-__all__ = ["INTEGER", "POINTER", "WORD", "function"]
-
 POINTER, INTEGER, WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 """Types of parameters: an address, int64_t and uint64_t."""
 

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from gpuflow.errors import LoaderError
 from gpuflow.native.library import INTEGER, POINTER, function
 
-__all__ = ["NativePool", "using"]
-
 _new_pool = function("gpuflow_new_pool", INTEGER, result=POINTER)
 _free_pool = function("gpuflow_free_pool", POINTER)
 

@@ -13,8 +13,6 @@ from typing import Annotated, Any
 
 from gpuflow.errors import Problem
 
-__all__ = ["Bounds", "field_types", "out_of_bounds"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ENCODED", "STORAGE", "ImageSpec", "as_batch", "slot_shape"]
 
 Dtype = Literal["uint8", "float16", "bfloat16", "float32"]
 

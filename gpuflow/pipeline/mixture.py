@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.rng import StageKeys
 
-__all__ = ["MixMode", "Mixture", "draw_mixture", "symmetric_beta"]
-
 MixMode = Literal["batch", "pair", "elem"]
 """Which samples share their random numbers: all of a batch, a sample and its partner, or none."""
 

@@ -12,8 +12,6 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MIRRORS", "Bools", "Crop", "Flip", "Ints", "Matrices", "Move", "Pad", "Resize", "Warp", "forward"]
-
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Matrices = NDArray[np.float64]

@@ -12,26 +12,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.rng import StageKeys
 
-__all__ = [
-    "IMAGENET",
-    "LONGEST",
-    "OTHER_KEYS",
-    "Factor",
-    "Padding",
-    "Probability",
-    "Ratio",
-    "Shift",
-    "Side",
-    "Size",
-    "adjustment",
-    "drawn_factors",
-    "is_random",
-    "range_of",
-    "sides_of",
-    "size_pair",
-    "with_probability",
-]
-
 LONGEST = 65_535
 """The largest side of an image that a stage makes, and the most padding, in pixels: as long as a JPEG's can be."""
 Side = Annotated[int, Bounds(least=1, limit=LONGEST)]

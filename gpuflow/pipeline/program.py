@@ -30,26 +30,6 @@ from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS, forward
 
-__all__ = [
-    "ApplyStep",
-    "LocalStep",
-    "Misfit",
-    "MixingStep",
-    "NativeStep",
-    "OpaqueStep",
-    "PointwiseStep",
-    "Program",
-    "Resampling",
-    "ResamplingStep",
-    "Step",
-    "WarpStep",
-    "Warping",
-    "any_misfit",
-    "fold",
-    "misfits_of",
-    "too_large",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Misfit:

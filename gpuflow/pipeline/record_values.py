@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from gpuflow.errors import Key, Problem, show, suggest
 from gpuflow.pipeline.records import Column, Ragged, Records
 
-__all__ = ["LARGEST", "FromRecord", "RecordValue", "field_problems_of", "independent", "values_of"]
-
 Floats = NDArray[np.float64]
 
 LARGEST = 1e9

@@ -21,20 +21,6 @@ from typing import Any, Literal, NamedTuple, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "GEOMETRIC",
-    "Column",
-    "Field",
-    "FieldType",
-    "LeftOut",
-    "MaskFile",
-    "Polygons",
-    "Ragged",
-    "Records",
-    "Rle",
-    "taken",
-]
-
 FieldType = Literal["boxes", "keypoints", "mask", "number", "text", "any"]
 GEOMETRIC: tuple[Literal["boxes", "keypoints", "mask"], ...] = ("boxes", "keypoints", "mask")
 """The types of fields that follow the moves of an image's pixels."""

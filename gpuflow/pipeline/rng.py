@@ -25,8 +25,6 @@ from gpuflow.errors import show
 from gpuflow.native.library import INTEGER, POINTER, WORD, function
 from gpuflow.pipeline.record_values import RecordValue
 
-__all__ = ["Keys", "StageKeys", "epoch_number", "key64", "permute"]
-
 T = TypeVar("T")
 
 

@@ -23,22 +23,6 @@ from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp
 from gpuflow.pipeline.program import Program, ResamplingStep, WarpStep
 from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
 
-__all__ = [
-    "MappedBoxes",
-    "PlacedMove",
-    "TargetRules",
-    "boxes_at_fault",
-    "carry_problem",
-    "keypoints_at_fault",
-    "map_boxes",
-    "map_keypoints",
-    "moves_of",
-    "moves_of_stages",
-    "sizes_at_fault",
-    "unsaid_move",
-    "views_carry_problem",
-]
-
 _HORIZON = 1e-6
 """The least third coordinate of a mapped point, so that one at a projective map's horizon goes far outside."""
 

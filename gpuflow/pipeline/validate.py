@@ -5,8 +5,6 @@ from __future__ import annotations
 from gpuflow.errors import Code, ConfigError, Key, Problem
 from gpuflow.pipeline.stage import ENCODED, Decoder, ImageSpec, Mixing, Pipeline
 
-__all__ = ["trace"]
-
 
 def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: bool = False) -> list[ImageSpec]:
     """Return the specs between the stages: the input of the first stage, then the output of each stage.

@@ -21,21 +21,6 @@ from gpuflow.pipeline.stage import Decoder, Keys, Pipeline, RecordValue
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "AnyProgram",
-    "Output",
-    "View",
-    "ViewSlots",
-    "ViewsPipeline",
-    "ViewsProgram",
-    "as_images",
-    "outputs_of",
-    "programs_of",
-    "slot_bytes_of",
-    "slot_of",
-    "slots_of",
-    "split",
-]
 
 _ALIGN = 16
 

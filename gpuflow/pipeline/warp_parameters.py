@@ -10,22 +10,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS
 
-__all__ = [
-    "Angle",
-    "Border",
-    "Center",
-    "Fill",
-    "WarpInterpolation",
-    "about_center",
-    "angle_range",
-    "check_fill",
-    "check_mirrors",
-    "expanded_rotation",
-    "levels_of",
-    "lookup_of",
-    "rotation",
-]
-
 Angle = (
     Annotated[float, s.Bounds(least=0, limit=3600, words=">= 0 or [low, high]")]
     | Annotated[tuple[float, float], s.Bounds(limit=3600, ascending=True)]

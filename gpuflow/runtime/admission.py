@@ -10,8 +10,6 @@ from typing import Protocol
 
 from gpuflow.runtime.threads import StopFlag
 
-__all__ = ["Admission", "Completion"]
-
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
 """Seconds between two queries of whether a batch is done, each of which takes the interpreter from the training."""
 _LONGEST_WAIT, _WAITS = 0.1, 8

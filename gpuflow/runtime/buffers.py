@@ -17,8 +17,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from gpuflow.runtime.memory import heap
 
-__all__ = ["BytePool", "SlotPool"]
-
 
 class BytePool:
     """Buffers for encoded bytes in power-of-two sizes; keeps at most `keep` bytes of free ones.

@@ -11,8 +11,6 @@ from pathlib import Path, PurePosixPath
 
 from gpuflow.runtime.ranks import Ranks
 
-__all__ = ["available_threads", "cpu_quota", "share_of_cores"]
-
 
 def available_threads() -> int:
     """Threads for this process: the cores that it may use and is granted, shared among the host's ranks."""

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["CudaCapture"]
-
 T = TypeVar("T")
 
 _CAPTURE = threading.Lock()  # a capture begins with a device synchronization, which CUDA refuses during another capture

@@ -6,8 +6,6 @@ import functools
 import importlib.metadata
 import sys
 
-__all__ = ["entry_points"]
-
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
     """The entry points of a group. All installed packages are read once for each `sys.path`, not at each call."""

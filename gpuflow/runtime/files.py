@@ -16,8 +16,6 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 import platformdirs
 
-__all__ = ["atomic_write", "cache_folder", "lock_within", "locked_folder", "replaced_file"]
-
 _POLL_SECONDS = 0.005
 
 

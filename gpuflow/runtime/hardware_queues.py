@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 
-__all__ = ["QUEUES", "VARIABLE", "request_queues", "warn_if_late"]
-
 _LOG = logging.getLogger(__name__)
 VARIABLE, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 """CUDA's variable, whose default is 8, and its largest value. nvJPEG, the loader, a training and NCCL have more streams

@@ -22,17 +22,6 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "SharedBlock",
-    "heap",
-    "memory_file",
-    "pinned",
-    "shared",
-    "shared_and_pinned",
-    "shared_block",
-    "shared_keys",
-]
-
 _REGION_BYTES = 1 << 36
 
 

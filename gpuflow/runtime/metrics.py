@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Meter", "Ranges", "RunningOperation", "StageTotals", "Stats", "WaitingSamples", "nvtx", "oldest_operation"]
-
 Ranges = Callable[[str], AbstractContextManager[Any]]
 """Marks what a thread does under this name, for a profiler."""
 

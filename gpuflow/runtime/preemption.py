@@ -12,7 +12,6 @@ from gpuflow.runtime.ranks import group_ranks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Preemption"]
 
 _SAME_SECONDS = 1.0
 """A signal to a whole process group also reaches torchrun, which then sends it to its processes once more."""

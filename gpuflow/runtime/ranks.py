@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Group", "Ranks", "device_named", "device_of_rank", "gather", "group_ranks", "process_group"]
 
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """The smallest value of each variable."""

@@ -18,16 +18,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = [
-    "DaemonPool",
-    "QuickSwitching",
-    "StopFlag",
-    "stop_flag",
-    "torch_threads_lock",
-    "use_stop_flag",
-    "use_torch_threads",
-]
-
 _START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
 _torch_locks: dict[int, threading.Lock] = {}

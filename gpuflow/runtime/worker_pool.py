@@ -44,8 +44,6 @@ from numpy.typing import NDArray
 
 from gpuflow.runtime.memory import SharedBlock, memory_file, shared_block, shared_keys
 
-__all__ = ["READY", "ForkServer", "ParentConnection", "Pending", "WorkerConnection", "WorkerPool", "serve"]
-
 READY = "ready"
 """The first message of a worker whose pool waits for it."""
 

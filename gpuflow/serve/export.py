@@ -47,8 +47,6 @@ from gpuflow.runtime.files import atomic_write, replaced_file
 from gpuflow.sources import Payload
 from gpuflow.sources.choose import images_below, spread
 
-__all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
-
 TOLERANCE = 1e-4
 """The largest difference of a logit, relative to the largest logit or to 1, whichever is greater."""
 _OPSETS = (18, 25)  # the lowest and highest that torch's exporter writes

@@ -13,8 +13,6 @@ from gpuflow.pipeline.moves import Matrices
 from gpuflow.pipeline.stage import Decoder, Keys, Pipeline
 from gpuflow.pipeline.targets import PlacedMove, moves_of_stages, unsaid_move
 
-__all__ = ["matrices_of", "most_pixels", "require_known_moves"]
-
 
 def require_known_moves(pipeline: Pipeline | None, origin: str) -> Pipeline:
     """The pipeline. Raises PredictorError if a stage may move pixels without saying where to. origin: the file."""

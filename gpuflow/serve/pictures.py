@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.pipeline.validate import trace
 
-__all__ = ["Pictures"]
-
 
 class Pictures:
     """Turns images [C, H, W] of a pipeline into pixels, uint8 [H, W, 3] in RGB.

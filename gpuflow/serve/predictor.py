@@ -48,16 +48,6 @@ if TYPE_CHECKING:
     from gpuflow.engines.plans import Platform
     from gpuflow.pipeline.program import Program
 
-__all__ = [
-    "CallableEngine",
-    "Image",
-    "Labels",
-    "Prediction",
-    "Predictor",
-    "chain_here",
-    "check_block",
-    "open_predictor",
-]
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """One encoded image: its bytes, or the path of its file."""

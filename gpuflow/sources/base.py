@@ -21,17 +21,6 @@ from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
-__all__ = [
-    "Extent",
-    "NotMeasuredError",
-    "Samples",
-    "Source",
-    "SourceSpec",
-    "WeightsSpec",
-    "is_read_remotely",
-    "spec_class",
-]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from gpuflow.sources.folder import EXTENSIONS
 
-__all__ = ["images_below", "spread"]
-
 
 def images_below(directory: Path) -> list[Path]:
     """The paths of all images below a directory, found by suffix and sorted. Empty if there is no such directory."""

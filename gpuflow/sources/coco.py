@@ -30,8 +30,6 @@ from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.storage import is_remote, open_storage
 
-__all__ = ["Coco"]
-
 _IMAGES = 4096
 """Number of images in one block."""
 _SIDE = 2**31

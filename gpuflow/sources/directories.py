@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from gpuflow.errors import SourceError
 
-__all__ = ["Identity", "ancestors", "cannot_be_listed", "identity_of", "is_directory", "matching", "walk"]
-
 Identity = tuple[int, int]
 """The device and the inode of a directory, the same by any path."""
 

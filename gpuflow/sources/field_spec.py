@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal, get_args
 from gpuflow.errors import Problem, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 
-__all__ = ["TYPES", "FieldSpec", "Fields", "classes_of_boxes", "field_problems", "label_field", "pairs_of_fields"]
-
 Type = Literal["image", "label", "boxes", "mask", "keypoints", "number", "text", "any"]
 TYPES: tuple[Type, ...] = get_args(Type)
 MaskFormat = Literal["bmp", "gif", "jpeg", "pnm", "tiff"]

@@ -16,8 +16,6 @@ from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_table import NO_FIELDS, RecordTable
 from gpuflow.sources.storage import Storage
 
-__all__ = ["FileSource"]
-
 
 @final
 class FileSource:

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from gpuflow.sources.base import Source
 
-__all__ = ["entries_of", "fingerprint", "fingerprint_of", "relative"]
-
 
 def fingerprint(
     entries: bytes, labels: NDArray[Any], classes: Sequence[str], *numbers: Iterable[int], known: str = ""

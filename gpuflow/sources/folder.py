@@ -30,8 +30,6 @@ from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
 from gpuflow.sources.tar import extents_in_shards
 
-__all__ = ["EXTENSIONS", "Folder"]
-
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The extensions of ImageFolder, in its order; upper and lower case are equal."""
 

@@ -33,8 +33,6 @@ from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable
 from gpuflow.sources.sample_labels import sample_labels
 from gpuflow.sources.storage import LocalStorage, Storage, is_remote
 
-__all__ = ["Hf", "HfSource"]
-
 Classes = tuple[str, ...]
 
 

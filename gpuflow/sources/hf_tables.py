@@ -23,19 +23,6 @@ from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage import LocalStorage, Shard, Storage
 from gpuflow.sources.storage.retry import LOCAL_DELAYS, retry
 
-__all__ = [
-    "ArrowCells",
-    "Cells",
-    "ParquetCells",
-    "Table",
-    "broken",
-    "features_of",
-    "is_of_bytes",
-    "open_cells",
-    "open_table",
-    "pyarrow",
-]
-
 _NO_CELL = "has no image: its cell is null, or a path without the image"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _LARGEST_GROUP, _WINDOW_BYTES, _LONGEST_WINDOW = 1 << 30, 256_000_000, 8192

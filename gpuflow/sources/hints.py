@@ -13,8 +13,6 @@ from gpuflow.sources.storage import is_remote
 if TYPE_CHECKING:
     from gpuflow.sources.base import SourceSpec, WeightsSpec
 
-__all__ = ["missing_path", "missing_source", "missing_weights", "near_word"]
-
 
 def near_word(word: str, known: Collection[str]) -> str:
     """A clause that suggests the closest known word, or lists the known words if they are few; else empty."""

@@ -14,8 +14,6 @@ from gpuflow.sources.base import Extent, NotMeasuredError, Samples, Source, Sour
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import CacheSpec, is_remote
 
-__all__ = ["Cached", "Listed", "Named", "WithExtensions", "WithSplits", "WithWindow"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Named(Samples):

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.hints import near_word
 
-__all__ = ["Codes", "resolve_labels", "texts_of"]
-
 _MAX_INFERRED = 1_000_000
 
 

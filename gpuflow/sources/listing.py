@@ -37,8 +37,6 @@ from gpuflow.sources.listing_text import (
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
-__all__ = ["Listing"]
-
 _ROWS = 16_384
 """Number of rows in one block."""
 

@@ -29,8 +29,6 @@ from gpuflow.sources.record_table import MaskFiles
 from gpuflow.sources.sample_labels import names_in, sample_labels
 from gpuflow.sources.storage import CacheSpec, is_remote, open_storage
 
-__all__ = ["open_with_fields"]
-
 _ROWS = 4096
 """Number of samples in one block."""
 

@@ -18,20 +18,6 @@ from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.storage import is_over_http, is_remote, open_storage
 
-__all__ = [
-    "check_path",
-    "check_sample",
-    "column_of",
-    "csv_lines",
-    "csv_rows",
-    "json_lines",
-    "json_objects",
-    "load",
-    "parsed_json",
-    "parsed_number",
-    "resolved",
-]
-
 _LARGEST_CELL = 1 << 24
 """Characters of a cell of CSV: the masks of an image's instances take millions. More are a quote that never ends."""
 _ESCAPES = str.maketrans({mark: f"%{ord(mark):02X}" for mark in "%#?"})

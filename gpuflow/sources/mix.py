@@ -21,8 +21,6 @@ from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_source import fields_of, has_labels, left_out_of, records_of, without_records
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Mix", "MixEntry", "MixSource"]
-
 
 @final
 class MixSource:

@@ -19,8 +19,6 @@ from gpuflow.runtime.entry_points import entry_points
 from gpuflow.sources.base import Source
 from gpuflow.sources.keys import Named, WithWindow
 
-__all__ = ["Offered", "offered_kinds"]
-
 _MEMBERS = ("__len__", "classes", "labels", "shard_sizes", "storage", "path", "read", "close")
 
 

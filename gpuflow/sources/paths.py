@@ -13,8 +13,6 @@ from typing import Any, final, overload
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PathTable", "PathTableBuilder", "Paths"]
-
 
 @final
 class Paths(Sequence[bytes]):

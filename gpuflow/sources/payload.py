@@ -10,8 +10,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SPARE_BYTES", "Allocate", "Payload", "lay_out"]
-
 Allocate = Callable[[int], NDArray[np.uint8]]
 """Returns a writable uint8 array of at least the given number of bytes; the source fills it and returns it in its
 payload."""

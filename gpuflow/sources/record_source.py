@@ -12,8 +12,6 @@ from typing import Protocol
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import Source
 
-__all__ = ["RecordSource", "fields_of", "has_labels", "has_one_class", "left_out_of", "records_of", "without_records"]
-
 
 class RecordSource(Source, Protocol):
     """A source whose samples have a record: the declared fields besides the image and the label."""

@@ -17,19 +17,6 @@ from gpuflow.sources.paths import PathTable
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Shard, Storage
 
-__all__ = [
-    "NO_FIELDS",
-    "Instances",
-    "MaskCells",
-    "MaskFiles",
-    "MaskMembers",
-    "Numbers",
-    "Objects",
-    "RecordTable",
-    "Rows",
-    "Store",
-]
-
 
 class Store(Protocol):
     """A column of all samples."""

@@ -13,8 +13,6 @@ from gpuflow.errors import SourceError, show
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.record_builder import Labels, Locate
 
-__all__ = ["SampleLabels", "loses_digits", "names_in", "sample_labels"]
-
 
 def loses_digits(numbers: NDArray[Any]) -> NDArray[np.bool_]:
     """Which of these are whole numbers that float32 does not hold, such as time stamps.

@@ -25,8 +25,6 @@ from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_source import fields_of, has_labels, has_one_class, left_out_of, records_of, without_records
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Subset", "split_counts", "split_indices", "subset"]
-
 
 @final
 class Subset:

@@ -51,8 +51,6 @@ from gpuflow.sources.tar_members import (
     text_of,
 )
 
-__all__ = ["IMAGE_EXTENSIONS", "Tar", "TarSource", "expand_braces", "extents_in_shards"]
-
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp")
 
 _BRACES = re.compile(r"\{([^{}]*)\}")

@@ -38,8 +38,6 @@ from gpuflow.sources.tar_members import (
     text_of,
 )
 
-__all__ = ["TarFields", "read_fields"]
-
 _ROWS = 4096
 """Number of samples in one block."""
 _LABEL = ".cls or .json"

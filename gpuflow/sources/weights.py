@@ -18,8 +18,6 @@ from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.record_source import records_of
 from gpuflow.sources.tar_members import DAMAGED_ARRAY
 
-__all__ = ["check_weights_file", "read_weights"]
-
 _FIELD = "weight"
 
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from gpuflow.loader.sampler import Steps
 
-__all__ = ["EpochAudit", "audit", "read_lines"]
-
 
 @dataclass(slots=True)
 class EpochAudit:

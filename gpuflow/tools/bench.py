@@ -37,19 +37,6 @@ if TYPE_CHECKING:
     from gpuflow.config import Config
     from gpuflow.pipeline.program import Program
 
-__all__ = [
-    "ARMS",
-    "COLUMNS",
-    "WORKLOADS",
-    "Job",
-    "append_log",
-    "machine",
-    "measure",
-    "read_log",
-    "versions",
-    "write_log",
-    "write_results",
-]
 
 COLUMNS = [
     "arm",

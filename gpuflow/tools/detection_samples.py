@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.tools.samples import Samples, check_numbers, claim, encoded, load_photos, noisy_crop, write
 
-__all__ = ["SHAPES", "make_detection_samples"]
-
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "rectangle": ((0, 0), (12, 0), (12, 12), (0, 12)),
     "triangle": ((6, 0), (12, 12), (0, 12)),

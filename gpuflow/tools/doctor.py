@@ -35,8 +35,6 @@ from gpuflow.tools.machine import (
     Software,
 )
 
-__all__ = ["FILES_A_THREAD", "TESTED", "Finding", "Status", "judge", "report"]
-
 Status = Literal["ok", "note", "problem"]
 
 TESTED = {"torch": "2.11.0", "torchvision": "0.26.0"}

@@ -15,8 +15,6 @@ from gpuflow.runtime.ranks import Group, gather
 from gpuflow.sources import has_one_class
 from gpuflow.tools.predict import Row, RowPredictor, write_table
 
-__all__ = ["Evaluation", "evaluate"]
-
 _WORST = 5
 
 

@@ -51,8 +51,6 @@ from gpuflow.sources.choose import spread
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
 
-__all__ = ["explain"]
-
 _GAP = 3
 """Columns between those of a table."""
 _LOOKED_AT = 100

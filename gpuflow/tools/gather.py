@@ -33,8 +33,6 @@ from gpuflow.tools.machine import (
     nvidia_driver,
 )
 
-__all__ = ["broken_modules", "gather"]
-
 
 def gather(
     *,

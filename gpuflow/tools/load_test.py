@@ -33,7 +33,6 @@ from gpuflow.errors import GpuflowError
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Latency", "Load", "Point", "choose_files", "measure", "notes", "render", "rows"]
 
 _MOST_FILES = 256
 _CORES_A_PROCESS = 4

@@ -31,8 +31,6 @@ from gpuflow.serve.predictor import NOT_FINITE, check_block
 from gpuflow.sources import SourceSpec, fingerprint_of, has_one_class, source_spec, without_records
 from gpuflow.vocabulary import stage_table
 
-__all__ = ["Predict", "Row", "RowPredictor", "source_of", "write_predictions", "write_table"]
-
 _KINDS = {".csv": "listing", ".jsonl": "listing", ".ndjson": "listing", ".parquet": "hf", ".arrow": "hf"}
 
 

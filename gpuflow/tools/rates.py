@@ -27,21 +27,6 @@ from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import Extent, SourceSpec
 from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 
-__all__ = [
-    "MANY_READERS",
-    "ProbedImage",
-    "at_once",
-    "core_rates",
-    "cpu_decoders",
-    "data",
-    "disk_rates",
-    "filesystem_of",
-    "find_images",
-    "jpeg_engines",
-    "photographs",
-    "probed",
-]
-
 MANY_READERS = 16
 """Enough reading threads for storage with a high latency."""
 

@@ -27,17 +27,6 @@ from gpuflow.runtime.files import atomic_write
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = [
-    "PHOTOS",
-    "Samples",
-    "check_numbers",
-    "claim",
-    "encoded",
-    "load_photos",
-    "make_samples",
-    "noisy_crop",
-    "write",
-]
 
 PHOTOS: dict[str, tuple[str, str]] = {
     "astronaut": ("skimage", "data/astronaut.png"),

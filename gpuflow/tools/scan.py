@@ -22,8 +22,6 @@ from gpuflow.pipeline.record_values import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Source, left_out_of, records_of
 
-__all__ = ["Finding", "scan"]
-
 _CHUNK = 32
 _POLL_SECONDS = 0.1
 _SUFFIXES = {

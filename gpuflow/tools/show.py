@@ -21,8 +21,6 @@ from gpuflow.pipeline.records import Field
 from gpuflow.pipeline.views import AnyProgram, View, ViewsProgram
 from gpuflow.sources import fields_of, has_labels
 
-__all__ = ["Shown", "Target", "page", "samples_of"]
-
 _NAMED_CLASSES = 3
 """Of a label with a weight for each class, the classes that are named."""
 _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")

@@ -10,8 +10,6 @@ from ipaddress import ip_address
 
 import psutil
 
-__all__ = ["Usage", "listeners", "usage_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:

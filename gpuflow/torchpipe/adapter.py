@@ -35,20 +35,6 @@ from typing import Any
 
 from gpuflow.errors import MissingExtra, PredictorError
 
-__all__ = [
-    "TESTED_VERSIONS",
-    "Pipe",
-    "import_operators",
-    "keep_thread_state",
-    "missing_operators",
-    "missing_scheduler",
-    "register_nodes",
-    "skip_cleanup",
-    "turn_off_batching",
-    "turn_off_logger",
-    "unique_prefix",
-]
-
 _LOGGER_LEVEL_OFFSETS = {"0.2.24": 64}
 """The byte offset of the level in omniback's logger object (spdlog), by omniback's version. Before the level are a
 pointer to virtual functions, a string and a vector."""

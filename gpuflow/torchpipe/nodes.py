@@ -31,7 +31,6 @@ from gpuflow.torchpipe.request_queue import Request, RequestQueue
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
 
-__all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Preprocessor", "Session"]
 
 Item = MutableMapping[str, Any]
 

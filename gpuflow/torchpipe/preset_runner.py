@@ -20,8 +20,6 @@ from gpuflow.sources import Payload
 from gpuflow.torchpipe.graph import chain
 from gpuflow.torchpipe.running_graph import RunningGraph, unchanged
 
-__all__ = ["PresetRunner"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:

@@ -21,8 +21,6 @@ import torch
 
 from gpuflow.errors import PredictorError, PredictorTimeout
 
-__all__ = ["AnswerRate", "Backlog", "Request", "RequestGroup", "RequestQueue", "callers", "joined"]
-
 _RECENT_SECONDS = 10.0
 """How long a measurement counts, and for how long the newest requests are taken first after a caller gave up."""
 _NEW_SHARE = 0.3

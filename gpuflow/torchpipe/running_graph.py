@@ -34,7 +34,6 @@ from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, R
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
 
-__all__ = ["RunningGraph", "refuse_forked", "register", "unchanged"]
 
 T = TypeVar("T")
 

@@ -21,16 +21,6 @@ from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.files import atomic_write
 
-__all__ = [
-    "TrainedOn",
-    "inner_model",
-    "known_models",
-    "read_checkpoint",
-    "save_checkpoint",
-    "usual_sizes",
-    "write_checkpoint",
-]
-
 _KEYS: dict[str, type] = {
     "arch": str,
     "classes": list,

@@ -30,8 +30,6 @@ from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, process_group
 from gpuflow.sources import Source, has_labels, has_one_class
 from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
 
-__all__ = ["PassResult", "Trainer", "TrainerEvents"]
-
 _READ_SECONDS = 0.5
 _LEARNING_RATE, _PER_SAMPLES = 0.1, 256
 """The learning rate for a step of 256 samples; for others in proportion (Goyal et al., 2017)."""

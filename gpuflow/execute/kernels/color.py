@@ -31,8 +31,6 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["adjust", "adjust_plan_of"]
-
 _BLOCK = 512
 _SLICES = 32  # partial sums of an image, a power of two; 2^31 / 255 pixels each is more than any image has
 _BRIGHTNESS = tl.constexpr(int(Operation.BRIGHTNESS))

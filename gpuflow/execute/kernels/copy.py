@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["ALIGN", "FIELDS", "copy_images"]
-
 FIELDS = ("source", "target", "bytes")
 """Columns of a plan, int64 [N, 3]: two device addresses, and how many bytes to copy. All are multiples of ALIGN."""
 ALIGN = 16

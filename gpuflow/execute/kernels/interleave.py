@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "interleave"]
-
 FIELDS = ("address", "stride_c", "stride_y", "stride_x", "height", "width", "result")
 """Columns of the images' description, int64 [N, len(FIELDS)]: the device address of the first byte, the strides in
 bytes, the size in pixels, and the device address of the result, [height, width, C] without gaps."""

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.pointwise import Filters
 
-__all__ = ["smooth", "smooth_plan_of"]
-
 _BLOCK = 512
 _HEAD = 8
 """The count of a sample's numbers before its weights: row of the result, whether the sample is changed, centre, factor;

@@ -17,8 +17,6 @@ import triton.language as tl
 
 from gpuflow.execute.tables import FIELDS
 
-__all__ = ["resample_all"]
-
 ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}

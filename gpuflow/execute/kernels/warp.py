@@ -20,8 +20,6 @@ from gpuflow.execute.warp import BORDERS, PLACES, TIE, TINY, float32_map
 from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
 
-__all__ = ["FIELDS", "warp_all", "warp_plan_of"]
-
 FIELDS = (
     "address", "step_y", "step_x",
     "box_y", "box_x", "box_height", "box_width",

@@ -26,7 +26,6 @@ from gpuflow.serve.http.metrics import Metrics
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-__all__ = ["BodyMiddleware", "check_headers", "error_at", "error_content", "read_images", "too_many"]
 
 _ACCEPTED = "image/*, application/octet-stream, multipart/form-data"
 _URL_ENCODED = "application/x-www-form-urlencoded"

@@ -30,8 +30,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from gpuflow.serve.http.limits import CLOSED_HERE, MALFORMED, OVER_LIMIT, PROGRESS_BYTES, STALLED_SECONDS, RequestLimits
 from gpuflow.serve.http.metrics import Metrics
 
-__all__ = ["Connection", "Connections"]
-
 _SPARE = 16
 """Connections above the limit that still get an answer."""
 _SPARE_FILES = 64

@@ -13,21 +13,6 @@ from typing import final
 
 from starlette.exceptions import HTTPException
 
-__all__ = [
-    "CLOSED_HERE",
-    "MALFORMED",
-    "OVER_LIMIT",
-    "PROGRESS_BYTES",
-    "STALLED_SECONDS",
-    "TIMEOUT_HEADER",
-    "Occupancy",
-    "Refused",
-    "RequestLimits",
-    "Reservation",
-    "allowed_seconds",
-    "busy",
-]
-
 MALFORMED, OVER_LIMIT, CLOSED_HERE = "gpuflow.malformed", "gpuflow.over_limit", "gpuflow.closed_here"
 """Keys of a request's state: why the rest of its body cannot be read; that its connection is one too many; that the
 service closed its connection, and not the client."""

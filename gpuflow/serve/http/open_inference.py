@@ -25,8 +25,6 @@ from gpuflow.errors import dotted
 from gpuflow.serve.http.body import read_images, too_many
 from gpuflow.serve.http.limits import Refused, RequestLimits, Reservation
 
-__all__ = ["describe_model", "encode_answer", "read_request"]
-
 _LENGTH = "Inference-Header-Content-Length"
 # Commas and brackets of a request's JSON: 32 MB of short lists would take Python many seconds, and gigabytes.
 _MOST_PARTS = 10_000

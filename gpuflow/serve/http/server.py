@@ -33,8 +33,6 @@ except ModuleNotFoundError as error:
 
 from gpuflow.serve.http.connections import Connections
 
-__all__ = ["FewRecords", "Server", "make_server", "run"]
-
 _BACKLOG, _ACCEPTED_AT_A_TIME = 2048, 1
 """Connections that the system keeps waiting, and those that asyncio accepts before the limit on them is applied."""
 _IDLE_SECONDS = 75

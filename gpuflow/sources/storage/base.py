@@ -9,8 +9,6 @@ from typing import Protocol, TypeVar
 from gpuflow.errors import SourceError
 from gpuflow.sources.payload import Allocate, Payload
 
-__all__ = ["HTTP", "ReadAt", "Shard", "Storage", "is_over_http", "is_remote", "parent_of"]
-
 T = TypeVar("T")
 
 HTTP = ("http", "https")

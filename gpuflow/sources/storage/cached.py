@@ -29,8 +29,6 @@ from gpuflow.sources.storage.disk_cache import VERSION_BYTES, CacheSpec, Claim, 
 from gpuflow.sources.storage.http import Fetched
 from gpuflow.sources.storage.remote import TOO_SHORT, FoundFile, RemoteStorage, payload_of, read_in_blocks
 
-__all__ = ["BLOCK_BYTES", "CachedStorage", "new_copies"]
-
 T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 20

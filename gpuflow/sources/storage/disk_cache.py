@@ -33,8 +33,6 @@ from gpuflow.errors import SourceError
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.runtime.files import atomic_write, lock_within
 
-__all__ = ["VERSION_BYTES", "CacheSpec", "Claim", "DiskCache"]
-
 VERSION_BYTES = 16
 
 _FORMAT = "gpuflow cache, format 1\n"

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, final
 from gpuflow.sources.storage.base import HTTP, Shard
 from gpuflow.sources.storage.retry import TimeLimits
 
-__all__ = ["Fetched", "HttpRequests", "NoRanges", "Refusal", "options_of", "shard_of"]
-
 _CONNECT_SECONDS, _REQUEST_SECONDS = 5.0, 300.0
 """Limits of a connection and of a large file. A server whose queue of connections is full drops those that come; the
 client asks again after 1, 3, 7, 15, ... s, and a new attempt comes sooner than its later ones."""

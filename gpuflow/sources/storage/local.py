@@ -26,8 +26,6 @@ from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.retry import LOCAL_DELAYS, after_retries, retry, retry_each
 
-__all__ = ["PERMANENT", "LocalStorage"]
-
 T = TypeVar("T")
 
 _OPENED_IN_ADVANCE = 32

@@ -10,8 +10,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["LOCAL_DELAYS", "TimeLimits", "after_retries", "delay_before", "retry", "retry_each", "time_limit"]
-
 T = TypeVar("T")
 
 LOCAL_DELAYS = (0.0, 0.05, 0.1, 0.2)
