@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import (
@@ -106,7 +107,7 @@ class Affine(s.Geometry):
         center = None if self.center is None else list(self.center)
         return v2.RandomAffine(degrees, self.translate, scale, shear, mode, fill=self.fill, center=center)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(6)
         low, high = np.array(self._ranges()).T
         angle, scale, shear_x, shear_y = (low + numbers[:, [0, 3, 4, 5]] * (high - low)).T

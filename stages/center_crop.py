@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Size, size_pair
 
@@ -56,10 +57,10 @@ class CenterCrop(s.Geometry):
             return functools.partial(_cut_by_torchvision, size_pair(self.size))
         return v2.CenterCrop(size_pair(self.size))
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         crop_height, crop_width = size_pair(self.size)
 
-        def start(length: s.Ints, crop: int) -> s.Ints:
+        def start(length: Ints, crop: int) -> Ints:
             half = (length - crop) / 2
             inside = (np.rint(half) if self.rounding == "nearest" else np.floor(half)).astype(np.int64)
             return np.where(length >= crop, inside, -((crop - length) // 2))

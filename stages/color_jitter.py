@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Factor, Probability, Shift, range_of, with_probability
 
@@ -74,13 +74,13 @@ class ColorJitter(s.Pointwise):
         jitter = v2.ColorJitter(self.brightness, self.contrast, self.saturation, self.hue)
         return with_probability(jitter, self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         numbers = keys.uniform(9)
         low, high = np.array(self._ranges()).T
         order, factors = numbers[:, :4].argsort(axis=1), low + numbers[:, 4:8] * (high - low)
         return np.concatenate([order, factors, numbers[:, 8:] < self.probability], axis=1)
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         order, active = coefficients[:, :4].astype(int), np.array(self._active())
         kept, shape = active[order], (len(order), int(active.sum()))
         factors = np.take_along_axis(coefficients[:, 4:8], order, axis=1)

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Factor, Probability, adjustment, drawn_factors, is_random, range_of
 
@@ -45,8 +43,8 @@ class Contrast(s.Pointwise):
     def torchvision(self) -> Any:
         return adjustment("contrast", range_of(self.amount), self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability, range_of(self.amount))
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         return s.Operations.one(s.Operation.CONTRAST, coefficients[:, 0] > 0, coefficients[:, 1])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability
 
@@ -55,6 +56,6 @@ class Flip(s.Geometry):
 
         return v2.Compose([v2.RandomHorizontalFlip(self.horizontal), v2.RandomVerticalFlip(self.vertical)])
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         chance = keys.uniform(2)
         return (s.Flip(chance[:, 0] < self.horizontal, chance[:, 1] < self.vertical),)

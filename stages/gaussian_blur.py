@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random, with_probability
@@ -72,10 +72,10 @@ class GaussianBlur(s.Local):
 
         return with_probability(v2.GaussianBlur(self._sides(), self.sigma), self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability, self._range())
 
-    def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
+    def filters(self, coefficients: Floats) -> s.Filters:
         of_columns, of_rows = self._sides()
         columns = _weights(of_columns, coefficients[:, 1:2])
         rows = columns if of_rows == of_columns else _weights(of_rows, coefficients[:, 1:2])
@@ -90,10 +90,10 @@ class GaussianBlur(s.Local):
         )
 
 
-def _weights(count: int, sigma: NDArray[np.float64]) -> NDArray[np.float64]:
+def _weights(count: int, sigma: Floats) -> Floats:
     """The weights of neighbours along one side, [N, count], for sigmas [N, 1]."""
     half = (count - 1) / 2
     with np.errstate(over="ignore"):  # of a tiny sigma: only the pixel itself has a weight then
-        weights: NDArray[np.float64] = np.exp(-0.5 * (np.linspace(-half, half, count) / sigma) ** 2)
+        weights: Floats = np.exp(-0.5 * (np.linspace(-half, half, count) / sigma) ** 2)
     weights /= weights.sum(axis=1, keepdims=True)
     return weights

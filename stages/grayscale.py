@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
 
@@ -45,8 +43,8 @@ class Grayscale(s.Pointwise):
 
         return v2.RandomGrayscale(self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability)
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         return s.Operations.one(s.Operation.GRAYSCALE, coefficients[:, 0] > 0)

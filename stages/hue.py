@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, Shift, adjustment, drawn_factors, is_random, range_of
 
@@ -44,8 +42,8 @@ class Hue(s.Pointwise):
     def torchvision(self) -> Any:
         return adjustment("hue", range_of(self.amount, neutral=0.0), self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability, range_of(self.amount, neutral=0.0))
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         return s.Operations.one(s.Operation.HUE, coefficients[:, 0] > 0, coefficients[:, 1])

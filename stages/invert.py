@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
 
@@ -42,9 +42,9 @@ class Invert(s.Pointwise):
 
         return v2.RandomInvert(self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability)
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         levels = np.arange(256, dtype=np.uint8)
         return s.Operations.table(coefficients[:, 0] > 0, 255 - levels[None, None])

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Size, size_pair
 from gpuflow.pipeline.warp_parameters import Fill, check_fill
@@ -63,7 +64,7 @@ class Letterbox(s.Geometry):
     def torchvision(self) -> Any:
         return functools.partial(_by_torchvision, self)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         box_height, box_width = size_pair(self.size)
         tall = height * box_width >= width * box_height
         inner_height = np.where(tall, box_height, np.rint(height * box_width / width)).astype(np.int64)

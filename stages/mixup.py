@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from gpuflow.arrays import Bools
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.mixture import MixMode, draw_mixture
 from gpuflow.pipeline.parameters import Probability
@@ -61,7 +62,7 @@ class Mixup(s.Mixing):
     def torchvision(self) -> Any:
         raise NotImplementedError("torchvision's MixUp takes another partner and the number of classes")
 
-    def draw(self, keys: s.StageKeys, height: int, width: int, valid: s.Bools) -> s.Mixture:
+    def draw(self, keys: s.StageKeys, height: int, width: int, valid: Bools) -> s.Mixture:
         return draw_mixture(
             keys,
             height,

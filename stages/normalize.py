@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import IMAGENET
@@ -102,13 +102,13 @@ class Normalize(s.Pointwise):
 
         return NormalizeModule(self._values("mean"), self._values("std"), getattr(torch, self.dtype))
 
-    def table(self) -> NDArray[Any]:
+    def table(self) -> Array:
         """[C, 256] results, one row per channel: float32, or the bits of 16-bit floats as uint16."""
         return _table(self._values("mean"), self._values("std"), self.dtype)
 
 
 @lru_cache(maxsize=64)
-def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
+def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> Array:
     levels = np.arange(256, dtype=np.float32) * np.float32(1 / 255)
     means, deviations = (np.array(values, np.float32)[:, None] for values in (mean, std))
     table = (levels - means) / deviations

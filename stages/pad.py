@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS
 from gpuflow.pipeline.parameters import Padding, sides_of
@@ -73,6 +74,6 @@ class Pad(s.Geometry):
 
         return v2.Pad(list(sides_of(self.padding)), self.fill, self.border)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         left, top, right, bottom = (np.full_like(height, side) for side in sides_of(self.padding))
         return (s.Pad(top, bottom, left, right, self.border, self.padding_fill if self.pads else (0,)),)

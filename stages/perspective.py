@@ -7,8 +7,8 @@ from itertools import combinations
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability
 from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, check_fill, lookup_of
@@ -73,7 +73,7 @@ class Perspective(s.Geometry):
         mode = InterpolationMode(self.interpolation)
         return v2.RandomPerspective(self.distortion_scale, self.probability, mode, fill=self.fill)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(9)
         sides = np.stack([width, height], axis=1)
         bounds = (self.distortion_scale * (sides // 2)).astype(np.int64) + 1
@@ -94,7 +94,7 @@ class Perspective(s.Geometry):
         return (s.Warp(matrix, height, width, *self.warps, active=active),)
 
 
-def _map_of_corners(start: NDArray[np.int64], end: NDArray[np.int64]) -> s.Matrices:
+def _map_of_corners(start: Ints, end: Ints) -> s.Matrices:
     """The projective maps [N, 3, 3] of four points to four others, each [N, 4, 2], whose last number is 1. Where no map
     has that, the others are infinite, or very large by rounding."""
     (x, y), one = np.moveaxis(start, 2, 0).astype(np.float64), np.ones((len(start), 4))

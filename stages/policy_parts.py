@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import ClassVar, Literal, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation, check_fill, lookup_of
 from gpuflow.stages.sharpness import Sharpness
@@ -58,7 +58,7 @@ class Range:
     of: Literal["", "height", "width"] = ""
     whole: bool = False
 
-    def bins(self, count: int, height: int, width: int) -> NDArray[np.float64]:
+    def bins(self, count: int, height: int, width: int) -> Floats:
         """The magnitude of each bin, as torchvision computes it, for an image of this size."""
         if self.whole:
             import torch
@@ -69,7 +69,7 @@ class Range:
 
 
 @lru_cache(maxsize=4096)
-def _linspace(low: float, high: float, count: int) -> NDArray[np.float64]:
+def _linspace(low: float, high: float, count: int) -> Floats:
     import torch
 
     return torch.linspace(low, high, count, dtype=torch.float32, device="cpu").double().numpy()
@@ -80,9 +80,9 @@ class Choice:
     """One round's operation of each sample, the bin of its magnitude among `bins`, and whether that is negated, each
     [N]. An operation that has no magnitude, or one of one sign, ignores these."""
 
-    operation: s.Ints
-    place: s.Ints
-    negated: s.Bools
+    operation: Ints
+    place: Ints
+    negated: Bools
     bins: int
 
 
@@ -90,11 +90,11 @@ class Choice:
 class Drawn:
     """One round's operation and magnitude of each sample, both [N]."""
 
-    operation: s.Ints
-    magnitude: NDArray[np.float64]
+    operation: Ints
+    magnitude: Floats
 
 
-def uniform_places(numbers: NDArray[np.float64], count: int) -> s.Ints:
+def uniform_places(numbers: Floats, count: int) -> Ints:
     """Numbers in [0, 1) as places in range(count)."""
     return np.minimum((numbers * count).astype(np.int64), count - 1)
 
@@ -111,14 +111,14 @@ class Magnitudes:
         self._ranges = {OPERATIONS.index(name): one for name, one in ranges.items() if one is not None}
         self._signed = np.array([i in self._ranges and self._ranges[i].both_signs for i in range(len(OPERATIONS))])
         self._sized = tuple(i for i, one in self._ranges.items() if one.of)
-        self._tables: dict[int, NDArray[np.float64]] = {}
+        self._tables: dict[int, Floats] = {}
 
     def of(self, choice: Choice) -> Drawn:
         """The chosen operations and their magnitudes; 0 for those of the image's size."""
         magnitude = self._table(choice.bins)[choice.operation, choice.place]
         return Drawn(choice.operation, self._with_signs(choice, magnitude))
 
-    def of_sizes(self, choice: Choice, height: s.Ints, width: s.Ints) -> Drawn:
+    def of_sizes(self, choice: Choice, height: Ints, width: Ints) -> Drawn:
         """The chosen operations and their magnitudes, for images of these sizes [N] in pixels."""
         magnitude = self._table(choice.bins)[choice.operation, choice.place]
         for number in self._sized:
@@ -128,10 +128,10 @@ class Magnitudes:
                 magnitude[same] = self._ranges[number].bins(choice.bins, *size)[choice.place[same]]
         return Drawn(choice.operation, self._with_signs(choice, magnitude))
 
-    def _with_signs(self, choice: Choice, magnitude: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _with_signs(self, choice: Choice, magnitude: Floats) -> Floats:
         return np.where(choice.negated & self._signed[choice.operation], -magnitude, magnitude)
 
-    def _table(self, bins: int) -> NDArray[np.float64]:
+    def _table(self, bins: int) -> Floats:
         """The magnitude of each of OPERATIONS in each bin; 0 for one that has none or one of the image's size."""
         if (table := self._tables.get(bins)) is None:
             table = self._tables[bins] = np.zeros((len(OPERATIONS), bins))
@@ -168,7 +168,7 @@ class AugmentPolicy(s.Policy):
         """The operations of round `turn` with the magnitudes that do not depend on an image's size."""
         return keys.once(("drawn", self, turn), lambda: self.magnitudes.of(self.chosen(keys, turn)))
 
-    def drawn_for(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+    def drawn_for(self, keys: s.StageKeys, turn: int, height: Ints, width: Ints) -> Drawn:
         """The operations of round `turn` with all magnitudes, for images of these sizes [N] in pixels."""
         return self.magnitudes.of_sizes(self.chosen(keys, turn), height, width)
 
@@ -205,7 +205,7 @@ class _Moving(s.Geometry):
         found = lookup_of(self.policy.interpolation, "constant", self.policy.fill)
         return found._replace(as_torchvision=found.interpolation == "nearest")
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         drawn = self.policy.drawn_for(keys, self.turn, height, width)
         numbers = np.zeros((len(height), 9))
         numbers[:, ::4] = 1
@@ -263,11 +263,11 @@ class _Colouring(s.Pointwise):
     def key_name(self) -> str:
         return self.policy.stage_name
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         drawn = self.policy.drawn(keys, self.turn)
         return np.array([drawn.operation, drawn.magnitude]).T
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         operation, magnitude = coefficients[:, 0].astype(np.int64), coefficients[:, 1]
         codes, factors = _CODES[operation], 1.0 + magnitude
         rows = np.flatnonzero(codes == s.Operation.TABLE)
@@ -284,7 +284,7 @@ class _Colouring(s.Pointwise):
 
 
 @lru_cache(maxsize=4096)
-def _table(operation: int, magnitude: float) -> NDArray[np.uint8]:
+def _table(operation: int, magnitude: float) -> Bytes:
     """The level for each level, uint8 [3, 256], of an operation that looks levels up."""
     levels = np.arange(256)
     match OPERATIONS[operation]:
@@ -315,9 +315,9 @@ class _Sharpening(s.Local):
     def key_name(self) -> str:
         return self.policy.stage_name
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         drawn = self.policy.drawn(keys, self.turn)
         return np.array([drawn.operation == _SHARPEN, 1.0 + drawn.magnitude]).T
 
-    def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
+    def filters(self, coefficients: Floats) -> s.Filters:
         return _SHARPNESS.filters(coefficients)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS
 from gpuflow.pipeline.parameters import Padding, Size, sides_of, size_pair
@@ -90,7 +91,7 @@ class RandomCrop(s.Geometry):
         left, top, right, bottom = (int(side[0]) for side in self._sides(*known))
         return left, top, right, bottom
 
-    def _sides(self, height: s.Ints, width: s.Ints) -> tuple[s.Ints, s.Ints, s.Ints, s.Ints]:
+    def _sides(self, height: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Left, top, right, bottom of the padding of images of these sizes [N]."""
         left, top, right, bottom = (np.full_like(height, side) for side in sides_of(self.padding))
         if self.pad_if_needed:
@@ -106,7 +107,7 @@ class RandomCrop(s.Geometry):
         padding = list(sides_of(self.padding)) if any(sides_of(self.padding)) else None
         return v2.RandomCrop(size_pair(self.size), padding, self.pad_if_needed, self.fill, self.border)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         left, top, right, bottom = self._sides(height, width)
         crop_height, crop_width = size_pair(self.size)
         place = keys.uniform(2)

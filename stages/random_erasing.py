@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, Ratio
 
@@ -70,11 +70,11 @@ class RandomErasing(s.Pointwise):
     def torchvision(self) -> Any:
         raise NotImplementedError
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         """Numbers of a sample: whether it is changed, the box's place, the colour, and each box's area and ratio."""
         return keys.uniform(6 + 2 * _ATTEMPTS)
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         erased = np.flatnonzero(coefficients[:, 0] < self.probability)
         fits, some_boxes = self._boxes(coefficients[erased], height[erased], width[erased])
         active, boxes = np.zeros(len(coefficients), bool), np.zeros((len(coefficients), 4), np.int64)
@@ -85,7 +85,7 @@ class RandomErasing(s.Pointwise):
             colors = np.atleast_2d(np.asarray(levels, np.float64))
         return s.Operations.erase(active, boxes, colors)
 
-    def _boxes(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> tuple[s.Bools, s.Ints]:
+    def _boxes(self, coefficients: Floats, height: Ints, width: Ints) -> tuple[Bools, Ints]:
         """For images of these sizes [N] whether any of the drawn boxes fits, [N], and the first that does, [N, 4]."""
         areas, ratios = coefficients[:, 6 : 6 + _ATTEMPTS], coefficients[:, 6 + _ATTEMPTS :]
         low, high = self.scale

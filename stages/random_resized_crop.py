@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Ratio, Size, size_pair
 from gpuflow.stages.resize import Interpolation
@@ -62,7 +62,7 @@ class RandomResizedCrop(s.Geometry):
         mode = InterpolationMode(self.interpolation)
         return v2.RandomResizedCrop(size_pair(self.size), self.scale, self.ratio, mode, antialias=self.antialias)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(2 * _ATTEMPTS + 2)
         h, w, fits = self._boxes(numbers, 0, 1, height, width)
         again = np.flatnonzero(~fits)  # for most images the first box fits
@@ -83,9 +83,7 @@ class RandomResizedCrop(s.Geometry):
         resize = s.Resize(full(h, out_height), full(w, out_width), self.interpolation, self.antialias)
         return (s.Crop(y, x, h, w), resize)
 
-    def _boxes(
-        self, numbers: NDArray[np.float64], first: int, last: int, height: s.Ints, width: s.Ints
-    ) -> tuple[s.Ints, s.Ints, s.Bools]:
+    def _boxes(self, numbers: Floats, first: int, last: int, height: Ints, width: Ints) -> tuple[Ints, Ints, Bools]:
         """Of each image's drawn boxes from `first` up to `last` the first that fits: height, width, and whether any
         does, [N] each."""
         H, W = height[:, None], width[:, None]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Side
@@ -86,7 +87,7 @@ class Resize(s.Geometry):
         out_height, out_width = self._size(np.array([height]), np.array([width]))
         return spec.replace(shape=(int(out_height[0]), int(out_width[0]), channels))
 
-    def _size(self, height: s.Ints, width: s.Ints) -> tuple[s.Ints, s.Ints]:
+    def _size(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
         if self.height is not None and self.width is not None:
             return np.full_like(height, self.height), np.full_like(width, self.width)
         if self.shorter is not None:
@@ -102,7 +103,7 @@ class Resize(s.Geometry):
             return height, width
         return sides
 
-    def _scaled(self, height: s.Ints, width: s.Ints, target: int, known: s.Ints) -> tuple[s.Ints, s.Ints]:
+    def _scaled(self, height: Ints, width: Ints, target: int, known: Ints) -> tuple[Ints, Ints]:
         """Sizes in proportion, in which the sides of length `known` become `target`."""
         exact = (target * side / known for side in (height, width))
         whole = ((np.rint(side) if self.rounding == "nearest" else side).astype(np.int64) for side in exact)
@@ -120,7 +121,7 @@ class Resize(s.Geometry):
         # torchvision sets the longer side only through max_size.
         return v2.Resize(self.shorter, mode, max_size=self.longer or self.max_size, antialias=self.antialias)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         return (s.Resize(*self._size(height, width), self.interpolation, self.antialias),)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import (
@@ -102,13 +102,13 @@ class Rotate(s.Geometry):
         center = None if self.center is None else list(self.center)
         return v2.RandomRotation(angle_range(self.degrees), mode, self.expand, center, self.fill)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         low, high = angle_range(self.degrees)
         degrees = low + keys.uniform(1)[:, 0] * (high - low)
         matrix, height, width = self._warp(degrees, height, width)
         return (s.Warp(matrix, height, width, *self.warps),)
 
-    def _warp(self, degrees: NDArray[np.float64], height: s.Ints, width: s.Ints) -> tuple[s.Matrices, s.Ints, s.Ints]:
+    def _warp(self, degrees: Floats, height: Ints, width: Ints) -> tuple[s.Matrices, Ints, Ints]:
         """The maps [N, 3, 3] of rotations by these angles [N], and the heights and widths of the results [N]."""
         if self.expand:
             return expanded_rotation(degrees, height, width)

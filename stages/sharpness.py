@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Factor, Probability, drawn_factors, is_random, range_of
 
@@ -53,10 +53,10 @@ class Sharpness(s.Local):
             raise NotImplementedError("torchvision's RandomAdjustSharpness has one factor")
         return v2.RandomAdjustSharpness(low, self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability, range_of(self.amount))
 
-    def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
+    def filters(self, coefficients: Floats) -> s.Filters:
         ones = np.ones((len(coefficients), 3))
         return s.Filters(
             rows=ones,

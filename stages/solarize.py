@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
 
@@ -44,10 +44,10 @@ class Solarize(s.Pointwise):
 
         return v2.RandomSolarize(self.threshold, self.probability)
 
-    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability)
 
-    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         levels = np.arange(256, dtype=np.uint8)
         table = np.where(levels >= self.threshold, 255 - levels, levels)
         return s.Operations.table(coefficients[:, 0] > 0, table[None, None])

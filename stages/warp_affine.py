@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Size, size_pair
@@ -118,13 +118,13 @@ class WarpAffine(s.Geometry):
         shifted: s.Matrices = _HALF @ back @ np.linalg.inv(_HALF)
         return shifted
 
-    def _numbers(self, name: str, keys: s.StageKeys) -> NDArray[np.float64]:
+    def _numbers(self, name: str, keys: s.StageKeys) -> Floats:
         """The numbers of a parameter, or of each sample's record, [N, ...]."""
         if (value := self.record_values.get(name)) is not None:
             return keys.values[value]
         return np.array(getattr(self, name), np.float64)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         matrix = np.broadcast_to(self._map(keys), (len(height), 3, 3)).copy()
         if self.size is not None:
             height, width = (np.full_like(height, side) for side in size_pair(self.size))
@@ -136,7 +136,7 @@ def _is_numbers(given: object) -> bool:
     return given is not None and not isinstance(given, s.FromRecord)
 
 
-def _as_columns(points: NDArray[np.float64]) -> s.Matrices:
+def _as_columns(points: Floats) -> s.Matrices:
     """Three points [..., 3, 2] as the columns of a matrix, with a third coordinate of 1."""
     rows: s.Matrices = np.concatenate([points, np.ones((*points.shape[:-1], 1))], axis=-1)
     return rows.swapaxes(-1, -2)

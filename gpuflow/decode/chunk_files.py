@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode.codecs import engine_sampling, probe, scan_start
 from gpuflow.decode.header import SWAPPED
 from gpuflow.errors import BadSampleError
@@ -31,13 +31,13 @@ class HeaderScan(NamedTuple):
     there are none.
     """
 
-    engine: NDArray[np.bool_]
-    progressive: NDArray[np.bool_]
-    sizes: NDArray[np.int64]
-    orientations: NDArray[np.uint8]
-    sampling: NDArray[np.uint8]
-    scans: NDArray[np.int64]
-    intervals: NDArray[np.int64]
+    engine: Bools
+    progressive: Bools
+    sizes: Ints
+    orientations: Bytes
+    sampling: Bytes
+    scans: Ints
+    intervals: Ints
 
 
 def scan_headers(payload: Payload, *, max_scans: int, orientation: bool) -> HeaderScan:
@@ -78,19 +78,19 @@ class Headers:
     jpegs [N]: whether the file is a JPEG, gray or in color.
     """
 
-    sizes: NDArray[np.int64]
-    orientations: NDArray[np.uint8]
-    engine: NDArray[np.bool_]
-    sampling: NDArray[np.uint8]
-    scans: NDArray[np.int64]
-    intervals: NDArray[np.int64]
-    progressive: NDArray[np.bool_]
+    sizes: Ints
+    orientations: Bytes
+    engine: Bools
+    sampling: Bytes
+    scans: Ints
+    intervals: Ints
+    progressive: Bools
     faults: list[BadSampleError | None]
-    tags: NDArray[np.uint8]
-    jpegs: NDArray[np.bool_]
+    tags: Bytes
+    jpegs: Bools
 
     @property
-    def upright_sizes(self) -> NDArray[np.int64]:
+    def upright_sizes(self) -> Ints:
         """Height and width of the upright images, [N, 2]."""
         swapped = self.orientations >= SWAPPED
         return np.where(swapped[:, None], self.sizes[:, ::-1], self.sizes) if swapped.any() else self.sizes
@@ -157,16 +157,16 @@ class Rewritten(NamedTuple):
     rewritten. sampling [n]: as `Headers` has it.
     """
 
-    buffer: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    sampling: NDArray[np.uint8]
+    buffer: Bytes
+    offsets: Ints
+    sizes: Ints
+    sampling: Bytes
 
 
 def rewrite_progressive(
     payload: Payload,
-    rows: NDArray[np.int64],
-    allocate: Callable[[int], NDArray[np.uint8]],
+    rows: Ints,
+    allocate: Callable[[int], Bytes],
     pool: NativePool | None = None,
 ) -> Rewritten:
     """Rewrite these rows [n] of a payload. Runs without Python's interpreter.
@@ -197,9 +197,7 @@ MAX_BYTES = 1 << 26
 _find_complete = function("gpuflow_complete", POINTER, INTEGER, POINTER, POINTER)
 
 
-def find_complete(
-    rows: NDArray[np.int64], payload: Payload, headers: Headers, pool: NativePool | None = None
-) -> NDArray[np.bool_]:
+def find_complete(rows: Ints, payload: Payload, headers: Headers, pool: NativePool | None = None) -> Bools:
     """Return which of these rows [n] of a payload are complete files, [n].
 
     It reads about 220 MB/s on each thread, without Python's interpreter.

@@ -16,8 +16,8 @@ from typing import Literal
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode import self_test
 from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, UNSUPPORTED, Header, refuse, require_memory, stored, upright
 from gpuflow.decode.libjpeg_turbo import (
@@ -85,7 +85,7 @@ _MAX_TEXTS = 16
 
 
 def probe(
-    data: NDArray[np.uint8],
+    data: Bytes,
     *,
     max_pixels: int = 179_000_000,
     max_scans: int = MAX_SCANS,
@@ -259,7 +259,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """The markers of frame headers."""
 
 
-def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
+def engine_sampling(data: Bytes, header: Header) -> int | None:
     """Whether NVIDIA's JPEG engines may decode a file whose header passed `probe`, and its chroma sampling.
 
     They decode only files for which they certainly give the CPU's pixels, within one level: one baseline scan, gray or
@@ -308,7 +308,7 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
     return sampling[0] if channels == 3 else 0
 
 
-def scan_start(data: NDArray[np.uint8]) -> tuple[int, int]:
+def scan_start(data: Bytes) -> tuple[int, int]:
     """Where the compressed data of a JPEG's first scan begin, in bytes, and the restart interval in coded units.
 
     The header must have passed `probe`. An interval of 0 means that there are no restart markers.
@@ -321,7 +321,7 @@ def scan_start(data: NDArray[np.uint8]) -> tuple[int, int]:
     return end, interval
 
 
-def check_scans(data: NDArray[np.uint8], max_scans: int = MAX_SCANS) -> None:
+def check_scans(data: Bytes, max_scans: int = MAX_SCANS) -> None:
     """Raise BadSampleError if these bytes are a JPEG with more than `max_scans` scans. Checks nothing else."""
     view = data.data
     if len(view) > 2 and view[0] == 0xFF and view[1] == 0xD8:
@@ -530,8 +530,8 @@ class CpuDecoder:
         self._refused = 0
 
     def decode(
-        self, data: NDArray[np.uint8], header: Header, region: tuple[int, int, int, int] | None = None
-    ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        self, data: Bytes, header: Header, region: tuple[int, int, int, int] | None = None
+    ) -> tuple[Bytes, tuple[int, int]]:
         """Decode an image whose header passed `probe`.
 
         Args:
@@ -575,8 +575,8 @@ class CpuDecoder:
             raise DecoderError("OpenCV does not decode gpuflow's test image; end this process and start another one")
 
     def _decode(
-        self, data: NDArray[np.uint8], header: Header, region: tuple[int, int, int, int] | None
-    ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        self, data: Bytes, header: Header, region: tuple[int, int, int, int] | None
+    ) -> tuple[Bytes, tuple[int, int]]:
         if header.format == "pnm" or (header.format in LABELS and header.format != "png16"):
             return self._by_optional(data, header), (0, 0)
         height, width = header.height, header.width
@@ -584,7 +584,7 @@ class CpuDecoder:
             worth = region[2] * region[3] <= _REGION_WORTH * height * width
             if not worth or header.orientation != 1:
                 region = None
-        image: NDArray[np.uint8] | None = None
+        image: Bytes | None = None
         if header.format == "jpeg" and header.channels in (1, 3) and self.library is not None:
             pixels = region[2] * region[3] if region else height * width
             image = self.library.decode(data, self._color, (height, width), region, self._buffer_for(pixels))
@@ -595,7 +595,7 @@ class CpuDecoder:
             image = upright(image, header.orientation)
         return image, region[:2] if region else (0, 0)
 
-    def _by_opencv(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
+    def _by_opencv(self, data: Bytes, header: Header) -> Bytes:
         """Decode a whole file with OpenCV."""
         composited, deep = self._background is not None and header.alpha, header.format == "png16"
         flags = OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
@@ -613,13 +613,13 @@ class CpuDecoder:
             decoded = (decoded >> 8).astype(np.uint8)
         if composited or deep:
             decoded = _in_color(decoded, self._background if composited else None, self._color)
-        image: NDArray[np.uint8] = decoded.reshape(*decoded.shape[:2], self._channels)
+        image: Bytes = decoded.reshape(*decoded.shape[:2], self._channels)
         if image.shape[:2] != (header.height, header.width):
             sizes = f"{header.width}x{header.height} and {image.shape[1]}x{image.shape[0]}"
             refuse(f"damaged header: two sizes, {sizes} pixels")
         return image
 
-    def _by_optional(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
+    def _by_optional(self, data: Bytes, header: Header) -> Bytes:
         """Decode a whole PNM, or a file of a format that `decode.formats` named, and turn it as its header says."""
         composited = self._background is not None and header.alpha
         if header.format == "pnm":
@@ -634,7 +634,7 @@ class CpuDecoder:
             image = upright(stored(image, header.turned), header.orientation)
         return np.ascontiguousarray(image)
 
-    def _buffer_for(self, pixels: int) -> NDArray[np.uint8]:
+    def _buffer_for(self, pixels: int) -> Bytes:
         """The buffer, grown to hold `pixels` pixels. After a huge image, the next small one shrinks it again."""
         need, have = pixels * self._channels, len(self._buffer)
         if need > have or have > max(16 * need, 1 << 26):
@@ -642,7 +642,7 @@ class CpuDecoder:
         return self._buffer
 
 
-def _in_color(image: NDArray[np.uint8], background: tuple[int, int, int] | None, color: str) -> NDArray[np.uint8]:
+def _in_color(image: Bytes, background: tuple[int, int, int] | None, color: str) -> Bytes:
     """Convert an image that is gray, BGR or BGRA, HW or HWC, to the decoder's color, HWC or HW.
 
     background: the RGB color to put it over; None ignores alpha. Each level is then (level * alpha + background *
@@ -661,7 +661,7 @@ def _in_color(image: NDArray[np.uint8], background: tuple[int, int, int] | None,
     return np.ascontiguousarray(image[..., ::-1]) if color == "rgb" else image
 
 
-def _with_known_masks(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _with_known_masks(data: Bytes) -> Bytes:
     """A BMP whose colour masks OpenCV reads: behind a header of 40 bytes for 16 bits a pixel, in one of 56 for 32.
 
     OpenCV refuses masks of 16 bits in larger headers, and ignores those of 32 bits in smaller ones.
@@ -681,7 +681,7 @@ def _with_known_masks(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.frombuffer(begin + head + pixels, np.uint8)
 
 
-def _with_alpha(image: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:
+def _with_alpha(image: Bytes, level: int) -> Bytes:
     """A gray image of 8 or 16 bits as BGRA of as many bits, transparent where it has this level."""
     alpha = np.where(image == level, 0, np.iinfo(image.dtype).max).astype(image.dtype)
     return np.dstack([image, image, image, alpha])
@@ -698,7 +698,7 @@ def _transparent_level(view: memoryview) -> int:
     return -1
 
 
-def check_animation(data: NDArray[np.uint8]) -> None:
+def check_animation(data: Bytes) -> None:
     """Raise BadSampleError if these bytes are an animated PNG. Checks nothing else."""
     view = data.data
     if bytes(view[:8]) == _PNG_MAGIC and any(name == b"acTL" for name, _, _ in islice(png_chunks(view), _MAX_CHUNKS)):
@@ -710,7 +710,7 @@ _OPENCV_BYTES = 32
 """OpenCV takes no WebP of fewer bytes for one. Zeros after the end of a file change no decoder's pixels."""
 
 
-def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:
+def imdecode(data: Bytes, flags: int) -> Bytes | None:
     """Decode a JPEG, PNG, WebP or BMP with OpenCV: uint8 HWC or HW, or None if OpenCV returns None or raises an error.
 
     OpenCV chooses a decoder by the content, and has some for formats that nothing here checks. Those get no file.
@@ -722,7 +722,7 @@ def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:
     if len(data) < _OPENCV_BYTES:
         data = np.pad(data, (0, _OPENCV_BYTES - len(data)))
     try:
-        image: NDArray[np.uint8] | None = cv2.imdecode(data, flags)  # type: ignore[assignment]  # it may be None
+        image: Bytes | None = cv2.imdecode(data, flags)  # type: ignore[assignment]  # it may be None
     except cv2.error as error:
         if error.code == cv2.Error.StsNoMem:
             raise MemoryError(f"not enough memory to decode an image of {len(data):,} bytes") from error

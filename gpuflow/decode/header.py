@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.errors import BadSampleError, Code
 
 SWAPPED = 5
@@ -92,7 +92,7 @@ def require_memory(header: Header) -> None:
         raise MemoryError(f"not enough memory to decode an image of {pixels:,} pixels") from None
 
 
-def upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+def upright(image: Bytes, orientation: int) -> Bytes:
     """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image.
 
     The result has no negative strides, which torch refuses, also where a flipped side has a single pixel.
@@ -108,6 +108,6 @@ def upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     return image.copy()  # np.ascontiguousarray keeps the stride of a side of one pixel
 
 
-def stored(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+def stored(image: Bytes, orientation: int) -> Bytes:
     """Undo `upright`."""
     return upright(image, _INVERSE.get(orientation, orientation))

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.native.library import INTEGER, POINTER, function
 
 PIXEL_FORMATS = {"rgb": 0, "bgr": 1, "gray": 2}
@@ -57,12 +57,12 @@ class LibjpegTurbo:
 
     def decode(
         self,
-        data: NDArray[np.uint8],
+        data: Bytes,
         color: str,
         size: tuple[int, int],
         region: tuple[int, int, int, int] | None,
-        buffer: NDArray[np.uint8],
-    ) -> NDArray[np.uint8] | None:
+        buffer: Bytes,
+    ) -> Bytes | None:
         """Decode a JPEG, or the region (y, x, height, width) of it, into `buffer`.
 
         The region's pixels equal those of the whole image, bit for bit.
@@ -95,7 +95,7 @@ class LibjpegTurbo:
         )
         return pixels.reshape(height, width, -1) if _is_done(status) else None
 
-    def accepts(self, data: NDArray[np.uint8], size: tuple[int, int]) -> bool:
+    def accepts(self, data: Bytes, size: tuple[int, int]) -> bool:
         """Return True if a whole JPEG of this (height, width) decodes without an error or a warning.
 
         It takes two thirds of the time of `decode`, because it decodes only luma, at an eighth of the size.

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import GpuflowError, MissingExtra
 
 BACKENDS: Mapping[str, str] = MappingProxyType({"hardware": "JPEG engines", "cuda": "CUDA kernels"})
@@ -153,7 +154,7 @@ class BatchedDecoder:
         lengths: NDArray[np.uint64],
         images: NDArray[np.uint64],
         stream: int,
-        regions: NDArray[np.int64] | None = None,
+        regions: Ints | None = None,
     ) -> None:
         """Queue the decoding of a batch on `stream`. The encoded bytes must stay valid until that work is done.
 

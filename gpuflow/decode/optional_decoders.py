@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.header import UNSUPPORTED, Header, refuse, require_memory
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault, reason_of
@@ -24,11 +24,11 @@ _PILLOW_LACKS_MEMORY = ("out of memory", "decoder error -9")
 """How the texts of Pillow's OSErrors for its codecs' status -9 begin; they have no errno."""
 _INTERPRETATION_TAG, _WHITE_IS_ZERO = 0x0106, 0
 """A TIFF's photometric interpretation, and its value in gray files whose level 0 is white."""
-_Decoder = Callable[[bytes, Header, bool], NDArray[np.uint8]]
+_Decoder = Callable[[bytes, Header, bool], Bytes]
 """Decodes bytes with this header, with alpha or without."""
 
 
-def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> NDArray[np.uint8]:
+def decode_optional(data: Bytes, header: Header, *, alpha: bool) -> Bytes:
     """Decode a file whose header passed `codecs.probe`, as its library gives it: turned by `header.turned`.
 
     Returns:
@@ -96,7 +96,7 @@ def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
 
 
 def _by_pillow(name: str) -> _Decoder:
-    def decode(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
+    def decode(data: bytes, header: Header, alpha: bool) -> Bytes:
         with _LIBRARIES[name]()(io.BytesIO(data)) as image:
             _require_size(header, image.height, image.width)  # before it allocates the image
             for key in ("xmp", "XML:com.adobe.xmp"):
@@ -107,7 +107,7 @@ def _by_pillow(name: str) -> _Decoder:
     return decode
 
 
-def _levels(image: Any, alpha: bool) -> NDArray[np.uint8]:
+def _levels(image: Any, alpha: bool) -> Bytes:
     """The pixels of a loaded Pillow image as `decode_optional` returns them."""
     if image.mode.startswith("I;16"):
         levels = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)[..., None]
@@ -138,7 +138,7 @@ _HEIF_THREADS = 4
 """The number of threads that pillow-heif starts for each image unless the program chose another one."""
 
 
-def _by_pillow_heif(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
+def _by_pillow_heif(data: bytes, header: Header, alpha: bool) -> Bytes:
     file = _pillow_heif().open_heif(io.BytesIO(data))
     _require_size(header, file.size[1], file.size[0])
     return _levels(file.to_pillow(), alpha)
@@ -158,7 +158,7 @@ def _pylibjxl() -> Any:
 _own = threading.local()
 
 
-def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
+def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> Bytes:
     """libjxl converts levels of any depth to 8 bits, rounded."""
     found = _pylibjxl().probe(data)
     _require_size(header, found["height"], found["width"])

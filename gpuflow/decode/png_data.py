@@ -7,8 +7,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import dropwhile, takewhile
 
-import numpy as np
-from numpy.typing import NDArray
+from gpuflow.arrays import Bytes
 
 _UNCHECKED_BYTES = 4 << 20
 """A file of at most this size is not inflated here: its data have at most 4 GB, for which libpng needs about 9 s. For a
@@ -28,7 +27,7 @@ def png_chunks(view: memoryview) -> Iterator[tuple[bytes, int, int]]:
         at += 12 + length
 
 
-def has_too_much_data(data: NDArray[np.uint8]) -> bool:
+def has_too_much_data(data: Bytes) -> bool:
     """Whether the first data stream of a PNG that passed `probe` has over twice the bytes of its pixels, and 1 MB.
 
     libpng inflates what is left of a stream after the last pixel, so a small image could keep it busy for minutes.

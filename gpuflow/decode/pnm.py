@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes, Floats
 from gpuflow.decode.header import UNSUPPORTED, Header, refuse
 
 _GAP = rb"(?:[ \t-\r]|#[^\n\r]*[\n\r])+"
@@ -39,7 +38,7 @@ def read_pnm(view: memoryview, orientation: bool, max_scans: int) -> Header:
     return Header("pnm", width, height, channels)
 
 
-def decode_pnm(data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
+def decode_pnm(data: Bytes, header: Header) -> Bytes:
     """Return the pixels of a file whose header passed `read_pnm`, gray or RGB: uint8 [H, W, C]. Raises BadSampleError.
 
     Other highest levels than 255 become 255, and all levels in proportion, rounded, as Pillow has them.
@@ -47,7 +46,7 @@ def decode_pnm(data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
     kind, width, height, top, start = _numbers(data.data)
     shape, count = (height, width, header.channels), height * width * header.channels
     if kind in _PLAIN:
-        levels: NDArray[Any] = _plain(_COMMENT.sub(b"", data[start:].tobytes()), kind)[:count]
+        levels: Array = _plain(_COMMENT.sub(b"", data[start:].tobytes()), kind)[:count]
         if len(levels) < count:
             refuse(f"truncated: {len(levels):,} of {count:,} levels")
     else:
@@ -75,7 +74,7 @@ def _row_bytes(kind: int, width: int, channels: int) -> int:
     return -(-width // 8) if kind in _BITS else width * channels
 
 
-def _plain(text: bytes, kind: int) -> NDArray[np.float64]:
+def _plain(text: bytes, kind: int) -> Floats:
     """Return the numbers of plain text. The bits of a PBM need no spaces between them."""
     if (other := _OTHER.search(text)) is not None:
         refuse(f"damaged data: {other.group()!r} among the levels")

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, TypeGuard
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.codecs import MAX_SCANS, check_animation, check_scans, format_of, imdecode, probe
 from gpuflow.decode.header import UNSUPPORTED, require_memory
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
@@ -66,7 +66,7 @@ class Preset(s.Decoder):
             return f"OpenCV {cv2.__version__}, whole images, as torchpipe's DecodeMat and ResizeMat"
         return "torchpipe's DecodeTensor and ResizeTensor"
 
-    def decode(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def decode(self, data: Bytes) -> Bytes:
         """Decode as `torchpipe_cpu` does: DecodeMat is OpenCV's imdecode, which applies EXIF rotation; ResizeMat is
         OpenCV's bilinear resize."""
         assert self.name == "torchpipe_cpu", "the GPU operators run only in torchpipe"
@@ -81,7 +81,7 @@ class Preset(s.Decoder):
             cv2.cvtColor(resized, cv2.COLOR_BGR2RGB, dst=resized)
         return resized
 
-    def check(self, data: NDArray[np.uint8]) -> None:
+    def check(self, data: Bytes) -> None:
         """Check encoded bytes [n] before torchpipe's operators, or OpenCV in their place, decode them.
 
         For the GPU decoder, this also checks a JPEG's header, size and end marker, which OpenCV checks itself, and that

@@ -12,8 +12,8 @@ from functools import cache
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.header import OPENCV_FLAGS
 
 HEIGHT, WIDTH, SAMPLING = 48, 64, 0x22
@@ -36,7 +36,7 @@ _SHA256 = {
 """SHA-256 of the pixels that libjpeg-turbo gives."""
 
 
-def is_right(image: NDArray[np.uint8] | None, color: str) -> bool:
+def is_right(image: Bytes | None, color: str) -> bool:
     """Whether an image equals the CPU decoders' pixels of JPEG, uint8 [HEIGHT, WIDTH, C]."""
     if image is None or image.shape[:2] != (HEIGHT, WIDTH):
         return False
@@ -45,7 +45,7 @@ def is_right(image: NDArray[np.uint8] | None, color: str) -> bool:
 
 
 @cache
-def pixels(color: str) -> NDArray[np.uint8]:
+def pixels(color: str) -> Bytes:
     """OpenCV's pixels of the test image: uint8 [HEIGHT, WIDTH, C]. `color`: rgb, bgr or gray."""
     image = np.asarray(cv2.imdecode(JPEG, OPENCV_FLAGS[color]), np.uint8)
     return image.reshape(HEIGHT, WIDTH, -1)

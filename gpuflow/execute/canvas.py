@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.execute.device_stream import DeviceStream
-from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Resampling, Warping
 
 TILE = 128
@@ -29,9 +28,9 @@ class Tiles:
     """
 
     draw: Resampling | Warping
-    image: NDArray[np.int64]
-    tops: NDArray[np.int64]
-    lefts: NDArray[np.int64]
+    image: Ints
+    tops: Ints
+    lefts: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Canvas:
     """Interleaved uint8 images of differing sizes. memory: [rows, width, C]. tops [n]: the first row of each image."""
 
     memory: torch.Tensor
-    tops: NDArray[np.int64]
+    tops: Ints
 
     @classmethod
     def allocate(cls, device_stream: DeviceStream, draw: Resampling | Warping, channels: int) -> Canvas:
@@ -55,7 +54,7 @@ class Canvas:
         return self.memory.stride(0)
 
     @property
-    def addresses(self) -> NDArray[np.int64]:
+    def addresses(self) -> Ints:
         """Of the images' first bytes, [n]."""
         return self.memory.data_ptr() + self.tops * self.pitch
 
@@ -65,20 +64,20 @@ class Canvas:
         channels = self.memory.shape[2]
         return self.memory.as_strided((1, channels, TILE, TILE), (TILE, 1, self.pitch, channels))
 
-    def offsets(self, tiles: Tiles) -> NDArray[np.int64]:
+    def offsets(self, tiles: Tiles) -> Ints:
         """How many elements after the canvas's first one each tile begins."""
         return tiles.tops * self.pitch + tiles.lefts * self.memory.shape[2]
 
 
-def _layout(draw: Resampling | Warping) -> tuple[NDArray[np.int64], int, int]:
+def _layout(draw: Resampling | Warping) -> tuple[Ints, int, int]:
     """The first row of each result on a canvas, the canvas's rows, and its width."""
     height, width = (_up(side) for side in draw.size)
     return np.cumsum(height) - height, int(height.sum()), int(width.max(initial=TILE))
 
 
-def _up(sides: s.Ints) -> NDArray[np.int64]:
+def _up(sides: Ints) -> Ints:
     """Sides of images, rounded up to whole tiles."""
-    whole: NDArray[np.int64] = -(-np.asarray(sides, np.int64) // TILE) * TILE
+    whole: Ints = -(-np.asarray(sides, np.int64) // TILE) * TILE
     return whole
 
 
@@ -94,9 +93,7 @@ def tiles_of(draw: Resampling | Warping) -> Tiles:
     return Tiles(_part(draw, image, top, left), image, first[image] + top, left)
 
 
-def _part(
-    draw: Resampling | Warping, image: NDArray[np.int64], top: NDArray[np.int64], left: NDArray[np.int64]
-) -> Resampling | Warping:
+def _part(draw: Resampling | Warping, image: Ints, top: Ints, left: Ints) -> Resampling | Warping:
     """The geometry of tiles that begin at (top, left) of the results of these images."""
     sides = np.full(len(image), TILE)
     if isinstance(draw, Warping):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Ints
 from gpuflow.decode.chunk_files import Headers, Rewritten, read_headers
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
 from gpuflow.execute.passes import Pass, draw_passes
@@ -25,19 +26,17 @@ _FLIPS = np.array([(turn in FLIPPED_Y, turn in FLIPPED_X) for turn in range(9)])
 """[9, 2]: for each orientation whether rows, and whether columns, are in reverse order."""
 
 
-def rows_are_short(sizes: NDArray[np.int64], orientations: NDArray[np.integer]) -> NDArray[np.bool_]:
+def rows_are_short(sizes: Ints, orientations: NDArray[np.integer]) -> Bools:
     """Return whether kernels can read interleaved images upright, [n], see `ROW_BYTES`. Arguments: as of `pixel_steps`.
 
     They cannot if an image of more than 700 million pixels is turned by 90 degrees: an upright row then has a pixel of
     each stored one.
     """
-    short: NDArray[np.bool_] = (orientations < SWAPPED) | (3 * sizes.prod(axis=1) <= ROW_BYTES)
+    short: Bools = (orientations < SWAPPED) | (3 * sizes.prod(axis=1) <= ROW_BYTES)
     return short
 
 
-def pixel_steps(
-    sizes: NDArray[np.int64], channels: int, orientations: NDArray[np.integer] | None = None
-) -> NDArray[np.int64]:
+def pixel_steps(sizes: Ints, channels: int, orientations: NDArray[np.integer] | None = None) -> Ints:
     """Return the steps that read interleaved uint8 images upright, [n, 3], in bytes: from the first byte to the upper
     left pixel, and from there to the next row's and the next column's.
 
@@ -62,14 +61,14 @@ class Regions(NamedTuple):
     holds this part alone, see `pixel_steps`; the upper left pixel may be outside.
     """
 
-    x: NDArray[np.int64]
-    y: NDArray[np.int64]
-    width: NDArray[np.int64]
-    height: NDArray[np.int64]
-    steps: NDArray[np.int64]
+    x: Ints
+    y: Ints
+    width: Ints
+    height: Ints
+    steps: Ints
 
     @classmethod
-    def whole(cls, sizes: NDArray[np.int64], channels: int, orientations: NDArray[np.integer]) -> Regions:
+    def whole(cls, sizes: Ints, channels: int, orientations: NDArray[np.integer]) -> Regions:
         """All of each image. Arguments: as of `pixel_steps`."""
         zeros = np.zeros(len(sizes), np.int64)
         return cls(zeros, zeros, sizes[:, 1], sizes[:, 0], pixel_steps(sizes, channels, orientations))
@@ -77,8 +76,8 @@ class Regions(NamedTuple):
     @classmethod
     def around(
         cls,
-        boxes: Sequence[NDArray[np.int64]],
-        sizes: NDArray[np.int64],
+        boxes: Sequence[Ints],
+        sizes: Ints,
         channels: int,
         orientations: NDArray[np.integer],
     ) -> Regions:
@@ -121,19 +120,19 @@ class ChunkTables(NamedTuple):
         `steps` and the last one 0; None if the pass is no resampling, or if its results differ in size.
     """
 
-    entries: NDArray[np.int64]
-    samplings: NDArray[np.int64]
-    pixels: NDArray[np.int64]
-    spaces: NDArray[np.int64]
-    steps: NDArray[np.int64]
-    plans: list[NDArray[np.int64] | None]
+    entries: Ints
+    samplings: Ints
+    pixels: Ints
+    spaces: Ints
+    steps: Ints
+    plans: list[Ints | None]
 
     @classmethod
     def of(
         cls,
         headers: Headers,
-        rows: NDArray[np.int64],
-        files: Sequence[NDArray[np.int64]],
+        rows: Ints,
+        files: Sequence[Ints],
         draws: Sequence[Resampling | Warping],
         fixed: Sequence[bool],
         *,
@@ -169,7 +168,7 @@ class ChunkTables(NamedTuple):
             ],
         )
 
-    def with_files(self, which: NDArray[np.bool_], files: Rewritten, start: int) -> ChunkTables:
+    def with_files(self, which: Bools, files: Rewritten, start: int) -> ChunkTables:
         """The same if those `which` are read in their rewritten form, whose offsets count from `start`."""
         entries, samplings = self.entries.copy(), self.samplings.copy()
         entries[which, 0] = files.offsets + start
@@ -177,7 +176,7 @@ class ChunkTables(NamedTuple):
         samplings[which] = files.sampling
         return self._replace(entries=entries, samplings=samplings)
 
-    def take(self, kept: NDArray[np.bool_]) -> ChunkTables:
+    def take(self, kept: Bools) -> ChunkTables:
         """The same for some of the files."""
         *tables, plans = self
         entries, samplings, pixels, spaces, steps = (table[kept] for table in tables)
@@ -195,12 +194,12 @@ class ChunkScan(NamedTuple):
     """
 
     headers: Headers
-    rows: NDArray[np.int64]
-    progressive: NDArray[np.bool_]
+    rows: Ints
+    progressive: Bools
     draws: list[list[Any]]
     tables: ChunkTables
 
-    def take(self, kept: NDArray[np.bool_], scanner: ChunkScanner, keys: Keys) -> ChunkScan:
+    def take(self, kept: Bools, scanner: ChunkScanner, keys: Keys) -> ChunkScan:
         """The same for some of the rows."""
         rows = self.rows[kept]
         return self._replace(
@@ -255,7 +254,7 @@ class ChunkScanner:
         )
         return ChunkScan(headers, rows, headers.progressive[rows], draws, tables)
 
-    def draw(self, keys: Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:
+    def draw(self, keys: Keys, rows: Ints, sizes: Ints) -> list[list[Any]]:
         """For each output and each of its passes the random parameters of these rows [n] of a chunk.
 
         keys, sizes [N, 2]: of the whole chunk; height and width of the upright images.
@@ -265,7 +264,7 @@ class ChunkScanner:
         return [draw_passes(passes, output.keys_of(own), sizes[rows]) for output, passes in pairs]
 
 
-def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _clear_after(payload: Payload, rows: Ints) -> Ints:
     """Write zeros after these files. Returns their number for each file, [n].
 
     Without room after a file none are written; that occurs if `sources.lay_out` did not lay the payload out.

@@ -17,8 +17,8 @@ from typing import Any, assert_never
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bools, Bytes, Ints
 from gpuflow.decode.chunk_files import Headers, read_headers
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
@@ -82,7 +82,7 @@ class _Drawn:
     of all steps, which are native, in place of those of each step.
     """
 
-    def __init__(self, lowered: _Lowered, keys: s.Keys, sizes: s.Ints, slots: NDArray[Any], *, together: bool) -> None:
+    def __init__(self, lowered: _Lowered, keys: s.Keys, sizes: Ints, slots: Array, *, together: bool) -> None:
         self.lowered, self.keys, self.slots, self.draws = lowered, keys, slots, list[Any]()
         known, (height, width) = True, sizes.T
         for step in lowered.steps:
@@ -123,7 +123,7 @@ class _Chunk:
     several outputs, or belong to the caller, so no stage may write to them.
     """
 
-    decode: Callable[[CpuDecoder, int], tuple[NDArray[np.uint8], tuple[int, int]]]
+    decode: Callable[[CpuDecoder, int], tuple[Bytes, tuple[int, int]]]
     outputs: Sequence[_Drawn]
     inputs: Inputs
     faults: _Faults
@@ -180,7 +180,7 @@ class CpuRunner:
         if python is not None:
             python.end(_END_SECONDS)
 
-    def run(self, payload: Payload, keys: s.Keys, slots: Any, sizes: NDArray[np.int64] | None = None) -> _Faults:
+    def run(self, payload: Payload, keys: s.Keys, slots: Any, sizes: Ints | None = None) -> _Faults:
         """Decode N samples and run all steps on them.
 
         Args:
@@ -213,13 +213,13 @@ class CpuRunner:
             valid = headers.jpegs & [fault is None for fault in faults] & ~_misfit(outputs)
             inputs.set_encoded(valid, payload, headers.sizes, headers.orientations, regions)
 
-        def decode(decoder: CpuDecoder, i: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        def decode(decoder: CpuDecoder, i: int) -> tuple[Bytes, tuple[int, int]]:
             data = payload.sample(i)
             return decoder.decode(data, header_of(data, stage), tuple(regions[i].tolist()))
 
         return self._run(_Chunk(decode=decode, outputs=outputs, inputs=inputs, faults=faults, shared=len(outputs) > 1))
 
-    def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> _Faults:
+    def run_images(self, images: Sequence[Bytes], keys: s.Keys, slots: Any) -> _Faults:
         """Run all steps on N decoded images, uint8 [H_i, W_i, C], which stay as they are. The rest is as in `run`."""
         sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
         outputs, inputs = self._draw(keys, sizes, slots), Inputs(len(images))
@@ -253,7 +253,7 @@ class CpuRunner:
             )
         )
 
-    def _draw(self, keys: s.Keys, sizes: NDArray[np.int64], slots: Any) -> list[_Drawn]:
+    def _draw(self, keys: s.Keys, sizes: Ints, slots: Any) -> list[_Drawn]:
         """Draw the parameters of each output for N images of these upright sizes."""
         pairs = zip(self._outputs, split(slots), strict=True)
         return [
@@ -281,7 +281,7 @@ class CpuRunner:
             raise errors[0]
         return chunk.faults
 
-    def _begin_each(self, chunk: _Chunk, which: NDArray[np.bool_]) -> list[Future[None]]:
+    def _begin_each(self, chunk: _Chunk, which: Bools) -> list[Future[None]]:
         """Begin `_run_each` of some images [N] on threads of Python; or run it here, if there are none."""
         numbers = [i for i in np.flatnonzero(which).tolist() if chunk.faults[i] is None]
         if not numbers:
@@ -360,7 +360,7 @@ class CpuRunner:
             statuses[i] = DONE
         self._release_decoder(decoder)
 
-    def _run_steps(self, image: NDArray[Any], origin: tuple[int, int], i: int, output: _Drawn) -> None:
+    def _run_steps(self, image: Array, origin: tuple[int, int], i: int, output: _Drawn) -> None:
         """Run all steps on the region of upright image i that begins at (top, left) = origin. Raises BadSampleError."""
         slot, steps = output.slots[i], output.lowered.steps
         for n, (step, draw) in enumerate(zip(steps, output.draws, strict=True)):
@@ -393,7 +393,7 @@ def _find_misfits(draws: Sequence[Any], faults: _Faults) -> None:
             faults[i] = faults[i] or misfit.fault(i)
 
 
-def _misfit(outputs: Sequence[_Drawn]) -> s.Bools:
+def _misfit(outputs: Sequence[_Drawn]) -> Bools:
     """Return which images a step cannot be run on, [N]."""
     return any_misfit([draw for output in outputs for draw in output.draws], len(outputs[0].slots))
 
@@ -405,12 +405,12 @@ def _check(draws: Sequence[Any], i: int) -> None:
             raise fault
 
 
-def _regions(outputs: Sequence[_Drawn], headers: Headers) -> s.Ints:
+def _regions(outputs: Sequence[_Drawn], headers: Headers) -> Ints:
     """Return y, x, height, width of what all outputs need of the images as stored, [N, 4].
 
     Images that EXIF data turn, and those of which most is needed, are decoded whole.
     """
-    whole: s.Ints = np.concatenate([np.zeros_like(headers.sizes), headers.sizes], axis=1)
+    whole: Ints = np.concatenate([np.zeros_like(headers.sizes), headers.sizes], axis=1)
     boxes = [output.first.box for output in outputs if output.first is not None]
     if len(boxes) < len(outputs):
         return whole
@@ -422,7 +422,7 @@ def _regions(outputs: Sequence[_Drawn], headers: Headers) -> s.Ints:
     return np.asarray(np.where(small[:, None], np.concatenate([begins, sides], axis=1), whole), np.int64)
 
 
-def _room_for(step: NativeStep, draw: Any, row: int, image: NDArray[Any], out: NDArray[Any] | None) -> NDArray[Any]:
+def _room_for(step: NativeStep, draw: Any, row: int, image: Array, out: Array | None) -> Array:
     """Return `out`, or memory for the result of a native step."""
     if out is not None:
         return out
@@ -435,7 +435,7 @@ def _room_for(step: NativeStep, draw: Any, row: int, image: NDArray[Any], out: N
     return np.empty((height, width, channels), np.uint8)
 
 
-def header_of(data: NDArray[np.uint8], decoder: s.Decoder, *, orientation: bool = False) -> Header:
+def header_of(data: Bytes, decoder: s.Decoder, *, orientation: bool = False) -> Header:
     """Return a file's header, within the decoder's limits. Raises BadSampleError.
 
     orientation: read the EXIF orientation, also where the decoder does not apply it.
@@ -449,7 +449,7 @@ def header_of(data: NDArray[np.uint8], decoder: s.Decoder, *, orientation: bool 
     )
 
 
-def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:
+def call_opaque(step: OpaqueStep, image: Array, seed: int) -> Array:
     """Run an opaque stage on one image. `step.before` and `step.after` say how the images lie in memory.
 
     Raises BadSampleError if the result would be larger than an image may be, and for a ValueError or a RuntimeError of
@@ -484,6 +484,6 @@ def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
     return fault
 
 
-def _size(image: NDArray[Any]) -> tuple[s.Ints, s.Ints]:
+def _size(image: Array) -> tuple[Ints, Ints]:
     """Height and width, each [1], of an image in HWC."""
     return np.array(image.shape[:1]), np.array(image.shape[1:2])

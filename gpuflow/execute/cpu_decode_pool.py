@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes, Ints
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.native.pool import NativePool
@@ -38,9 +37,9 @@ class PendingImages:
 
     def __init__(
         self,
-        rows: NDArray[np.int64],
-        memory: NDArray[np.uint8],
-        results: NDArray[np.uint8],
+        rows: Ints,
+        memory: Bytes,
+        results: Bytes,
         faults: Future[list[BadSampleError | None]],
     ) -> None:
         self.rows, self.memory, self._results, self._faults = rows, memory, results, faults
@@ -68,13 +67,13 @@ class CpuDecodePool:
         make: allocates memory that the GPU copies from.
     """
 
-    def __init__(self, program: AnyProgram, *, threads: int, make: Callable[[int], NDArray[np.uint8]] = pinned) -> None:
+    def __init__(self, program: AnyProgram, *, threads: int, make: Callable[[int], Bytes] = pinned) -> None:
         self._program, self._runner = program, CpuRunner(program, threads)
         self._results = BytePool(keep=_KEPT_BYTES, make=make)
         self._lock, self._closed = threading.Lock(), False
         self._threads: DaemonPool | None = None
 
-    def begin(self, payload: Payload, rows: NDArray[np.int64], keys: Keys) -> PendingImages:
+    def begin(self, payload: Payload, rows: Ints, keys: Keys) -> PendingImages:
         """Begin to decode the samples `rows` of a payload, whose buffer must stay as it is until the result is there.
 
         keys: of all samples of the payload. Raises ConnectionAbortedError if the pool was closed.
@@ -104,7 +103,7 @@ class CpuDecodePool:
         """Return the threads of C code, for other work on the same files."""
         return self._runner.native_threads()
 
-    def release(self, memory: NDArray[np.uint8]) -> None:
+    def release(self, memory: Bytes) -> None:
         """Use the memory of a result again."""
         self._results.release(memory)
 

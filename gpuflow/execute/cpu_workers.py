@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes, Ints
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.stage import Keys
@@ -75,7 +75,7 @@ class Outcome:
     read_bytes: int
     read_s: float
     cpu_s: float
-    sizes: NDArray[np.int64] | None = None
+    sizes: Ints | None = None
 
 
 def prepare(setup: bytes) -> Any:
@@ -102,7 +102,7 @@ def open_runner(connection: ParentConnection, program: AnyProgram) -> Any:
     return runner
 
 
-def _slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: int, batch: int) -> Any:
+def _slots_in(memory: Bytes, program: AnyProgram, start: int, count: int, batch: int) -> Any:
     """Return the slots [start, start + count) in the memory of a batch of `batch` samples."""
     shape, dtype = slot_of(program)
     size = slot_bytes_of(program) * batch

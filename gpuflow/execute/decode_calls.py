@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.pipeline.image_spec import ImageSpec
 
@@ -43,7 +43,7 @@ class Undecoded:
     be a part of it alone.
     """
 
-    def __init__(self, samplings: NDArray[np.int64], pixels: NDArray[np.int64], spaces: NDArray[np.int64]) -> None:
+    def __init__(self, samplings: Ints, pixels: Ints, spaces: Ints) -> None:
         self.samplings, self.pixels, self.spaces = samplings, pixels, spaces
         self._left = {one: np.flatnonzero(samplings == one) for one in sorted(set(samplings.tolist()))}
         self.mixed = len(self._left) > 1
@@ -55,7 +55,7 @@ class Undecoded:
             if len(rows):
                 yield sampling
 
-    def take(self, sampling: int, images: int | None = None, space: int = 0) -> NDArray[np.int64]:
+    def take(self, sampling: int, images: int | None = None, space: int = 0) -> Ints:
         """Take all images of a sampling, or the first ones. Returns their numbers within the chunk.
 
         images, space: the largest number of images and of bytes to take; all are taken if `images` is None.
@@ -67,7 +67,7 @@ class Undecoded:
         self._left[sampling] = rows[count:]
         return rows[:count]
 
-    def give_back(self, rows: NDArray[np.int64]) -> None:
+    def give_back(self, rows: Ints) -> None:
         """These images of one sampling were taken, but no call decodes them."""
         sampling = int(self.samplings[rows[0]])
         self._left[sampling] = np.sort(np.concatenate([self._left[sampling], rows]))
@@ -81,8 +81,8 @@ class CallPart(NamedTuple):
     """
 
     chunk: int
-    where: NDArray[np.int64] | slice
-    rows: NDArray[np.int64]
+    where: Ints | slice
+    rows: Ints
 
 
 class DecodeCall(NamedTuple):
@@ -93,7 +93,7 @@ class DecodeCall(NamedTuple):
     """
 
     parts: Sequence[CallPart]
-    spaces: NDArray[np.int64]
+    spaces: Ints
     sampling: int
 
     def __len__(self) -> int:
@@ -139,9 +139,7 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int, max_later: int) -> li
     return calls
 
 
-def _calls(
-    chunks: list[Undecoded], rows: Sequence[NDArray[np.int64]], sampling: int, max_bytes: int
-) -> Iterator[DecodeCall]:
+def _calls(chunks: list[Undecoded], rows: Sequence[Ints], sampling: int, max_bytes: int) -> Iterator[DecodeCall]:
     """The calls that decode these images of each chunk, which have one sampling."""
     used = [number for number, own in enumerate(rows) if len(own)]
     pixels = np.concatenate([chunks[number].pixels[rows[number]] for number in used])
@@ -157,9 +155,7 @@ def _calls(
         yield DecodeCall(parts, spaces[order], sampling)
 
 
-def deal(
-    pixels: NDArray[np.int64], spaces: NDArray[np.int64], max_images: int, max_bytes: int
-) -> Iterator[NDArray[np.int64]]:
+def deal(pixels: Ints, spaces: Ints, max_images: int, max_bytes: int) -> Iterator[Ints]:
     """Deal images of these numbers of pixels and spaces [N] to calls of about equally many pixels, none above
     `max_images` or `max_bytes`; an image of a larger space is alone. Each call's images are in descending order of
     pixels."""
@@ -184,7 +180,7 @@ class LaterRows:
     before.
     """
 
-    def __init__(self, rows: NDArray[np.int64], free: deque[int]) -> None:
+    def __init__(self, rows: Ints, free: deque[int]) -> None:
         self.rows, self._free = rows, free
 
     def __del__(self) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute import packing
 from gpuflow.pipeline.image_spec import slot_shape
@@ -101,7 +100,7 @@ class DeviceStream:
         with self.queued():
             target.copy_(host, non_blocking=True)
 
-    def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    def send_all(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """Copy small arrays to the device in one transfer: for each array a tensor of its dtype and shape."""
         with self.queued():
             return packing.send_all(arrays, self.device)
@@ -144,7 +143,7 @@ def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:
         raise LoaderTimeout(f"{failure} within {seconds:g} s; `nvidia-smi` shows what else runs there") from None
 
 
-def send_array(device_stream: DeviceStream, array: NDArray[Any]) -> torch.Tensor:
+def send_array(device_stream: DeviceStream, array: Array) -> torch.Tensor:
     """Copy one small array to the device: a tensor of its dtype and shape."""
     (sent,) = device_stream.send_all([array])
     return sent
@@ -179,13 +178,13 @@ class ChunkRunner(Protocol):
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
 
-    def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
+    def share_checks(self, samples: int, memory_of: Callable[[int], Bytes | None]) -> None:
         """Share with the ranks of this host which files of a source of that many samples were checked.
 
         memory_of: gives memory of a size in bytes, zeros at first, that these ranks share; None if there is none.
         """
 
-    def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | NDArray[np.int64] | None = None) -> Any:
+    def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | Ints | None = None) -> Any:
         """Do all work on a chunk that needs no slots. The payload's memory must stay valid until it is launched.
 
         indices: the indices in the source of the chunk's samples, or None if they are not from a source.

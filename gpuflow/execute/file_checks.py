@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode.chunk_files import Headers, find_complete
 from gpuflow.native.pool import NativePool
 from gpuflow.sources import Payload
@@ -39,16 +40,16 @@ class KnownFiles:
             np.copyto(memory[: len(own)], own, where=own > 0)
             self._sizes, self._most = memory, len(memory)
 
-    def known(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def known(self, indices: Ints, sizes: Ints) -> Bools:
         """Return which of these samples [N] are known to have such files, of these sizes."""
         remembered = self._sizes
         inside = indices < len(remembered)
         held = np.zeros(len(indices), np.uint32)  # 0 where none is
         held[inside] = remembered[indices[inside]]
-        known: NDArray[np.bool_] = (held > 0) & (held == sizes)
+        known: Bools = (held > 0) & (held == sizes)
         return known
 
-    def add(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    def add(self, indices: Ints, sizes: Ints) -> None:
         """Remember samples [N] that have such files, of these sizes. Very high indices are not remembered."""
         with self._lock:
             kept = (indices < self._most) & (sizes <= np.iinfo(np.uint32).max)
@@ -73,7 +74,7 @@ class FileChecks:
         """The size of memory for `share`, for a source of that many samples."""
         return 2 * min(samples, MAX_REMEMBERED) * np.dtype(np.uint32).itemsize
 
-    def share(self, memory: NDArray[np.uint8]) -> None:
+    def share(self, memory: Bytes) -> None:
         """From now on remember in this memory which files were checked, and with what result.
 
         memory: uint8 [shared_bytes], zeros at first, that other processes with the same source use, too.
@@ -83,12 +84,12 @@ class FileChecks:
 
     def complete(
         self,
-        rows: NDArray[np.int64],
+        rows: Ints,
         payload: Payload,
         headers: Headers,
-        indices: Sequence[int] | NDArray[np.int64] | None,
+        indices: Sequence[int] | Ints | None,
         pool: NativePool | None = None,
-    ) -> NDArray[np.bool_]:
+    ) -> Bools:
         """Return which of these rows [n] of a payload are complete files.
 
         headers: of all files of the payload; those of the rows are files that the engines decode.

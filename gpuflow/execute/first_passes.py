@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.execute.canvas import Canvas
 from gpuflow.execute.device_stream import DeviceStream, send_array
 from gpuflow.execute.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, capture_launch
@@ -39,7 +38,7 @@ class CapturedPasses(NamedTuple):
     targets: list[Target]
     settings: list[Any]
 
-    def call(self, memory: PlanMemory, plans: Sequence[NDArray[np.int64]]) -> GpuCall:
+    def call(self, memory: PlanMemory, plans: Sequence[Ints]) -> GpuCall:
         """See `GpuCall`."""
         return GpuCall(self.calls, memory, plans, self.launches)
 
@@ -64,7 +63,7 @@ class FirstPasses:
         captured = self._captured
         return captured if captured is not None and captured.settings == _all_settings(draws, targets) else None
 
-    def run(self, draws: Sequence[Any], plans: Sequence[NDArray[np.int64]], targets: Sequence[Target]) -> None:
+    def run(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> None:
         """Queue all first passes by Triton. plans: of each output, see `gpu_passes.plan_of`."""
         sent = self._device_stream.send_all(plans)
         for passes, draw, plan, target in zip(self._passes, draws, sent, targets, strict=True):
@@ -76,9 +75,7 @@ class FirstPasses:
             finally:
                 self._lock.release()
 
-    def _try_to_capture(
-        self, draws: Sequence[Any], plans: Sequence[NDArray[np.int64]], targets: Sequence[Target]
-    ) -> None:
+    def _try_to_capture(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> None:
         self._attempts -= 1
         try:
             self._captured = self._capture(draws, plans, targets)
@@ -86,9 +83,7 @@ class FirstPasses:
             level = logging.DEBUG if self._attempts else logging.INFO
             _LOG.log(level, "Python code queues the work of the GPU: %s", error)
 
-    def _capture(
-        self, draws: Sequence[Any], plans: Sequence[NDArray[np.int64]], targets: Sequence[Target]
-    ) -> CapturedPasses | None:
+    def _capture(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> CapturedPasses | None:
         assert self._calls is not None
         launches: list[KernelLaunch] = []
         own: list[Target] = []

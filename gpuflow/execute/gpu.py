@@ -27,8 +27,8 @@ from typing import Any, Literal, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode.chunk_files import rewrite_progressive
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
@@ -67,7 +67,7 @@ class _Rows:
     """
 
     images: Target
-    rows: NDArray[np.int64]
+    rows: Ints
     held: LaterRows | None = None
 
 
@@ -80,18 +80,18 @@ class _Plan:
     differ in size.
     """
 
-    rows: NDArray[np.int64]
+    rows: Ints
     tiles: Tiles | None
 
     @classmethod
-    def of(cls, draw: Resampling | Warping, steps: NDArray[np.int64], *, fixed: bool) -> _Plan:
+    def of(cls, draw: Resampling | Warping, steps: Ints, *, fixed: bool) -> _Plan:
         """For images [n] with these `pixel_steps`. fixed: whether their results have one size."""
         tiles = None if fixed else tiles_of(draw)
         if tiles is not None:
             draw, steps = tiles.draw, steps[tiles.image]
         return cls(plan_of(draw, steps, 0), tiles)
 
-    def on_canvas(self, taken: NDArray[np.int64], addresses: NDArray[np.int64], target: Canvas) -> NDArray[np.int64]:
+    def on_canvas(self, taken: Ints, addresses: Ints, target: Canvas) -> Ints:
         """The rows of the kernel's plan for the tiles of the images `taken` of the n, which are at these addresses."""
         assert self.tiles is not None, "their results differ in size"
         number = np.full(int(self.tiles.image.max(initial=-1)) + 1, -1)
@@ -112,8 +112,8 @@ class _Part:
     places: for each output where its first pass puts them. Empty for a call's first chunk once the call is over.
     """
 
-    where: NDArray[np.int64] | slice
-    rows: NDArray[np.int64]
+    where: Ints | slice
+    rows: Ints
     places: list[_Rows]
 
 
@@ -138,7 +138,7 @@ class _Call:
     def over(self) -> bool:
         return self._over.is_set()
 
-    def finish(self, good: NDArray[np.bool_]) -> None:
+    def finish(self, good: Bools) -> None:
         """Record that the call is queued, and which images are good. It then drops its reference to the batch of its
         first chunk, because later chunks may refer to this call long after that batch has ended."""
         self.good = good
@@ -176,12 +176,12 @@ class Prepared:
 
     payload: Payload
     keys: s.Keys
-    rows: NDArray[np.int64]
-    entries: NDArray[np.int64]
-    memory: Sequence[NDArray[np.uint8]]
+    rows: Ints
+    entries: Ints
+    memory: Sequence[Bytes]
     undecoded: Undecoded
     plans: list[_Plan]
-    sizes: NDArray[np.int64]
+    sizes: Ints
     draws: list[list[Any]]
     others: PendingImages | None
     faults: list[BadSampleError | None]
@@ -286,7 +286,7 @@ class GpuRunner:
             decoder.check()
         self._cpu.check()
 
-    def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
+    def share_checks(self, samples: int, memory_of: Callable[[int], Bytes | None]) -> None:
         """Share with the ranks of this host which files of a source of that many samples were checked.
 
         memory_of: see `ChunkRunner.share_checks`.
@@ -295,9 +295,7 @@ class GpuRunner:
         if memory is not None:
             self._checks.share(memory)
 
-    def prepare(
-        self, payload: Payload, keys: s.Keys, indices: Sequence[int] | NDArray[np.int64] | None = None
-    ) -> Prepared:
+    def prepare(self, payload: Payload, keys: s.Keys, indices: Sequence[int] | Ints | None = None) -> Prepared:
         """Do all work that precedes nvJPEG: `ChunkScanner`, checks, and the images that the CPU decodes.
 
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
@@ -335,9 +333,7 @@ class GpuRunner:
             faults=headers.faults,
         )
 
-    def _with_addresses(
-        self, scan: ChunkScan, payload: Payload
-    ) -> tuple[ChunkTables, list[NDArray[np.uint8]], NDArray[np.bool_]]:
+    def _with_addresses(self, scan: ChunkScan, payload: Payload) -> tuple[ChunkTables, list[Bytes], Bools]:
         """The scan's tables with the address of each file. Progressive files are rewritten.
 
         Returns them, the memory that has the files, and which files [n] nvJPEG can decode if they are complete: all but
@@ -389,7 +385,7 @@ class GpuRunner:
 
     def _run_on_gpu(
         self, chunk: Prepared, slots: Any, ahead: Sequence[Prepared]
-    ) -> tuple[NDArray[np.int64], dict[int, BadSampleError]]:
+    ) -> tuple[Ints, dict[int, BadSampleError]]:
         """Decode a chunk and run every pass on it.
 
         Returns:
@@ -411,7 +407,7 @@ class GpuRunner:
         good[list(by_stages)] = False
         return rows[~good], {int(rows[i]): fault for i, fault in by_stages.items() if whole}
 
-    def _decode(self, chunk: Prepared, first: Sequence[_Rows], ahead: Sequence[Prepared]) -> NDArray[np.bool_]:
+    def _decode(self, chunk: Prepared, first: Sequence[_Rows], ahead: Sequence[Prepared]) -> Bools:
         """Decode a chunk and run the first pass of each output, to its place. Returns which rows were decoded.
 
         The calls that are needed for this are put into a queue, and this thread runs calls from that queue, also those
@@ -434,7 +430,7 @@ class GpuRunner:
                     call.fail(error)
             raise
         good = np.ones(len(chunk.rows), bool)
-        moved: list[tuple[_Rows, NDArray[np.int64], _Rows]] = []
+        moved: list[tuple[_Rows, Ints, _Rows]] = []
         for call, number in [*((call, 0) for call in own), *chunk.early]:
             part = call.results[number]
             good[part.rows] = call.good[part.where]
@@ -447,7 +443,7 @@ class GpuRunner:
         chunk.early.clear()  # which refer to this chunk
         return good
 
-    def _move(self, moved: Sequence[tuple[_Rows, NDArray[np.int64], _Rows]]) -> None:
+    def _move(self, moved: Sequence[tuple[_Rows, Ints, _Rows]]) -> None:
         """Copy results to their places. moved: each place, the rows of it, and the rows that hold the results."""
         pairs = [
             (place.images, rows, one.images, one.rows)
@@ -502,7 +498,7 @@ class GpuRunner:
         finally:
             call.chunks = ()  # which refer to this call
 
-    def _decode_call(self, call: _Call) -> NDArray[np.bool_]:
+    def _decode_call(self, call: _Call) -> Bools:
         """Returns which of its images were decoded."""
         chunks, planned = call.chunks, call.planned
         draws = [own[0] for own in chunks[0].draws]
@@ -538,7 +534,7 @@ class GpuRunner:
         self._copy(results, rows, targets)
         self._device_stream.retain_until_done(images.memory, self._cpu.release)
 
-    def _copy(self, results: torch.Tensor, rows: NDArray[np.int64], targets: Sequence[torch.Tensor]) -> None:
+    def _copy(self, results: torch.Tensor, rows: Ints, targets: Sequence[torch.Tensor]) -> None:
         """Queue copies of results, uint8 [n, bytes of a slot], to these rows [n] of each output's slots.
 
         They are one transfer, and one kernel for each output.
@@ -559,13 +555,13 @@ class GpuRunner:
         self._cpu.close()
 
 
-def _pinned(device_stream: DeviceStream, size: int) -> NDArray[np.uint8]:
+def _pinned(device_stream: DeviceStream, size: int) -> Bytes:
     """Pinned memory of this many bytes."""
-    memory: NDArray[np.uint8] = device_stream.pinned([size], torch.uint8).numpy()
+    memory: Bytes = device_stream.pinned([size], torch.uint8).numpy()
     return memory
 
 
-def _rows_of_call(count: int, parts: Sequence[tuple[NDArray[np.int64], _Part]]) -> NDArray[np.int64]:
+def _rows_of_call(count: int, parts: Sequence[tuple[Ints, _Part]]) -> Ints:
     """For a call's images [count] their rows of tables. parts: the table of each chunk, and its images in the call."""
     (table, part), *others = parts
     if not others:
@@ -576,7 +572,7 @@ def _rows_of_call(count: int, parts: Sequence[tuple[NDArray[np.int64], _Part]]) 
     return rows
 
 
-def _plan_of_call(call: _Call, i: int, addresses: NDArray[np.int64], target: Target) -> NDArray[np.int64]:
+def _plan_of_call(call: _Call, i: int, addresses: Ints, target: Target) -> Ints:
     """The first pass of output i on a call's images [n], which are at these addresses, as its kernel reads it.
 
     target: where the results are, or a tensor that their offsets count from.

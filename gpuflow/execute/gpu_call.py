@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.execute import packing
 from gpuflow.execute.device_stream import DeviceStream
@@ -310,7 +311,7 @@ class GpuCall:
         self,
         calls: GpuCalls,
         memory: PlanMemory,
-        plans: Sequence[NDArray[np.int64]],
+        plans: Sequence[Ints],
         launches: Sequence[KernelLaunch],
         transfer: Transfer | None = None,
     ) -> None:
@@ -365,7 +366,7 @@ class GpuCall:
         images: NDArray[np.uint64],
         stream: int,
         decoded: torch.cuda.Event,
-        regions: NDArray[np.int64] | None = None,
+        regions: Ints | None = None,
     ) -> None:
         """Queue the plans, a call of nvJPEG and the kernels.
 

@@ -11,8 +11,8 @@ from typing import Any, assert_never
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import BadSampleError, LoaderError, reason_of
 from gpuflow.execute.canvas import Canvas, tiles_of
 from gpuflow.execute.chunk_scan import ROW_BYTES, pixel_steps
@@ -52,8 +52,8 @@ class DeviceImages:
     memory: of those that were copied; it may be released once all work that reads them is queued.
     """
 
-    places: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    places: Ints
+    sizes: Ints
     memory: torch.Tensor | None
 
 
@@ -89,7 +89,7 @@ def interleaved(
     return DeviceImages(places, sizes, memory)
 
 
-def _numbers_of(found: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+def _numbers_of(found: Sequence[tuple[int, ...]]) -> Ints:
     """Three numbers for each of N images: [N, 3], or [1, 3] if all are equal."""
     if len(set(found)) == 1:
         return np.array(found[:1], np.int64)
@@ -117,7 +117,7 @@ class DevicePasses:
         table = torch.from_numpy(one.table)
         return table.view(getattr(torch, one.result.dtype)) if table.dtype == torch.uint16 else table
 
-    def places(self, i: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def places(self, i: int, rows: Ints) -> Ints:
         """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
@@ -144,7 +144,7 @@ class DevicePasses:
                 targets.append(Canvas.allocate(self._device_stream, draw, one.result.shape[2]))
         return [*targets, slots]
 
-    def run(self, draws: Sequence[Any], places: NDArray[np.int64], slots: torch.Tensor) -> dict[int, BadSampleError]:
+    def run(self, draws: Sequence[Any], places: Ints, slots: torch.Tensor) -> dict[int, BadSampleError]:
         """Queue all passes on n images, one for each slot. Returns what `run_later` does.
 
         draws: the result of `draw_passes`. places [n, 3]: see `DeviceImages`.
@@ -168,9 +168,7 @@ class DevicePasses:
                 faults[i] = fault
         return faults
 
-    def run_later(
-        self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64]
-    ) -> dict[int, BadSampleError]:
+    def run_later(self, draws: Sequence[Any], targets: Sequence[Target], rows: Ints) -> dict[int, BadSampleError]:
         """Queue all passes after the first one, whose results are in targets[0].
 
         draws: the result of `draw_passes`. targets: that of `targets`. rows [n]: see `places`.
@@ -179,14 +177,12 @@ class DevicePasses:
         """
         return self._queue(draws, targets, self._send(self.plans(draws, targets, rows)))
 
-    def plans(
-        self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64], batches: int = 1
-    ) -> list[list[NDArray[Any]]]:
+    def plans(self, draws: Sequence[Any], targets: Sequence[Target], rows: Ints, batches: int = 1) -> list[list[Array]]:
         """What each pass after the first one reads on the device: an array with a row for each image, and others.
 
         batches: how many batches of n images, which use the same targets in turn, the draws describe.
         """
-        plans: list[list[NDArray[Any]]] = []
+        plans: list[list[Array]] = []
         for i in range(1, len(self._passes)):
             images, draw, places = targets[i - 1], draws[i], np.tile(self.places(i, rows), batches)
             match self._passes[i].step:
@@ -208,7 +204,7 @@ class DevicePasses:
                     assert_never(unknown)
         return plans
 
-    def _send(self, plans: Sequence[Sequence[NDArray[Any]]]) -> list[list[torch.Tensor]]:
+    def _send(self, plans: Sequence[Sequence[Array]]) -> list[list[torch.Tensor]]:
         """Copy the arrays of all passes to the device in one transfer."""
         flat = [array for plan in plans for array in plan]
         sent = iter(self._device_stream.send_all(flat) if flat else [])
@@ -251,7 +247,7 @@ class DevicePasses:
         return {}
 
     def _call(
-        self, step: OpaqueStep, images: torch.Tensor, seeds: s.Ints, target: torch.Tensor, places: torch.Tensor
+        self, step: OpaqueStep, images: torch.Tensor, seeds: Ints, target: torch.Tensor, places: torch.Tensor
     ) -> dict[int, BadSampleError]:
         """Queue an opaque stage on images [n, C, H, W], to these rows [n] of the target. Returns which of them it
         refuses, and why.
@@ -287,10 +283,10 @@ class DevicePasses:
     def plan_of_move(
         self,
         draw: Resampling | Warping,
-        places: NDArray[np.int64],
+        places: Ints,
         target: Target,
-        rows: NDArray[np.int64],
-    ) -> NDArray[np.int64]:
+        rows: Ints,
+    ) -> Ints:
         """A resampling or a warp of n images, to these rows [n] of the target or to a canvas, as its kernel reads it.
 
         places [n, 3]: see `DeviceImages`.
@@ -324,7 +320,7 @@ _OF_DEVICE = ("CUDA", "cuDNN", "cuFFT", "Triton Error")
 """In the texts of such errors."""
 
 
-def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: NDArray[np.float64]) -> torch.Tensor:
+def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: Floats) -> torch.Tensor:
     """A stage that has only a form for the CPU, on images [n, C, H, W] of the GPU. Waits for the GPU."""
     held = images.permute(0, 2, 3, 1).cpu().numpy()
     results = [step.stage.apply(image, row, None) for image, row in zip(held, coefficients, strict=True)]
@@ -339,7 +335,7 @@ def faults_of(draws: Sequence[Any], count: int) -> list[BadSampleError | None]:
     return faults
 
 
-def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: Ints | None = None) -> Ints:
     """How many elements after the target's first one each of these rows of `images` begins, [n]; by default all rows.
 
     Both are on one device with the same strides, but may be two allocations.
@@ -350,7 +346,7 @@ def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int6
     return between + rows * images.stride(0)
 
 
-def plan_of(draw: Resampling | Warping, places: NDArray[np.int64], offsets: NDArray[Any] | int) -> NDArray[np.int64]:
+def plan_of(draw: Resampling | Warping, places: Ints, offsets: Array | int) -> Ints:
     """Encode a resampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
 
     places [n, 3]: see `DeviceImages`; in either kernel's plan these are the first columns. offsets [n]: the last one,

@@ -9,8 +9,8 @@ from typing import NamedTuple, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.execute.device_stream import DeviceStream, send_array
 from gpuflow.execute.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, Transfer, capture_launch
 from gpuflow.execute.kernels.copy import ALIGN, FIELDS, copy_images
@@ -29,10 +29,10 @@ class ImageRows(NamedTuple):
     address: int
     step: int
     size: int
-    rows: NDArray[np.int64]
+    rows: Ints
 
     @classmethod
-    def of(cls, images: torch.Tensor, rows: NDArray[np.int64]) -> ImageRows | None:
+    def of(cls, images: torch.Tensor, rows: Ints) -> ImageRows | None:
         """Rows of a tensor [N, C, H, W]; None if an image is not one block of memory."""
         _, channels, height, width = images.shape
         dense = (height * width, width, 1), (1, width * channels, channels)
@@ -42,7 +42,7 @@ class ImageRows(NamedTuple):
         return cls(images.data_ptr(), images.stride(0) * item, channels * height * width * item, rows)
 
     @property
-    def addresses(self) -> NDArray[np.int64]:
+    def addresses(self) -> Ints:
         return self.address + self.rows * self.step
 
 

@@ -12,6 +12,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes, Ints
 from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline import stage as s
@@ -48,14 +49,14 @@ class MaskMap:
         self._places: NDArray[np.int32 | np.int64] | None = None
         self._number: type[np.int32 | np.int64] = np.int32 if height * width < _MOST_IN_INT32 else np.int64
 
-    def apply(self, mask: NDArray[np.uint8], fill: int = 0) -> NDArray[np.uint8]:
+    def apply(self, mask: Bytes, fill: int = 0) -> Bytes:
         """The result of a mask [h, w]. fill: its level outside the mask."""
         mask, described = np.ascontiguousarray(mask), self._described()
         result = np.empty((len(self._rows), len(self._columns)), np.uint8)
         _apply(described.ctypes.data, mask.ctypes.data, fill, result.ctypes.data)
         return result
 
-    def _described(self) -> NDArray[np.int64]:
+    def _described(self) -> Ints:
         """Return the fields of C's `mask_map`."""
         kind, places = _KINDS[self._number], (0, self._width, 0)
         if self._places is not None:
@@ -96,12 +97,12 @@ class MaskMap:
         _warp(described.ctypes.data, matrix.ctypes.data, *way, address, *size, places.ctypes.data)
         self._places, self._rows, self._columns = places, np.arange(height), np.arange(width)
 
-    def _select(self, rows: s.Ints, columns: s.Ints) -> None:
+    def _select(self, rows: Ints, columns: Ints) -> None:
         """Keep these rows and columns, [h] and [w], of the result so far; negative ones are outside."""
         self._rows, self._columns = _taken(self._rows, rows), _taken(self._columns, columns)
 
 
-def mask_maps(program: Program, keys: s.Keys, sizes: s.Ints) -> list[MaskMap]:
+def mask_maps(program: Program, keys: s.Keys, sizes: Ints) -> list[MaskMap]:
     """How the masks of N samples follow a program. sizes [N, 2]: of the upright images, and so of their masks."""
     maps = [MaskMap(*size) for size in sizes.tolist()]
     height, width = sizes[:, 0], sizes[:, 1]
@@ -130,18 +131,18 @@ def _move(maps: Sequence[MaskMap], placed: Sequence[PlacedMove]) -> None:
             each.move(one.move, i)
 
 
-def _taken(line: s.Ints, at: s.Ints) -> s.Ints:
+def _taken(line: Ints, at: Ints) -> Ints:
     """The numbers of `line` at these places; -1 at negative ones."""
     return np.where(at < 0, -1, line.take(at, mode="clip"))
 
 
-def _inside(places: s.Ints, size: int) -> s.Ints:
+def _inside(places: Ints, size: int) -> Ints:
     """Places along a side; -1 for those outside."""
     return np.where((places >= 0) & (places < size), places, -1)
 
 
-def _nearest(size: int, result: int) -> s.Ints:
+def _nearest(size: int, result: int) -> Ints:
     """The pixels that torch's nearest resampling takes, which computes in float32."""
     scale = np.float32(size) / np.float32(result)
-    pixels: s.Ints = np.minimum(np.floor(np.arange(result, dtype=np.float32) * scale).astype(np.int64), size - 1)
+    pixels: Ints = np.minimum(np.floor(np.arange(result, dtype=np.float32) * scale).astype(np.int64), size - 1)
     return pixels

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.codecs import format_of
 from gpuflow.decode.header import SWAPPED, stored
 from gpuflow.decode.optional_decoders import missing_library
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL import ImageFile
 
 
-Instance = Polygons | Rle | NDArray[np.uint8]
+Instance = Polygons | Rle | Bytes
 """The mask of one instance; pixels are 0 and 1."""
 _FARTHEST = 2**20
 """The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
@@ -33,8 +33,8 @@ _FULL, _TOP_LEVELS = 255, {2: 3, 4: 15}
 
 
 def decode_mask(
-    mask: MaskFile | NDArray[np.uint8], size: tuple[int, int], formats: Sequence[str] = (), *, upright: bool = False
-) -> NDArray[np.uint8]:
+    mask: MaskFile | Bytes, size: tuple[int, int], formats: Sequence[str] = (), *, upright: bool = False
+) -> Bytes:
     """Return the levels of a mask, uint8 [height, width], with 0 for black as in Pillow; of a palette, its indices.
 
     A file must be a PNG by its content. No other decoder of Pillow reads it.
@@ -97,7 +97,7 @@ def _orientation(image: ImageFile.ImageFile) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-def _rescaled(levels: NDArray[np.uint8], top: int) -> NDArray[np.uint8]:
+def _rescaled(levels: Bytes, top: int) -> Bytes:
     """Levels of 0 to 255 as levels of 0 to `top`, rounded to the nearest."""
     return ((levels.astype(np.uint16) * top + _FULL // 2) // _FULL).astype(np.uint8)
 
@@ -144,14 +144,14 @@ def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
     return None
 
 
-def instance_mask(mask: Instance, size: tuple[int, int]) -> NDArray[np.uint8]:
+def instance_mask(mask: Instance, size: tuple[int, int]) -> Bytes:
     """The pixels of one instance, 0 or 1, uint8 [height, width]; of polygons by pycocotools' rules (rleFrPoly)."""
     down = np.zeros(size[::-1], np.uint8)
     draw_instance(mask, 0, down)
     return down.T
 
 
-def draw_instance(mask: Instance, bit: int, down: NDArray[np.uint8]) -> None:
+def draw_instance(mask: Instance, bit: int, down: Bytes) -> None:
     """Set a bit of the pixels of one instance. down [width, height]: its pixels column by column, without gaps."""
     if isinstance(mask, np.ndarray):
         down |= mask.T << bit

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline.mixture import Mixture
 
 
-def soft_labels(labels: NDArray[np.int64], classes: int) -> NDArray[np.float32]:
+def soft_labels(labels: Ints, classes: int) -> NDArray[np.float32]:
     """Class labels [N] as probabilities of the classes, [N, classes]."""
     probabilities = np.zeros((len(labels), classes), np.float32)
     probabilities[np.arange(len(labels)), labels] = 1

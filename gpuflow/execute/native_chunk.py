@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bools, Bytes, Ints
 from gpuflow.errors import LoaderError
 from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
@@ -46,9 +46,7 @@ class Inputs:
         self.rows = np.zeros((count, _COLUMNS), np.int64)
         self.statuses = np.full(count, REFUSED)
 
-    def set_encoded(
-        self, which: NDArray[np.bool_], payload: Payload, sizes: s.Ints, orientations: NDArray[Any], regions: s.Ints
-    ) -> None:
+    def set_encoded(self, which: Bools, payload: Payload, sizes: Ints, orientations: Array, regions: Ints) -> None:
         """Set JPEGs of a payload.
 
         Args:
@@ -61,12 +59,12 @@ class Inputs:
         columns = (addresses, np.asarray(payload.sizes, np.int64), sizes, no_channels, orientations, regions)
         self.rows[which] = np.column_stack(columns)[which]
 
-    def set_pixels(self, i: int, image: NDArray[np.uint8], origin: tuple[int, int]) -> None:
+    def set_pixels(self, i: int, image: Bytes, origin: tuple[int, int]) -> None:
         """Set the region of an image that begins at (top, left) = origin: see `in_rows`."""
         self.rows[i] = (_address_of(image), image.strides[0], *image.shape, _UPRIGHT, *origin, *image.shape[:2])
 
 
-def in_rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def in_rows(image: Bytes) -> Bytes:
     """Return an image [H, W, C] as one whose rows are contiguous: itself if they are."""
     _, width, channels = image.shape
     has_rows = image.strides[1:] == (channels, 1) and image.strides[0] >= width * channels
@@ -100,7 +98,7 @@ class NativeSteps:
         return records
 
 
-def _table_of(step: NativeStep) -> tuple[NDArray[Any], bool] | None:
+def _table_of(step: NativeStep) -> tuple[Array, bool] | None:
     """Return the table of levels of a step that has one, and whether its result has the layout of planes."""
     if not isinstance(step, PointwiseStep) or (table := step.table) is None:
         return None
@@ -111,7 +109,7 @@ class Records:
     """Native steps as records of fixed size: see `struct step`. Keeps the memory that they refer to."""
 
     def __init__(self) -> None:
-        self._held: list[NDArray[Any]] = []
+        self._held: list[Array] = []
         self._rows: list[tuple[int, int, int]] = []
 
     @cached_property
@@ -158,7 +156,7 @@ class Records:
         fields = [codes, factors, operations.codes.shape[1], tables, values]
         self._rows.append((_OPERATE, self._hold(fields, np.int64), 0))
 
-    def add_table(self, table: NDArray[Any], planes: bool) -> None:
+    def add_table(self, table: Array, planes: bool) -> None:
         fields = [self._hold(table, table.dtype), table.itemsize, planes]
         self._rows.append((_LOOK_UP, self._hold(fields, np.int64), 0))
 
@@ -172,7 +170,7 @@ def _levels(fill: Sequence[float]) -> int:
 
 def run_chunk(
     inputs: Inputs,
-    outputs: Sequence[tuple[Records, NDArray[Any]]],
+    outputs: Sequence[tuple[Records, Array]],
     color: str,
     *,
     only: int | None = None,
@@ -206,9 +204,7 @@ def run_chunk(
     return float(chunk[-1]) * 1e-9
 
 
-def run_records(
-    records: Records, i: int, image: NDArray[np.uint8], out: NDArray[Any], origin: tuple[int, int] = (0, 0)
-) -> NDArray[Any]:
+def run_records(records: Records, i: int, image: Bytes, out: Array, origin: tuple[int, int] = (0, 0)) -> Array:
     """Run sample i's steps on the region of its image that begins at (top, left) = origin: [H, W, C].
 
     Returns `out`, which receives the result. Raises what `run_chunk` raises.
@@ -220,12 +216,12 @@ def run_records(
     return out
 
 
-def _address_of(array: NDArray[Any]) -> int:
+def _address_of(array: Array) -> int:
     """Return the address of an array's memory, in a quarter of the time that `ctypes.data` takes."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
-def _place_of(slots: NDArray[Any]) -> tuple[int, int]:
+def _place_of(slots: Array) -> tuple[int, int]:
     """The address of slots [N, ...], and the bytes from one to the next."""
     return _address_of(slots), slots.strides[0]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode import self_test
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, SystemFault
@@ -53,12 +54,10 @@ class JpegBatch(NamedTuple):
     lengths: NDArray[np.uint64]
     images: NDArray[np.uint64]
     sampling: int
-    regions: NDArray[np.int64] | None = None
+    regions: Ints | None = None
 
     @classmethod
-    def of(
-        cls, entries: NDArray[np.int64], addresses: NDArray[np.int64], sampling: int, *, with_regions: bool
-    ) -> JpegBatch:
+    def of(cls, entries: Ints, addresses: Ints, sampling: int, *, with_regions: bool) -> JpegBatch:
         """Interleaved images, each written to an address.
 
         entries [N, 7]: address in pinned host memory and size in bytes of each file, the bytes of a row of pixels where
@@ -85,7 +84,7 @@ class _TestFile(NamedTuple):
     """A call of gpuflow's own test image. encoded: the file, pinned. pixels: where it is written, uint8 [H, W, C]."""
 
     call: JpegBatch
-    encoded: NDArray[np.uint8]
+    encoded: Bytes
     pixels: torch.Tensor
 
 
@@ -132,7 +131,7 @@ class NvjpegDecoder:
         self._stream = device_stream.on_new_stream().stream if second else device_stream.stream
         self._filler = self._test_file() if backend == "cuda" else None
 
-    def decode(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
+    def decode(self, files: JpegBatch, call: GpuCall | None = None) -> Bools:
         """Decode files of one chroma sampling. Work queued on the loader's stream from now on sees the pixels.
 
         A call that fails is retried by halves until each damaged file, and each one that is too large for the GPU's
@@ -157,7 +156,7 @@ class NvjpegDecoder:
             self.check()
         return good
 
-    def _decode_by_halves(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
+    def _decode_by_halves(self, files: JpegBatch, call: GpuCall | None = None) -> Bools:
         count = len(files.data)
         try:
             state = self._state(files.sampling)
@@ -200,7 +199,7 @@ class NvjpegDecoder:
             self._states[sampling] = _State(self._make())
         return self._states[sampling]
 
-    def _refuse(self, files: JpegBatch, error: NvjpegError) -> NDArray[np.bool_]:
+    def _refuse(self, files: JpegBatch, error: NvjpegError) -> Bools:
         """The result for files that nvJPEG does not decode. Raises SystemFault, see `decode`."""
         count = len(files.data)
         if error.lacks_memory:
@@ -264,7 +263,7 @@ class NvjpegDecoder:
         difference = image.astype(np.int64) - self_test.pixels(self._color)
         return int(np.abs(difference).max()) <= _TOLERANCE
 
-    def _test_image(self, region: tuple[int, int, int, int] | None = None) -> NDArray[np.uint8] | None:
+    def _test_image(self, region: tuple[int, int, int, int] | None = None) -> Bytes | None:
         """Decode gpuflow's own test image, or a part of it: uint8 [height, width, C], or None if it was refused.
 
         region: x, y, width, height of the part.
@@ -344,7 +343,7 @@ class NvjpegDecoderPool:
             finally:
                 self._spare.put(place)
 
-    def decode(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
+    def decode(self, files: JpegBatch, call: GpuCall | None = None) -> Bools:
         """Decode files by a decoder that is free: see `NvjpegDecoder.decode`. Raises LoaderTimeout as `acquire` does.
 
         If there is no memory for the second decoder's call, that decoder is given up, and the first one decodes them.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes
 from gpuflow.execute.native_chunk import Records, run_records
 from gpuflow.pipeline.pointwise import Filters, Operations
 
 
-def run_pointwise(
-    image: NDArray[np.uint8], operations: Operations, i: int, table: NDArray[Any] | None, *, planes: bool
-) -> NDArray[Any]:
+def run_pointwise(image: Bytes, operations: Operations, i: int, table: Array | None, *, planes: bool) -> Array:
     """Run sample i's operations on its image [H, W, C], then look levels up in a table, if there is one.
 
     Args:
@@ -30,7 +26,7 @@ def run_pointwise(
     return run_records(records, i, image, np.empty((shape[2], *shape[:2]) if planes else shape, table.dtype))
 
 
-def run_filters(image: NDArray[np.uint8], filters: Filters, i: int) -> NDArray[np.uint8]:
+def run_filters(image: Bytes, filters: Filters, i: int) -> Bytes:
     """Return sample i's result for its image [H, W, C], which is not changed."""
     records = Records()
     records.add_filters(filters)

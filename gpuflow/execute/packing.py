@@ -9,24 +9,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from gpuflow.arrays import Array, Bytes
 
 _ALIGN = 16
 
 
-def layout(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
+def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
     """Where each array begins in the block, and the size of the block, in bytes."""
     *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
     return starts, size
 
 
-def write(block: NDArray[np.uint8], starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> None:
+def write(block: Bytes, starts: Sequence[int], arrays: Sequence[Array]) -> None:
     """Copy the arrays into the block, each to its start."""
     for start, array in zip(starts, arrays, strict=True):
         block[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
 
 
-def in_one_block(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], NDArray[np.uint8]]:
+def in_one_block(arrays: Sequence[Array]) -> tuple[list[int], Bytes]:
     """Where each array begins in a block that has them all, and the block, uint8 [size].
 
     The block of one contiguous array of a fitting size is the array itself.
@@ -39,7 +40,7 @@ def in_one_block(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], NDArray[np.
     return starts, block
 
 
-def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[Array]) -> list[torch.Tensor]:
     """A view of the block, uint8 [size] on any device, for each array: with its dtype and its shape.
 
     It makes few calls of torch, because each one releases Python's interpreter and waits for it again.
@@ -55,7 +56,7 @@ def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[NDAr
     return tensors
 
 
-def send_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+def send_all(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
     """Queue a copy of small arrays to a device on its current stream: a tensor of dtype and shape for each of them."""
     # torch keeps pinned memory until copies from it have ended.
     pinned = device.type == "cuda"

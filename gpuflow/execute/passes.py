@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,
@@ -33,7 +33,7 @@ class Pass:
     """
 
     step: Step
-    table: NDArray[Any] | None
+    table: Array | None
     result: s.ImageSpec
 
 
@@ -77,7 +77,7 @@ def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
     return tuple(found)
 
 
-def draw_passes(passes: Sequence[Pass], keys: s.Keys, sizes: s.Ints) -> list[Any]:
+def draw_passes(passes: Sequence[Pass], keys: s.Keys, sizes: Ints) -> list[Any]:
     """Each pass's random parameters for N samples: a resampling or warp, operations, filters, coefficients, or seeds.
 
     sizes [N, 2]: height and width of the decoded images.

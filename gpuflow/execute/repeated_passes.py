@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.errors import BadSampleError, reason_of
 from gpuflow.execute import packing
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
@@ -100,12 +100,12 @@ class _Ahead:
     """
 
     keys: s.Keys
-    positions: NDArray[np.int64]
+    positions: Ints
     step: int
     size: tuple[int, int] | None
     first: list[_First]
     draws: list[Any]
-    plans: list[list[NDArray[Any]]]
+    plans: list[list[Array]]
     rows: torch.Tensor
     shared: list[torch.Tensor]
     used: int = 0
@@ -199,7 +199,7 @@ class _PassesOfOneSize:
                 _LOG.info("kernels are launched one by one, because they cannot be captured: %s", reason_of(error))
         memory.graphs.get(place, launch)()
 
-    def _draw_first(self, keys: s.Keys, sizes: NDArray[np.int64], slots: torch.Tensor) -> list[_First]:
+    def _draw_first(self, keys: s.Keys, sizes: Ints, slots: torch.Tensor) -> list[_First]:
         """The first pass of each batch, without the images' places. keys, sizes [K * n, 2]: of all batches together."""
         (draw,) = draw_passes(self._passes[:1], keys, sizes)
         faults, places = faults_of([draw], len(sizes)), np.zeros((len(sizes), 3), np.int64)
@@ -225,7 +225,7 @@ class _PassesOfOneSize:
         plans = self._plain.plans([None, *draws], [*self._results, slots], np.arange(self.count), batches)
         return _Ahead(keys, positions, step, size, first, draws, plans, *self._send(plans, batches))
 
-    def _send(self, plans: Sequence[Sequence[NDArray[Any]]], batches: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _send(self, plans: Sequence[Sequence[Array]], batches: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Copy the later passes' arrays to the device in one transfer: `rows` and `shared` of `_Ahead`."""
         starts, length = packing.layout(self._of_first_batch(plans))
         others = [array for _, *rest in plans for array in rest]
@@ -241,7 +241,7 @@ class _PassesOfOneSize:
         sent = self._device_stream.send(host)
         return sent[:end].view(batches, length), packing.tensors_in(sent[end:], starts_of_others, others)
 
-    def _of_first_batch(self, plans: Sequence[Sequence[NDArray[Any]]]) -> list[NDArray[Any]]:
+    def _of_first_batch(self, plans: Sequence[Sequence[Array]]) -> list[Array]:
         """Of each later pass the array with a row for each image, for the first batch alone."""
         return [array[: self.count] for array, *_ in plans]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.pipeline.program import Resampling
 
 
-def table_of(count: int, parts: Sequence[NDArray[Any] | int]) -> NDArray[np.int64]:
+def table_of(count: int, parts: Sequence[Array | int]) -> Ints:
     """The columns of all parts next to each other, int64 [count, columns].
 
     parts: each [count], [count, columns of it], or a number for a column of it.
@@ -37,9 +36,7 @@ from there to the next row's and the next column's, the fields of `pipeline.prog
 after the first one of the kernel's result the image's begins."""
 
 
-def resampling_plan_of(
-    resampling: Resampling, places: NDArray[np.int64], offsets: NDArray[Any] | int
-) -> NDArray[np.int64]:
+def resampling_plan_of(resampling: Resampling, places: Ints, offsets: Array | int) -> Ints:
     """Encode a resampling as its kernel reads it: int64 [n, len(FIELDS)].
 
     places [n, 3]: the first three columns. offsets [n]: the last one, or one number for all.

@@ -8,8 +8,8 @@ from typing import Any, assert_never
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.execute.mask_maps import MaskMap, mask_maps
 from gpuflow.execute.masks import Instance, decode_mask, draw_instance, mask_fault
 from gpuflow.pipeline import stage as s
@@ -37,7 +37,7 @@ class Targets:
     good: which samples these are. columns: a row for each of them, by name. errors [N]: None, or why a record is bad.
     """
 
-    good: NDArray[np.int64]
+    good: Ints
     columns: Mapping[str, Column]
     errors: Sequence[str | None]
 
@@ -74,7 +74,7 @@ class TargetMapper:
         """Return whether fields have coordinates or masks, and `decode` does not say what EXIF orientations mean."""
         return self.program.decoder.orientation is None and any(field.type in GEOMETRIC for field in self.fields)
 
-    def map(self, records: Records, keys: s.Keys, sizes: s.Ints) -> Targets:
+    def map(self, records: Records, keys: s.Keys, sizes: Ints) -> Targets:
         """The targets of N samples. sizes [N, 2]: height and width of their upright images."""
         errors = list(records.errors)
         for sample, reason in self._faults(records, sizes):
@@ -88,7 +88,7 @@ class TargetMapper:
             for sample, reason in found.items():
                 errors[good[sample]] = reason
 
-    def check(self, records: Records, sizes: s.Ints) -> list[str | None]:
+    def check(self, records: Records, sizes: Ints) -> list[str | None]:
         """For each of N samples None, or why its record is bad. sizes [N, 2]: as in `map`, which finds the same."""
         errors = list(records.errors)
         for sample, reason in self._faults(records, sizes):
@@ -107,7 +107,7 @@ class TargetMapper:
 
     # --- faults that are known before anything is mapped ----------------------------------------------------------
 
-    def _faults(self, records: Records, sizes: s.Ints) -> Iterator[tuple[int, str]]:
+    def _faults(self, records: Records, sizes: Ints) -> Iterator[tuple[int, str]]:
         columns, first = records.columns, self.boxes
         if records.sizes is not None and any(field.type in GEOMETRIC for field in self.fields):
             yield from sizes_at_fault(records.sizes, sizes, upright=self.upright)
@@ -135,7 +135,7 @@ class TargetMapper:
     # --- mapping --------------------------------------------------------------------------------------------------
 
     def _map(
-        self, columns: Mapping[str, Column], keys: s.Keys, sizes: s.Ints
+        self, columns: Mapping[str, Column], keys: s.Keys, sizes: Ints
     ) -> tuple[dict[str, Column], dict[int, str]]:
         """The targets of sound samples, and the samples whose masks turn out to be bad, and why."""
         moved = any(field.type in GEOMETRIC for field in self.fields)
@@ -169,7 +169,7 @@ class TargetMapper:
                     assert_never(unknown)
         return mapped, faults
 
-    def _masks(self, keys: s.Keys, sizes: s.Ints) -> Sequence[_Masks]:
+    def _masks(self, keys: s.Keys, sizes: Ints) -> Sequence[_Masks]:
         """What maps the masks of each sample; empty if no field has masks."""
         if all(field.type != "mask" for field in self.fields):
             return ()
@@ -186,7 +186,7 @@ class TargetMapper:
     ) -> Column:
         """One field of masks. Adds the samples whose masks are bad, and why, to `faults`."""
         kept = [None if owner is None else owner.kept_of(i) for i in range(len(column))]
-        made: list[NDArray[np.uint8]] = []
+        made: list[Bytes] = []
         room = _room(column, kept, self.program) if field.instances else None
         for i, (value, sample) in enumerate(zip(column, masks, strict=True)):
             try:
@@ -213,23 +213,19 @@ class _Masks:
     result: tuple[int, int]
     upright: bool
 
-    def levels(self, mask: MaskFile | NDArray[np.uint8], formats: Sequence[str], fill: int = 0) -> NDArray[np.uint8]:
+    def levels(self, mask: MaskFile | Bytes, formats: Sequence[str], fill: int = 0) -> Bytes:
         """[H, W]. formats: see `Field`. fill: the level of pixels outside the image. Raises ValueError."""
         return self.map.apply(self._decoded(mask, formats), fill)
 
-    def levels_of_instances(
-        self, mask: MaskFile, formats: Sequence[str], kept: NDArray[np.bool_] | None
-    ) -> NDArray[np.uint8]:
+    def levels_of_instances(self, mask: MaskFile, formats: Sequence[str], kept: Bools | None) -> Bytes:
         """[M, H, W] of 0 and 1, of the kept instances alone; instance i is the level i + 1. Raises ValueError."""
         result = self.levels(mask, formats)
         highest = _highest_level(self._decoded(mask, formats), None if kept is None else len(kept))
         levels = 1 + (np.arange(highest) if kept is None else np.flatnonzero(kept))
-        instances: NDArray[np.uint8] = (result == levels[:, None, None]).astype(np.uint8)
+        instances: Bytes = (result == levels[:, None, None]).astype(np.uint8)
         return instances
 
-    def instances(
-        self, masks: Sequence[Instance], kept: NDArray[np.bool_] | None, out: NDArray[np.uint8] | None
-    ) -> NDArray[np.uint8]:
+    def instances(self, masks: Sequence[Instance], kept: Bools | None, out: Bytes | None) -> Bytes:
         """[M, H, W] of 0 and 1, of the kept instances alone, in `out` if that is given. Raises ValueError."""
         height, width = self.size
         _check_masks(masks, (height, width))
@@ -245,7 +241,7 @@ class _Masks:
                 target &= 1
         return result
 
-    def _decoded(self, mask: MaskFile | NDArray[np.uint8], formats: Sequence[str]) -> NDArray[np.uint8]:
+    def _decoded(self, mask: MaskFile | Bytes, formats: Sequence[str]) -> Bytes:
         height, width = self.size
         return decode_mask(mask, (height, width), formats, upright=self.upright)
 
@@ -271,7 +267,7 @@ def _check_masks(
         _highest_level(decode_mask(masks, size, formats, upright=upright), rows)
 
 
-def _highest_level(levels: NDArray[np.uint8], rows: int | None) -> int:
+def _highest_level(levels: Bytes, rows: int | None) -> int:
     """How many instances a mask has by its levels. Raises ValueError if these are more than `rows`."""
     highest = int(levels.max(initial=0))
     if rows is not None and highest > rows:
@@ -285,7 +281,7 @@ def _result_size(program: Program) -> tuple[int, int]:
     return height, width
 
 
-def _room(column: Sequence[Any], kept: Sequence[NDArray[np.bool_] | None], program: Program) -> Ragged | None:
+def _room(column: Sequence[Any], kept: Sequence[Bools | None], program: Program) -> Ragged | None:
     """Memory for the masks of all instances, which are many bytes; None if their number is not known yet."""
     if any(isinstance(value, MaskFile) for value in column):
         return None
@@ -294,7 +290,7 @@ def _room(column: Sequence[Any], kept: Sequence[NDArray[np.bool_] | None], progr
     return Ragged(np.empty((int(offsets[-1]), *_result_size(program)), np.uint8), offsets)
 
 
-def _joined(made: Sequence[NDArray[np.uint8]], field: Field, program: Program) -> Column:
+def _joined(made: Sequence[Bytes], field: Field, program: Program) -> Column:
     """Masks of the samples as one column."""
     empty = np.empty((0, *_result_size(program)), np.uint8)
     return Ragged.of(made, empty) if field.instances else np.concatenate([empty, *(one[None] for one in made)])

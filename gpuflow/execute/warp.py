@@ -15,6 +15,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats
+
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
 PLACES = 2.0**11
@@ -30,7 +32,7 @@ OPENCV_BORDERS = {
     "symmetric": cv2.BORDER_REFLECT,
 }
 """What OpenCV calls each border."""
-Numbers = NDArray[np.float64]
+Numbers = Floats
 
 
 def float32_map(matrix: Numbers, height: Any, width: Any) -> NDArray[np.float32]:

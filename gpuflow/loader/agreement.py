@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.errors import LoaderError, reason_of
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.runtime.memory import memory_file
@@ -42,7 +42,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAME = "gpuflow-ranks-"
 
 
-def shared_by_ranks(store: Store, key: str, size: int) -> NDArray[np.uint8] | None:
+def shared_by_ranks(store: Store, key: str, size: int) -> Bytes | None:
     """Memory [size], zeros at first, that all ranks of this host get that ask with this key; None if it cannot be had.
 
     Raises RuntimeError if the store does not answer, or has no `compare_set`.
@@ -63,7 +63,7 @@ def shared_by_ranks(store: Store, key: str, size: int) -> NDArray[np.uint8] | No
     return None
 
 
-def _opened(found: str, size: int) -> NDArray[np.uint8] | None:
+def _opened(found: str, size: int) -> Bytes | None:
     """The memory that another rank made. found: its process, the descriptor there, and the file's name."""
     process, number, token = found.split()
     with suppress(OSError), ExitStack() as opened:
@@ -76,7 +76,7 @@ def _opened(found: str, size: int) -> NDArray[np.uint8] | None:
     return None
 
 
-def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
+def _mapped(descriptor: int, size: int) -> Bytes:
     return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
 
 
@@ -187,7 +187,7 @@ class RankAgreement:
         """The store's key for all loaders of one pipeline, of any source. The keys of one loader begin otherwise."""
         return f"gpuflow loaders/{self._plan.program.pipeline.name}/{self._plan.world_size}"
 
-    def memory(self, size: int) -> NDArray[np.uint8] | None:
+    def memory(self, size: int) -> Bytes | None:
         """Memory for what this host's ranks find out about the samples of this loader, see `shared_by_ranks`.
 
         Ranks that load other samples have other memory. None for a loader that is not compared.

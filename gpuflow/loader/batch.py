@@ -14,8 +14,8 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bools, Bytes, Ints
 from gpuflow.errors import suggest
 from gpuflow.pipeline.records import Column, Field, Records
 from gpuflow.pipeline.stage import Keys
@@ -226,19 +226,19 @@ class Assembly:
     """
 
     step: int
-    positions: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    valid: NDArray[np.bool_]
-    kept: NDArray[np.bool_]
+    positions: Ints
+    indices: Ints
+    valid: Bools
+    kept: Bools
     unfinished: int
-    labels: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int64))
-    read_labels: NDArray[Any] | None = None
+    labels: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    read_labels: Array | None = None
     slots: Any = None
     offloaded: int = 0
-    offload_memory: NDArray[np.uint8] | None = None
+    offload_memory: Bytes | None = None
     sent: Sequence[torch.Tensor] = ()
     ready: torch.cuda.Event | None = None
-    pieces: list[tuple[NDArray[np.int64], Mapping[str, Column]]] = field(default_factory=list)
+    pieces: list[tuple[Ints, Mapping[str, Column]]] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -249,7 +249,7 @@ class Assembly:
         """The first row that is offloaded; the number of rows if none is."""
         return len(self.positions) - self.offloaded
 
-    def add_labels(self, start: int, labels: NDArray[Any] | None) -> None:
+    def add_labels(self, start: int, labels: Array | None) -> None:
         """Set the labels of the rows from `start` on to those that came with their samples, if they did."""
         if labels is None:
             return

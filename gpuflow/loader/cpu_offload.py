@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.decode import ChunkDecoder, Faults, Sizes
@@ -55,7 +54,7 @@ class CpuOffload:
             device_stream.retain_until_done(batch.offload_memory, self._pinned.release)
             batch.offload_memory = None
 
-    def _memory(self, batch: Assembly) -> NDArray[np.uint8]:
+    def _memory(self, batch: Assembly) -> Bytes:
         """The memory into which the CPU decodes its rows of a batch: [offloaded, bytes of a slot]."""
         slot_bytes = slot_bytes_of(self._plan.program)
         with batch.lock:

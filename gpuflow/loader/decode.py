@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import cpu_workers
 from gpuflow.execute.cpu import CpuRunner
@@ -68,7 +68,7 @@ class DecodeWorkers:
 
 Faults = list[BadSampleError | None]
 """For each sample None, or why it is bad."""
-Sizes = NDArray[np.int64] | None
+Sizes = Ints | None
 """Receives the heights and widths of the upright images, [N, 2]; None if they are not needed."""
 Run = Callable[[Payload, Keys, Any, Sizes], Faults]
 """Runs the program on what was read, into slots, and releases the bytes."""

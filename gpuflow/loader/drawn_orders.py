@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.loader.sampler import Order, drawn_candidate
 from gpuflow.pipeline.rng import StageKeys, key64, permute
 
-Table = NDArray[np.int64]
+Table = Ints
 
 
 @final
@@ -35,7 +36,7 @@ class WeightedOrder:
         size: samples of an epoch; without replacement at most as many as weights are above 0.
     """
 
-    def __init__(self, weights: NDArray[np.float64], *, size: int, seed: int = 0, replacement: bool = True) -> None:
+    def __init__(self, weights: Floats, *, size: int, seed: int = 0, replacement: bool = True) -> None:
         self.size, self._seed, self._with_replacement = size, seed, replacement
         self._chosen = np.flatnonzero(weights > 0)
         self._weights = weights[self._chosen] / weights.max()  # so that their sum is finite
@@ -44,13 +45,13 @@ class WeightedOrder:
         self.digest = f"weights {content}, {size} {'with' if replacement else 'without'} replacement"
         self._table = _OneTable(self._race)
 
-    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+    def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         places = np.array(positions, dtype=np.int64)
         if not self._with_replacement:
             return self._table.of(epoch)[places]
         drawn = _uniform(key64("weights", self._seed), epoch, places.reshape(-1)) * self._sums[-1]
         numbers = np.minimum(np.searchsorted(self._sums, drawn, side="right"), len(self._chosen) - 1)
-        found: NDArray[np.int64] = self._chosen[numbers].reshape(places.shape)
+        found: Ints = self._chosen[numbers].reshape(places.shape)
         return found
 
     def _race(self, epoch: int) -> Table:
@@ -111,7 +112,7 @@ class MixedOrder:
         draws[np.argsort(sources, kind="stable")] = np.arange(self._slots)
         return draws
 
-    def _places(self, epoch: int, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _places(self, epoch: int, places: Ints) -> tuple[Ints, Ints]:
         """For each position its source, and how many samples of that come before it in the epoch."""
         draws = self._table.of(epoch)[places // self._run]
         sources = np.searchsorted(self._ends, draws, side="right")
@@ -122,7 +123,7 @@ class MixedOrder:
         """The epoch and the position of a source's own order after `before` of its samples of this epoch."""
         return divmod(epoch * self.counts[source] * self._run + before, self._orders[source].size)
 
-    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+    def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         places = np.array(positions, dtype=np.int64)
         sources, before = self._places(epoch, places.reshape(-1))
         found = np.empty(len(sources), np.int64)
@@ -167,7 +168,7 @@ class MixInOrder:
     def size(self) -> int:
         return int(self._ends[-1])
 
-    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+    def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         return np.array(positions, dtype=np.int64)
 
     def candidates(self, epoch: int, position: int) -> int:
@@ -208,13 +209,13 @@ class _OneTable:
             return self._last[1]
 
 
-def _uniform(key: int, epoch: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
+def _uniform(key: int, epoch: int, places: Ints) -> Floats:
     """A number in [0, 1) for each place, with 53 random bits."""
     words = StageKeys(key, epoch % 2**64, places).uniform(2)
     return words[:, 0] + np.floor(words[:, 1] * 2.0**21) * 2.0**-53
 
 
-def _log(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _log(values: Floats) -> Floats:
     """The natural logarithm of numbers in (0, 1], at most 0. A library's differs in the last bit between machines.
 
     log(m * 2^e) = e log 2 + 2 artanh((m - 1) / (m + 1)), by the series of artanh.
@@ -225,5 +226,5 @@ def _log(values: NDArray[np.float64]) -> NDArray[np.float64]:
     total = np.zeros_like(ratio)
     for power in range(35, 0, -2):
         total = total * square + 1.0 / power
-    logarithms: NDArray[np.float64] = np.minimum(exponents * 0.6931471805599453 + 2 * ratio * total, 0.0)
+    logarithms: Floats = np.minimum(exponents * 0.6931471805599453 + 2 * ratio * total, 0.0)
     return logarithms

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import BadSampleError, show
 from gpuflow.pipeline.records import Column, Field, Ragged
 from gpuflow.sources import SourceSpec
@@ -35,7 +35,7 @@ def moved_fields(source: SourceSpec) -> tuple[Field, ...]:
 
 
 def columns_of(
-    schema: Sequence[Field], fields: Mapping[str, Any], sizes: NDArray[np.int64]
+    schema: Sequence[Field], fields: Mapping[str, Any], sizes: Ints
 ) -> tuple[tuple[Field, ...], dict[str, Column]]:
     """Those of the fields of a schema that are there, and their values for N samples.
 
@@ -100,8 +100,8 @@ def for_numpy(value: torch.Tensor) -> torch.Tensor:
     return (value.float() if value.dtype == torch.bfloat16 else value).detach()
 
 
-def _as_array(value: torch.Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = for_numpy(value).cpu().numpy()
+def _as_array(value: torch.Tensor) -> Array:
+    array: Array = for_numpy(value).cpu().numpy()
     return array
 
 
@@ -116,7 +116,7 @@ def _values(name: str, given: Any, count: int) -> list[Any]:
     return values
 
 
-def _array(name: str, i: int, value: Any, *shape: int | str) -> NDArray[Any]:
+def _array(name: str, i: int, value: Any, *shape: int | str) -> Array:
     """Sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
     form = ", ".join(map(str, shape))
     if isinstance(value, torch.Tensor):
@@ -190,7 +190,7 @@ def _instances(name: str, i: int, value: Any, size: Sequence[int]) -> list[Any]:
     return list(masks.astype(np.uint8))
 
 
-def _levels(name: str, i: int, value: Any, size: Sequence[int]) -> NDArray[np.uint8]:
+def _levels(name: str, i: int, value: Any, size: Sequence[int]) -> Bytes:
     mask = _array(name, i, value, *size)
     if mask.dtype.kind == "f" or not 0 <= int(mask.min()) <= int(mask.max()) <= 255:
         raise ValueError(

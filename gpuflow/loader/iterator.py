@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import LoaderError, LoaderTimeout, TooManyBadSamples
 from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
 from gpuflow.loader.lowering import Feed
@@ -386,7 +386,7 @@ def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _select(images: Images, rows: NDArray[np.int64]) -> Images:
+def _select(images: Images, rows: Ints) -> Images:
     """These rows of a batch, in the same memory format."""
     if isinstance(images, dict):
         chosen = torch.from_numpy(rows)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from gpuflow.arrays import Bools, Ints
 from gpuflow.errors import LoaderError
 from gpuflow.loader.sampler import drawn_candidate
 
@@ -21,7 +22,7 @@ class ListedSteps:
     `ListedEpochs`.
     """
 
-    ends: NDArray[np.int64]
+    ends: Ints
     rank: int
     world_size: int
     start: int
@@ -33,7 +34,7 @@ class ListedSteps:
     def __len__(self) -> int:
         return max(len(self.ends) - self.start, 0)
 
-    def positions(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def positions(self, step: int) -> tuple[Ints, Bools]:
         number = self.start + step
         places = np.arange(self.ends[number - 1] if number else 0, self.ends[number], dtype=np.int64)
         return places * self.world_size + self.rank, np.ones(len(places), bool)
@@ -63,7 +64,7 @@ class ListedEpochs:
 
     def __init__(
         self,
-        draw: Callable[[int, int], tuple[NDArray[np.int64], Sequence[int]]],
+        draw: Callable[[int, int], tuple[Ints, Sequence[int]]],
         count: Callable[[], int],
         *,
         samples: int,
@@ -75,7 +76,7 @@ class ListedEpochs:
         self._draw, self._count, self._samples = draw, count, samples
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.drawn = drawn
-        self._drawn: tuple[int, NDArray[np.int64]] | None = None
+        self._drawn: tuple[int, Ints] | None = None
         self.digest = ""
 
     @property
@@ -101,7 +102,7 @@ class ListedEpochs:
         self._drawn = epoch, indices
         return ListedSteps(np.cumsum(sizes, dtype=np.int64), self.rank, self.world_size, start)
 
-    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+    def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         places = np.asarray(positions, np.int64) // self.world_size
         return self._listed(epoch)[places]
 
@@ -113,7 +114,7 @@ class ListedEpochs:
         listed = self._listed(epoch)
         return int(listed[drawn_candidate(len(listed), attempt, epoch, position)])
 
-    def _listed(self, epoch: int) -> NDArray[np.int64]:
+    def _listed(self, epoch: int) -> Ints:
         """The samples of an epoch. Threads of one that was left may still ask once the next one is drawn."""
         if self._drawn is None or self._drawn[0] != epoch:
             raise LoaderError(f"epoch {epoch} is over")

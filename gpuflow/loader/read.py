@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gpuflow.arrays import Bytes
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.record_values import values_of
@@ -64,7 +62,7 @@ class ChunkReader:
         chunk.batch.add_labels(chunk.start, payload.labels)
         self.meter.add(read_bytes=sum(payload.sizes))
 
-    def release(self, buffer: NDArray[np.uint8]) -> None:
+    def release(self, buffer: Bytes) -> None:
         """Use a payload's buffer again."""
         self._bytes.release(buffer)
 

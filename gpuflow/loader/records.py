@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.config import Config
 from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute import packing
@@ -59,7 +59,7 @@ class RecordMapper:
         start: int,
         indices: Sequence[int],
         keys: Keys,
-        sizes: NDArray[np.int64],
+        sizes: Ints,
         faults: list[BadSampleError | None],
         records: Records | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class RecordMapper:
         return {name: _ordered([columns[name] for _, columns in pieces], order) for name in self._mapper.names}
 
 
-def _ordered(parts: Sequence[Any], order: NDArray[np.int64]) -> Column:
+def _ordered(parts: Sequence[Any], order: Ints) -> Column:
     """Parts of a column, one after the other, and of these rows the ones in `order`."""
     first = parts[0]
     if isinstance(first, Ragged):
@@ -113,20 +113,20 @@ def _ordered(parts: Sequence[Any], order: NDArray[np.int64]) -> Column:
     return dense if _is_range(order, len(dense)) else dense[order]
 
 
-def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def _joined(parts: Sequence[Array]) -> Array:
     """Arrays one after the other; a single one is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _is_range(order: NDArray[np.int64], count: int) -> bool:
+def _is_range(order: Ints, count: int) -> bool:
     return len(order) == count and bool((order == np.arange(count)).all())
 
 
 def to_tensors(
-    columns: Mapping[str, Column], send: Callable[[Sequence[NDArray[Any]]], Sequence[torch.Tensor]]
+    columns: Mapping[str, Column], send: Callable[[Sequence[Array]], Sequence[torch.Tensor]]
 ) -> dict[str, Any]:
     """Columns as the values of a batch: tensors, `RaggedTensor`s and lists. send: arrays to tensors, in one block."""
-    arrays: list[NDArray[Any]] = []
+    arrays: list[Array] = []
     for column in columns.values():
         if isinstance(column, Ragged):
             arrays += [column.values, column.offsets]
@@ -151,7 +151,7 @@ class Blocks:
     def __init__(self, keep: int) -> None:
         self._large = SlotPool((_LARGE,), np.uint8, keep)
 
-    def pack(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    def pack(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
         """Copies of arrays as tensors that share one block of memory."""
         starts, size = packing.layout(arrays)
         block = self._large.acquire(-(-size // _LARGE) * _LARGE) if size >= _LARGE else heap(size)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from gpuflow.arrays import Bools, Ints
 from gpuflow.pipeline.rng import key64, permute
 
 
@@ -25,7 +26,7 @@ class Order(Protocol):
     def size(self) -> int:
         """Number of samples in an epoch."""
 
-    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+    def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         """The source's indices at these positions (each in [0, size)), as int64 of the same shape."""
 
     def candidates(self, epoch: int, position: int) -> int:
@@ -53,7 +54,7 @@ class EpochSteps(Protocol):
 
     def __len__(self) -> int: ...
 
-    def positions(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def positions(self, step: int) -> tuple[Ints, Bools]:
         """The positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
 
     def reached(self, step: int) -> int:
@@ -69,7 +70,7 @@ class ShuffledOrder:
     shuffle: bool = True
     digest: str = field(default="", init=False, repr=False)
 
-    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+    def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         if not self.shuffle:
             return np.array(positions, dtype=np.int64)
         return permute(positions, self.size, key64("order", self.seed, epoch))
@@ -102,7 +103,7 @@ class ShardedOrder:
     def size(self) -> int:
         return sum(self.shard_sizes)
 
-    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+    def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         places = np.array(positions, dtype=np.int64)
         shape, places = places.shape, places.reshape(-1)
         starts = places // self.window * self.window
@@ -170,7 +171,7 @@ class Steps:
         """The first position that is still to come after `step` steps."""
         return self.start + step * self.stride
 
-    def positions(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def positions(self, step: int) -> tuple[Ints, Bools]:
         """The positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
         first = self.start + step * self.stride + self.rank * self.batch_size
         places = np.arange(first, first + self.batch_size, dtype=np.int64)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from gpuflow.arrays import Array, Bytes, Floats, Ints
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
@@ -185,9 +186,7 @@ class Transform:
         moved = self._moved(self._targets, fields, sizes, keys)
         return self._runner.run(images, shapes, keys), {**fields, **moved}
 
-    def _moved(
-        self, targets: TargetMapper, fields: Mapping[str, Any], sizes: NDArray[np.int64], keys: Keys
-    ) -> dict[str, Any]:
+    def _moved(self, targets: TargetMapper, fields: Mapping[str, Any], sizes: Ints, keys: Keys) -> dict[str, Any]:
         """Those of the fields that follow the images, as a batch has them. sizes [N, 2]: of the images. Raises
         ValueError or BadSampleError."""
         chosen, columns = columns_of(targets.fields, fields, sizes)
@@ -195,7 +194,7 @@ class Transform:
         _raise_first([None if error is None else BadSampleError("record", error) for error in found.errors])
         return to_tensors(found.columns, lambda arrays: [torch.from_numpy(x).to(self.device) for x in arrays])
 
-    def _values(self, fields: Mapping[str, Any], count: int) -> Mapping[RecordValue, NDArray[np.float64]]:
+    def _values(self, fields: Mapping[str, Any], count: int) -> Mapping[RecordValue, Floats]:
         """What the stages take from these fields of `count` samples. Raises ValueError or BadSampleError."""
         if not (wanted := self._record_values):
             return {}
@@ -293,7 +292,7 @@ class _CpuRunner:
         _raise_first(faults)
         return as_images(self._program, memory)
 
-    def _memory(self, count: int) -> NDArray[Any]:
+    def _memory(self, count: int) -> Array:
         """Memory for the results of `count` images, used again once no tensor refers to it.
 
         A batch of less than half the largest one's size gets new memory: kept results would else hold a whole batch's.
@@ -305,7 +304,7 @@ class _CpuRunner:
         return self._results.acquire(count)
 
     def _each_piece(
-        self, arrays: Sequence[NDArray[np.uint8]], keys: Keys, slots: Any, pieces: Sequence[slice]
+        self, arrays: Sequence[Bytes], keys: Keys, slots: Any, pieces: Sequence[slice]
     ) -> list[list[BadSampleError | None]]:
         """What became of the samples of each piece."""
         runners, pool = self._workers(len(pieces))

@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Subset
 from torchvision.datasets import DatasetFolder
 
+from gpuflow.arrays import Array, Bytes
 from gpuflow.errors import ConfigError, LoaderError, Problem, is_system_fault, show, system_fault
 from gpuflow.loader.held_fields import for_numpy
 from gpuflow.sources import Allocate, Payload, Source
@@ -124,7 +124,7 @@ class DatasetSource:
     def __init__(self, dataset: Any, lock: AbstractContextManager[object]) -> None:
         self._dataset, self._lock = dataset, lock
         _, first = self._sample(0)
-        self.labels: NDArray[Any] = np.zeros((len(dataset), *first.shape), first.dtype)
+        self.labels: Array = np.zeros((len(dataset), *first.shape), first.dtype)
         self.classes = tuple(map(str, getattr(dataset, "classes", ())))
 
     @property
@@ -139,7 +139,7 @@ class DatasetSource:
         return f"dataset[{index}]"
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        files: list[bytes | NDArray[np.uint8]] = []
+        files: list[bytes | Bytes] = []
         errors: list[str | None] = []
         labels = np.zeros((len(indices), *self.labels.shape[1:]), self.labels.dtype)
         for i, index in enumerate(indices):
@@ -161,7 +161,7 @@ class DatasetSource:
             errors.append(None)
         return replace(Payload.of(files, allocate), errors=errors, labels=labels)
 
-    def _sample(self, index: int) -> tuple[bytes | NDArray[np.uint8], NDArray[Any]]:
+    def _sample(self, index: int) -> tuple[bytes | Bytes, Array]:
         """Raises what the dataset does, with a note that names the sample."""
         try:
             several = getattr(self._dataset, "__getitems__", None)  # which a DataLoader prefers
@@ -186,7 +186,7 @@ class DatasetSource:
         """The dataset is the caller's."""
 
 
-def _encoded(data: Any) -> bytes | NDArray[np.uint8] | None:
+def _encoded(data: Any) -> bytes | Bytes | None:
     """Encoded bytes as they are, also those of torchvision.io.read_file; None for anything else."""
     if isinstance(data, (bytes, bytearray)):
         return bytes(data)
@@ -194,7 +194,7 @@ def _encoded(data: Any) -> bytes | NDArray[np.uint8] | None:
     return array if isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.ndim == 1 else None
 
 
-def _label(label: Any) -> NDArray[Any] | None:
+def _label(label: Any) -> Array | None:
     """A number or an array of numbers as int64 or float32; None for anything else, and for numbers that they cannot
     hold. Tuples and lists are something else, because a DataLoader gives these one tensor for each of their places."""
     if isinstance(label, (tuple, list)):

@@ -17,8 +17,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes, Floats
 from gpuflow.config.yaml_file import Lines, read_yaml
 from gpuflow.decode import self_test
 from gpuflow.errors import UNSET, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
@@ -28,11 +28,11 @@ _HEIGHT, _WIDTH = 361, 480
 
 
 @cache
-def picture() -> NDArray[np.uint8]:
+def picture() -> Bytes:
     """An RGB picture with waves, an edge and some noise: uint8 [361, 480, 3]."""
     large = cv2.resize(self_test.pixels("rgb"), (_WIDTH, _HEIGHT), interpolation=cv2.INTER_CUBIC)
     noise = np.random.default_rng(0).normal(0, 12, large.shape)
-    shown: NDArray[np.uint8] = np.clip(large + noise, 0, 255).astype(np.uint8)
+    shown: Bytes = np.clip(large + noise, 0, 255).astype(np.uint8)
     shown.flags.writeable = False
     return shown
 
@@ -61,7 +61,7 @@ def apart(transform: Callable[[Any], Any], stage: Callable[[Any], Any]) -> str:
     return f"up to {levels.max():.0f} levels apart on a test picture, {levels.mean():.2f} on average"
 
 
-def _levels(image: Any) -> NDArray[np.float64]:
+def _levels(image: Any) -> Floats:
     """A PIL image, an array or a tensor [C, H, W] as levels [H, W, C]; floats are taken as 0 to 1."""
     import torch
 

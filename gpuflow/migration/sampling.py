@@ -13,9 +13,9 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import LoaderError, StateError
 
 
@@ -37,7 +37,7 @@ class SamplerDraws:
     def __len__(self) -> int:
         return len(self._dataloader)
 
-    def draw(self, epoch: int, start: int) -> tuple[NDArray[np.int64], list[int]]:
+    def draw(self, epoch: int, start: int) -> tuple[Ints, list[int]]:
         """The samples of an epoch, and how many are in each batch.
 
         start: with a number above 0 the epoch of the state that was restored is drawn again.
@@ -124,7 +124,7 @@ class SamplerDraws:
         batches = self._dataloader.batch_sampler
         return type(batches) is not BatchSampler or type(batches.sampler) is not SequentialSampler or batches.drop_last
 
-    def _batches(self) -> tuple[NDArray[np.int64], list[int]]:
+    def _batches(self) -> tuple[Ints, list[int]]:
         dataloader, count = self._dataloader, len(self)
         assert dataloader.batch_sampler is not None
         iterator = iter(dataloader.batch_sampler)
@@ -171,7 +171,7 @@ class SamplerDraws:
             raise StateError(f"the state's generators are damaged: {error}; pass what state_dict() returned") from error
 
 
-def _digest(indices: NDArray[np.int64], sizes: list[int]) -> str:
+def _digest(indices: Ints, sizes: list[int]) -> str:
     digest = hashlib.blake2b(np.array(sizes, np.int64).tobytes(), digest_size=8)
     digest.update(indices.tobytes())
     return digest.hexdigest()

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from gpuflow.arrays import Bytes
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.migration.from_torchvision import read_transform
 from gpuflow.pipeline.stage import Stage
@@ -37,7 +37,7 @@ class Cv2Resize:
     height: int
     width: int
 
-    def __call__(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def __call__(self, image: Bytes) -> Bytes:
         import cv2
 
         return np.asarray(cv2.resize(image, (self.width, self.height)), np.uint8)

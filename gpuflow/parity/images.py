@@ -16,8 +16,8 @@ from typing import Any, Literal, final
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.config import Config
 from gpuflow.engines.base import class_difference
 from gpuflow.errors import ConfigError, Problem, SourceError
@@ -25,7 +25,7 @@ from gpuflow.loader.assemble import open_split
 from gpuflow.sources import Allocate, Payload
 from gpuflow.sources.choose import images_below, spread
 
-Encoded = NDArray[np.uint8]
+Encoded = Bytes
 """The bytes of one file, [n]."""
 Kind = Literal["own", "hostile", "bad"]
 
@@ -163,7 +163,7 @@ def _bad() -> Iterator[tuple[str, bytes]]:
     yield f"jpeg of {_HUGE}x{_HUGE}", whole[:frame] + struct.pack(">HH", _HUGE, _HUGE) + whole[frame + 4 :]
 
 
-def _picture(height: int, width: int, *, seed: int = 0) -> NDArray[np.uint8]:
+def _picture(height: int, width: int, *, seed: int = 0) -> Bytes:
     """RGB pixels with gradients, a hard coloured edge and some noise: uint8 [height, width, 3]."""
     rng = np.random.default_rng((seed, height, width))
     y, x = np.mgrid[:height, :width]
@@ -173,22 +173,20 @@ def _picture(height: int, width: int, *, seed: int = 0) -> NDArray[np.uint8]:
     return np.clip(pixels, 0, 255).astype(np.uint8)
 
 
-def _with_alpha(height: int, width: int) -> NDArray[np.uint8]:
+def _with_alpha(height: int, width: int) -> Bytes:
     """RGBA pixels, transparent at the left edge and opaque at the right one: uint8 [height, width, 4]."""
     alpha = np.linspace(0, 255, width).astype(np.uint8)
     return np.dstack([_picture(height, width), np.broadcast_to(alpha, (height, width))])
 
 
-def _jpeg(pixels: NDArray[np.uint8], subsampling: str = "4:2:0", option: tuple[int, int] = _QUALITY) -> bytes:
+def _jpeg(pixels: Bytes, subsampling: str = "4:2:0", option: tuple[int, int] = _QUALITY) -> bytes:
     """Encode RGB pixels, or gray ones [H, W], as a JPEG. option: an option of OpenCV, by default quality 90."""
     factors = (cv2.IMWRITE_JPEG_SAMPLING_FACTOR, _SUBSAMPLINGS[subsampling])
     bgr = pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1])
     return cv2.imencode(".jpg", bgr, [*factors, *option])[1].tobytes()
 
 
-def _by_pillow(
-    pixels: NDArray[np.uint8], form: str, *, mode: str = "RGB", orientation: int = 0, **options: Any
-) -> bytes:
+def _by_pillow(pixels: Bytes, form: str, *, mode: str = "RGB", orientation: int = 0, **options: Any) -> bytes:
     """Encode RGB, RGBA or gray pixels with Pillow. mode: Pillow's mode of the file; RGB leaves the pixels as they are.
 
     orientation: the EXIF orientation; 0 for no such tag.

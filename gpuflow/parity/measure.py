@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import GpuflowError
 from gpuflow.execute.cpu import CpuRunner
@@ -18,7 +19,7 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Pointwise
 from gpuflow.sources import Payload
 
-Differences = NDArray[np.uint8] | NDArray[np.float32]
+Differences = Bytes | NDArray[np.float32]
 
 _STEPS = 64
 _LARGEST = 255
@@ -117,10 +118,10 @@ class Scale:
         largest = plain.abs().amax(dim=0).nan_to_num(posinf=0.0)
         return cls(plain[0], unit, float((largest / unit.abs()).max() * rounding) + _BEFORE)
 
-    def levels(self, image: torch.Tensor) -> NDArray[np.uint8]:
+    def levels(self, image: torch.Tensor) -> Bytes:
         """Convert a result [C, H, W] to an image for display: uint8 HWC, rounded to levels."""
         levels = (image.double().cpu() - self.black) / self.unit
-        shown: NDArray[np.uint8] = levels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+        shown: Bytes = levels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
         return shown
 
 

@@ -25,6 +25,7 @@ import cv2
 import numpy as np
 import torch
 
+from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.config import Config
 from gpuflow.decode.codecs import CpuDecoder, imdecode, probe
 from gpuflow.decode.header import OPENCV_FLAGS
@@ -53,7 +54,6 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from PIL.Image import Image
 
 
@@ -153,7 +153,7 @@ def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
     return Image.merge("RGB", shown.split()[::-1]) if decoder.color == "bgr" else shown
 
 
-def _of_named_format(data: Encoded, decoder: s.Decoder) -> NDArray[np.uint8] | None:
+def _of_named_format(data: Encoded, decoder: s.Decoder) -> Bytes | None:
     """The pixels of a file of a format that `decode.formats` names; None for others, and for bad headers."""
     header = None
     if decoder.formats:
@@ -255,12 +255,12 @@ class OpenCv:
         return as_batch(slots, program.result)[0]
 
 
-def _size(image: NDArray[Any]) -> s.Ints:
+def _size(image: Array) -> Ints:
     """Height and width, an array of one number each."""
     return np.array(image.shape[:2])[:, None]
 
 
-def _resampled(image: NDArray[Any], step: ResamplingStep | WarpStep, keys: s.Keys) -> NDArray[Any]:
+def _resampled(image: Array, step: ResamplingStep | WarpStep, keys: s.Keys) -> Array:
     """Apply what the stages of a step draw, stage by stage. Raises BadSampleError if it does not fit one."""
     faults = (misfit.fault(0) for misfit in step.draw(keys, *_size(image)).misfits)
     if (fault := next(filter(None, faults), None)) is not None:
@@ -271,7 +271,7 @@ def _resampled(image: NDArray[Any], step: ResamplingStep | WarpStep, keys: s.Key
     return image
 
 
-def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
+def _moved(image: Array, move: s.Move) -> Array:
     """Apply one move to one image with OpenCV."""
     match move:
         case s.Resize():

@@ -12,8 +12,8 @@ from typing import Literal, assert_never
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.config import Config, ModelSpec
 from gpuflow.engines import Engine, class_names, open_engine, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
@@ -474,7 +474,7 @@ def _form(image: torch.Tensor) -> str:
     return f"{str(image.dtype).removeprefix('torch.')} {'x'.join(map(str, image.shape))}"
 
 
-def _rgb(image: NDArray[np.uint8], color: str) -> NDArray[np.uint8]:
+def _rgb(image: Bytes, color: str) -> Bytes:
     """Convert HWC pixels to RGB. If there are not three channels, show the first one as gray."""
     if image.shape[2] != 3:
         return np.repeat(image[..., :1], 3, axis=2)

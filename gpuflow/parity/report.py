@@ -21,6 +21,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from gpuflow.arrays import Bytes
 from gpuflow.parity.measure import Levels
 from gpuflow.parity.others import NAIVE, is_library
 from gpuflow.runtime.files import atomic_write
@@ -95,8 +96,8 @@ class Picture:
     """One image from both ways, uint8 HWC in RGB. difference [H, W]: each pixel's largest difference, in levels."""
 
     name: str
-    a: NDArray[np.uint8]
-    b: NDArray[np.uint8]
+    a: Bytes
+    b: Bytes
     difference: NDArray[np.float32]
 
 
@@ -532,7 +533,7 @@ def _picture(pair: Pair, picture: Picture) -> str:
     return f'<div class="images"><p>{html.escape(picture.name)}</p>{shown}</div>'
 
 
-def data_uri(pixels: NDArray[np.uint8]) -> str:
+def data_uri(pixels: Bytes) -> str:
     """Encode RGB or gray pixels, uint8 HWC, as the data URI of a PNG."""
     encoded = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1]
     return f"data:image/png;base64,{base64.b64encode(encoded.tobytes()).decode()}"

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
+from gpuflow.arrays import Ints
 from gpuflow.config import BatchSpec, Config, PipelineSpec
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
@@ -65,7 +66,7 @@ class Canvas(s.Geometry):
 
         return functools.partial(functional.crop, top=0, left=0, height=self.height, width=self.width)
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         corner = np.zeros_like(height)
         size = np.full_like(height, self.height), np.full_like(width, self.width)
         return (s.Crop(corner, corner, *size, margin=max(self.height, self.width)),)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+
+from gpuflow.arrays import Array
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,7 @@ def slot_shape(spec: ImageSpec) -> tuple[int, int, int]:
     return (channels, height, width) if spec.layout == "nchw" else (height, width, channels)
 
 
-def as_batch(slots: NDArray[Any], spec: ImageSpec) -> torch.Tensor:
+def as_batch(slots: Array, spec: ImageSpec) -> torch.Tensor:
     """View slots [N, *slot_shape] as a tensor with axes N, C, H, W that shares memory; channels_last unless `nchw`."""
     import torch
 

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline.rng import StageKeys
 
 MixMode = Literal["batch", "pair", "elem"]
 """Which samples share their random numbers: all of a batch, a sample and its partner, or none."""
-
-_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,19 +32,19 @@ class Mixture:
     shares [N]: of its own label, in [0, 1].
     """
 
-    partners: NDArray[np.int64]
-    weights: _Floats
-    boxes: NDArray[np.int64]
-    shares: _Floats
+    partners: Ints
+    weights: Floats
+    boxes: Ints
+    shares: Floats
 
     @property
-    def changed(self) -> NDArray[np.bool_]:
+    def changed(self) -> Bools:
         """Which samples have other pixels than before, [N]."""
-        takes: NDArray[np.bool_] = (self.weights != 1) | self.boxes[:, 2:].all(axis=1)
-        other: NDArray[np.bool_] = self.partners != np.arange(len(takes))
+        takes: Bools = (self.weights != 1) | self.boxes[:, 2:].all(axis=1)
+        other: Bools = self.partners != np.arange(len(takes))
         return np.logical_and(takes, other)
 
-    def among(self, kept: NDArray[np.bool_]) -> Mixture:
+    def among(self, kept: Bools) -> Mixture:
         """The same, but samples that are not among `kept` [N], or whose partner is not, stay as they are."""
         own = np.arange(len(kept))
         stays = ~(kept & kept[self.partners]) | (self.partners == own)
@@ -63,7 +61,7 @@ def draw_mixture(
     keys: StageKeys,
     height: int,
     width: int,
-    valid: NDArray[np.bool_],
+    valid: Bools,
     *,
     mode: MixMode,
     probability: float,
@@ -107,7 +105,7 @@ def draw_mixture(
     )
 
 
-def _drawn_by(mode: MixMode, own: NDArray[np.int64], partners: NDArray[np.int64]) -> NDArray[np.int64]:
+def _drawn_by(mode: MixMode, own: Ints, partners: Ints) -> Ints:
     """The row whose random numbers each sample uses."""
     match mode:
         case "batch":
@@ -120,7 +118,7 @@ def _drawn_by(mode: MixMode, own: NDArray[np.int64], partners: NDArray[np.int64]
             assert_never(mode)
 
 
-def symmetric_beta(alpha: _Floats, first: _Floats, second: _Floats) -> _Floats:
+def symmetric_beta(alpha: Floats, first: Floats, second: Floats) -> Floats:
     """Numbers from Beta(alpha, alpha) for any alpha > 0, each from two uniform numbers in [0, 1).
 
     Exact, without rejection: if T has Student's distribution with 2 * alpha degrees of freedom, which Bailey's polar
@@ -130,14 +128,12 @@ def symmetric_beta(alpha: _Floats, first: _Floats, second: _Floats) -> _Floats:
     cosine = np.cos(2 * np.pi * second)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         square = np.expm1(-np.log1p(-first) / alpha) * cosine**2
-        distance: _Floats = np.sqrt(1 / (1 + 1 / square))
-    signed: _Floats = np.copysign(distance, cosine)
+        distance: Floats = np.sqrt(1 / (1 + 1 / square))
+    signed: Floats = np.copysign(distance, cosine)
     return signed / 2 + 0.5
 
 
-def _boxes(
-    shares: _Floats, height: int, width: int, row: NDArray[np.float64], column: NDArray[np.float64]
-) -> NDArray[np.int64]:
+def _boxes(shares: Floats, height: int, width: int, row: Floats, column: Floats) -> Ints:
     """Boxes that cover 1 - share of the image, around a uniform pixel, clipped to the image: [N, 4]."""
     side = np.sqrt(1 - shares)
     ends = []

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Matrices = NDArray[np.float64]
+from gpuflow.arrays import Bools, Floats, Ints
+
+Matrices = Floats
 """Projective maps of points, [N, 3, 3]."""
 MIRRORS = {"reflect": 1, "symmetric": 0}
 """The borders that mirror the image, and how many of its pixels at an edge they leave out. The others are the most that

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.rng import StageKeys
 
@@ -81,7 +81,7 @@ def is_random(probability: float, bounds: tuple[float, float] | None = None, *, 
     return probability > 0 and (low != high or (probability < 1 and changes))
 
 
-def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, float] = (0, 0)) -> NDArray[np.float64]:
+def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, float] = (0, 0)) -> Floats:
     """For N samples whether each is changed, 1 or 0, and its factor, uniform within the bounds: [N, 2]."""
     numbers = keys.uniform(2)
     low, high = bounds

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+
+from gpuflow.arrays import Bools, Bytes, Floats, Ints
 
 _CHANNELS = 3
 _VALUES = 12
@@ -68,23 +70,23 @@ class Operations:
     values: float64 [V, 12]: the 3 rows of 4 numbers of a matrix; or y, x, height, width and colour of a box, and zeros.
     """
 
-    codes: NDArray[np.int64]
-    factors: NDArray[np.float64]
+    codes: Ints
+    factors: Floats
     kinds: frozenset[Operation]
     statistics: int
-    tables: NDArray[np.uint8]
-    values: NDArray[np.float64]
+    tables: Bytes
+    values: Floats
 
     @classmethod
     def of(
         cls,
-        codes: NDArray[np.int64],
-        factors: NDArray[np.float64],
+        codes: Ints,
+        factors: Floats,
         *,
         kinds: Iterable[Operation],
         statistics: int = 0,
-        tables: NDArray[np.uint8] | None = None,
-        values: NDArray[np.float64] | None = None,
+        tables: Bytes | None = None,
+        values: Floats | None = None,
     ) -> Operations:
         """Operations of any kinds; see the fields."""
         return cls(
@@ -97,7 +99,7 @@ class Operations:
         )
 
     @classmethod
-    def one(cls, operation: Operation, active: NDArray[np.bool_], factors: ArrayLike = 0.0) -> Operations:
+    def one(cls, operation: Operation, active: Bools, factors: ArrayLike = 0.0) -> Operations:
         """One operation for each of N samples.
 
         Args:
@@ -110,7 +112,7 @@ class Operations:
         return cls.of(codes, column, kinds=[operation], statistics=int(operation.needs_statistic))
 
     @classmethod
-    def table(cls, active: NDArray[np.bool_], levels: NDArray[np.uint8]) -> Operations:
+    def table(cls, active: Bools, levels: Bytes) -> Operations:
         """A table of levels for each of N samples.
 
         Args:
@@ -122,7 +124,7 @@ class Operations:
         return cls.of(*_rows(Operation.TABLE, active, len(tables)), kinds=[Operation.TABLE], tables=tables)
 
     @classmethod
-    def matrix(cls, active: NDArray[np.bool_], matrices: NDArray[np.float64]) -> Operations:
+    def matrix(cls, active: Bools, matrices: Floats) -> Operations:
         """A colour matrix for each of N samples: each channel is a sum of (red, green, blue, 1) with a row's weights.
 
         It is computed in float32, rounded to the nearest level (a half up) and clamped to 0-255. A gray image has equal
@@ -136,7 +138,7 @@ class Operations:
         return cls.of(*_rows(Operation.MATRIX, active, len(values)), kinds=[Operation.MATRIX], values=values)
 
     @classmethod
-    def erase(cls, active: NDArray[np.bool_], boxes: NDArray[np.int64], colors: NDArray[np.float64]) -> Operations:
+    def erase(cls, active: Bools, boxes: Ints, colors: Floats) -> Operations:
         """A box for each of N samples that is filled with a colour.
 
         Args:
@@ -176,7 +178,7 @@ class Operations:
         )
 
 
-def _rows(operation: Operation, active: NDArray[np.bool_], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _rows(operation: Operation, active: Bools, count: int) -> tuple[Ints, Floats]:
     """Codes and factors [N, 1] of an operation whose data has a row for each sample, or one for all."""
     assert count in (1, len(active)), "there is a row of data for each sample, or one for all"
     codes = np.where(active, int(operation), int(Operation.NONE))[:, None]
@@ -199,9 +201,9 @@ class Filters:
         neighbourhood leaves the image do not change.
     """
 
-    rows: NDArray[np.float64]
-    columns: NDArray[np.float64]
-    centre: NDArray[np.float64]
-    factor: NDArray[np.float64]
-    active: NDArray[np.bool_]
+    rows: Floats
+    columns: Floats
+    centre: Floats
+    factor: Floats
+    active: Bools
     border: Literal["reflect", "keep"]

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bools, Floats, Ints
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS, forward
@@ -40,8 +40,8 @@ class Misfit:
     """
 
     stage: str
-    where: s.Bools
-    sizes: s.Ints
+    where: Bools
+    sizes: Ints
     max_pixels: int | None = None
     larger: str = "crop"
 
@@ -80,19 +80,19 @@ class Resampling:
     fill: the levels that pixels outside the image have, one for all channels or one for each; black by default.
     """
 
-    box: s.Ints
-    mirrors: s.Bools
-    grid: s.Ints
-    shown: s.Ints
-    window: s.Ints
-    flips: s.Bools
+    box: Ints
+    mirrors: Bools
+    grid: Ints
+    shown: Ints
+    window: Ints
+    flips: Bools
     misfits: tuple[Misfit, ...]
     interpolation: str
     antialias: bool
     fill: tuple[float, ...] = (0,)
 
     @property
-    def size(self) -> tuple[s.Ints, s.Ints]:
+    def size(self) -> tuple[Ints, Ints]:
         """Height and width [N] of the results."""
         return self.window[:, 2], self.window[:, 3]
 
@@ -109,16 +109,16 @@ class Warping:
     lookup: how pixels are looked up.
     """
 
-    box: s.Ints
+    box: Ints
     matrix: s.Matrices
-    height: s.Ints
-    width: s.Ints
-    shown: s.Ints
+    height: Ints
+    width: Ints
+    shown: Ints
     misfits: tuple[Misfit, ...]
     lookup: s.Lookup
 
     @property
-    def size(self) -> tuple[s.Ints, s.Ints]:
+    def size(self) -> tuple[Ints, Ints]:
         """Height and width [N] of the results."""
         return self.height, self.width
 
@@ -128,7 +128,7 @@ def misfits_of(draws: Iterable[Any]) -> list[Misfit]:
     return [misfit for draw in draws if isinstance(draw, Resampling | Warping) for misfit in draw.misfits]
 
 
-def any_misfit(draws: Iterable[Any], count: int) -> s.Bools:
+def any_misfit(draws: Iterable[Any], count: int) -> Bools:
     """Return which of `count` samples do not fit a step, [count]."""
     where = np.zeros(count, bool)
     for misfit in misfits_of(draws):
@@ -147,7 +147,7 @@ class ResamplingStep:
     occurrences: tuple[int, ...]
     max_pixels: int
 
-    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Resampling:
+    def draw(self, keys: s.Keys, height: Ints, width: Ints) -> Resampling:
         """The resampling for samples whose images have these sizes [N]."""
         builder = _ResamplingBuilder(height, width)
         for stage, move in _draw_moves(self, keys, builder):
@@ -176,7 +176,7 @@ class WarpStep:
     max_pixels: int
     lookup: s.Lookup
 
-    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Warping:
+    def draw(self, keys: s.Keys, height: Ints, width: Ints) -> Warping:
         """The warp for samples whose images have these sizes [N]."""
         builder = _WarpBuilder(height, width)
         for stage, move in _draw_moves(self, keys, builder):
@@ -208,11 +208,11 @@ class PointwiseStep:
     after: s.ImageSpec
 
     @property
-    def table(self) -> NDArray[Any] | None:
+    def table(self) -> Array | None:
         """See `Pointwise.table`; None if the pass has no table."""
         return self.stages[-1].table()
 
-    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> s.Operations:
+    def draw(self, keys: s.Keys, height: Ints, width: Ints) -> s.Operations:
         """The operations of samples whose images have these sizes [N]."""
         parts = []
         for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
@@ -230,7 +230,7 @@ class ApplyStep:
     occurrence: int
     after: s.ImageSpec
 
-    def draw(self, keys: s.Keys) -> NDArray[np.float64]:
+    def draw(self, keys: s.Keys) -> Floats:
         """The coefficients of each sample, [N, K]."""
         return self.stage.draw(keys.stage(self.stage.key_name, self.occurrence))
 
@@ -257,7 +257,7 @@ class OpaqueStep:
     after: s.ImageSpec
     max_pixels: int
 
-    def draw(self, keys: s.Keys) -> s.Ints:
+    def draw(self, keys: s.Keys) -> Ints:
         """A 62-bit seed for each sample, [N]."""
         halves = (keys.stage(self.stage.key_name, self.occurrence).uniform(2) * 2.0**31).astype(np.int64)
         return halves[:, 0] << 31 | halves[:, 1]
@@ -272,7 +272,7 @@ class MixingStep:
     height: int
     width: int
 
-    def draw(self, keys: s.Keys, valid: s.Bools) -> s.Mixture:
+    def draw(self, keys: s.Keys, valid: Bools) -> s.Mixture:
         """The mixture of a batch. valid [N]: false where a sample was wrapped around."""
         stage_keys = keys.stage(self.stage.key_name, self.occurrence)
         return self.stage.draw(stage_keys, self.height, self.width, valid)
@@ -295,9 +295,9 @@ def _draw_moves(
 class _ResamplingBuilder:
     """Combines the moves of N samples into one resampling. Every [N, 4] is y, x, height, width."""
 
-    def __init__(self, height: s.Ints, width: s.Ints) -> None:
+    def __init__(self, height: Ints, width: Ints) -> None:
         self._box = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
-        self._grid: s.Ints | None = None
+        self._grid: Ints | None = None
         self._shown = self._window = self._box
         self._mirrors = self._flips = np.zeros((len(height), 2), bool)
         self._misfits: list[Misfit] = []
@@ -305,7 +305,7 @@ class _ResamplingBuilder:
         self._fill: tuple[float, ...] = (0,)
 
     @property
-    def size(self) -> tuple[s.Ints, s.Ints]:
+    def size(self) -> tuple[Ints, Ints]:
         return self._window[:, 2], self._window[:, 3]
 
     def crop(self, move: s.Crop, stage: str) -> None:
@@ -339,7 +339,7 @@ class _ResamplingBuilder:
         self.crop(crop, stage)
         self._fill = move.fill
 
-    def _fix_grid(self, height: s.Ints, width: s.Ints) -> None:
+    def _fix_grid(self, height: Ints, width: Ints) -> None:
         self._grid = np.array([height, width]).T
         self._shown = self._window = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
 
@@ -365,11 +365,11 @@ class _ResamplingBuilder:
 class _WarpBuilder:
     """Combines the moves of N samples into one warp."""
 
-    def __init__(self, height: s.Ints, width: s.Ints) -> None:
+    def __init__(self, height: Ints, width: Ints) -> None:
         self.size = height, width
         self._matrix: s.Matrices | None = None  # no move so far
         self._shown = self._whole()
-        self._box: s.Ints | None = None
+        self._box: Ints | None = None
         self._misfits: list[Misfit] = []
 
     def move(self, move: s.Crop | s.Flip) -> None:
@@ -418,7 +418,7 @@ class _WarpBuilder:
         """The maps [N, 3, 3] of all moves so far, from the result to the image or, once a box is known, to that."""
         return np.broadcast_to(np.eye(3), (len(self._shown), 3, 3)) if self._matrix is None else self._matrix
 
-    def _whole(self) -> s.Ints:
+    def _whole(self) -> Ints:
         """The whole image as a box."""
         height, width = self.size
         return np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
@@ -447,7 +447,7 @@ class _WarpBuilder:
         )
 
 
-def _moved(boxes: s.Ints, matrix: s.Matrices) -> s.Ints:
+def _moved(boxes: Ints, matrix: s.Matrices) -> Ints:
     """Where matrices that mirror and shift whole pixels take boxes [N, 4]."""
     y, x, height, width = boxes.T
     corners = np.array([[x, x + width], [y, y + height], [np.ones_like(x)] * 2], np.float64)
@@ -456,7 +456,7 @@ def _moved(boxes: s.Ints, matrix: s.Matrices) -> s.Ints:
     return np.concatenate([starts, ends[:, 1::-1, 1] - starts], axis=1)
 
 
-def _as_crop(move: s.Pad, height: s.Ints, width: s.Ints) -> s.Crop:
+def _as_crop(move: s.Pad, height: Ints, width: Ints) -> s.Crop:
     """A padding of images of these sizes [N] as a crop that extends outside them."""
     sides = (move.top, move.bottom, move.left, move.right)
     margin = max(int(side.max(initial=0)) for side in sides)
@@ -464,7 +464,7 @@ def _as_crop(move: s.Pad, height: s.Ints, width: s.Ints) -> s.Crop:
     return s.Crop(-move.top, -move.left, *size, margin=max(margin, 1))
 
 
-def _outside(move: s.Crop, stage: str, height: s.Ints, width: s.Ints) -> list[Misfit]:
+def _outside(move: s.Crop, stage: str, height: Ints, width: Ints) -> list[Misfit]:
     """The samples whose images are too small for a crop."""
     outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
     outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
@@ -472,13 +472,13 @@ def _outside(move: s.Crop, stage: str, height: s.Ints, width: s.Ints) -> list[Mi
     return [Misfit(stage, outside, np.array([height, width]).T)] if outside.any() else []
 
 
-def _too_large(stage: str, height: s.Ints, width: s.Ints, max_pixels: int) -> list[Misfit]:
+def _too_large(stage: str, height: Ints, width: Ints, max_pixels: int) -> list[Misfit]:
     """The samples whose results have more than `max_pixels` pixels."""
     large = height.astype(np.float64) * width > max_pixels
     return [Misfit(stage, large, np.array([height, width]).T, max_pixels)] if large.any() else []
 
 
-def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
+def _overlap(a: Ints, b: Ints) -> Ints:
     """The intersection of boxes [N, 4]; its sides are 0 if it is empty."""
     start = np.maximum(a[:, :2], b[:, :2])
     end = np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:])

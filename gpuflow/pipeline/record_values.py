@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Floats
 from gpuflow.errors import Key, Problem, show, suggest
 from gpuflow.pipeline.records import Column, Ragged, Records
-
-Floats = NDArray[np.float64]
 
 LARGEST = 1e9
 """Of a number in a record, so that products and inverses of maps stay finite."""
@@ -78,7 +76,7 @@ class RecordValue:
         rows = [_numbers([value], self.form) for value in column]
         return np.array([np.full(shape, np.nan) if row is None else row[0] for row in rows]).reshape(-1, *shape)
 
-    def singular(self, values: Floats) -> NDArray[np.bool_]:
+    def singular(self, values: Floats) -> Bools:
         """Which of N samples' numbers are no invertible map, or lie on one line, [N]."""
         return ~independent(values[:, :, :2] if self.form == "matrix" else values[:, 1:] - values[:, :1])
 
@@ -135,11 +133,11 @@ def field_problems_of(
             yield Problem.of((*at, "field"), rule, action="name another field", code="config.conflict")
 
 
-def independent(vectors: Floats) -> NDArray[np.bool_]:
+def independent(vectors: Floats) -> Bools:
     """Whether two vectors, the rows of [..., 2, 2], do not lie on one line."""
     (a, b), (c, d) = np.moveaxis(vectors, (-2, -1), (0, 1))
     size = np.abs(a * d) + np.abs(b * c)
-    found: NDArray[np.bool_] = np.abs(a * d - b * c) > _FLAT * np.maximum(size, _FLAT)
+    found: Bools = np.abs(a * d - b * c) > _FLAT * np.maximum(size, _FLAT)
     return found
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
+
+from gpuflow.arrays import Array, Floats, Ints
 
 FieldType = Literal["boxes", "keypoints", "mask", "number", "text", "any"]
 GEOMETRIC: tuple[Literal["boxes", "keypoints", "mask"], ...] = ("boxes", "keypoints", "mask")
@@ -55,11 +56,11 @@ class Ragged:
     values [M, ...]; offsets int64 [N + 1], ascending from 0 to M.
     """
 
-    values: NDArray[Any]
-    offsets: NDArray[np.int64]
+    values: Array
+    offsets: Ints
 
     @classmethod
-    def of(cls, parts: Sequence[NDArray[Any]], empty: NDArray[Any]) -> Ragged:
+    def of(cls, parts: Sequence[Array], empty: Array) -> Ragged:
         """The rows of each sample, one after the other. empty: an array [0, ...] with the shape and dtype of rows."""
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([len(part) for part in parts], out=offsets[1:])
@@ -68,19 +69,19 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, i: int) -> NDArray[Any]:
+    def __getitem__(self, i: int) -> Array:
         """The rows of sample i, a view."""
-        rows: NDArray[Any] = self.values[self.offsets[i] : self.offsets[i + 1]]
+        rows: Array = self.values[self.offsets[i] : self.offsets[i + 1]]
         return rows
 
-    def take(self, samples: NDArray[np.int64]) -> Ragged:
+    def take(self, samples: Ints) -> Ragged:
         """The rows of these samples, in this order."""
         counts = np.diff(self.offsets)[samples]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         rows = np.repeat(self.offsets[samples] - offsets[:-1], counts) + np.arange(offsets[-1])
         return Ragged(self.values[rows], offsets)
 
-    def without(self, rows: NDArray[np.int64]) -> Ragged:
+    def without(self, rows: Ints) -> Ragged:
         """Return all rows but these."""
         if not len(rows):
             return self
@@ -101,7 +102,7 @@ class MaskFile:
 class Polygons:
     """The mask of one instance as closed outlines: float64 [P, 2] of x, y each, in pixels, corners at pixel edges."""
 
-    outlines: tuple[NDArray[np.float64], ...]
+    outlines: tuple[Floats, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Rle:
     """
 
     size: tuple[int, int]
-    counts: NDArray[np.int64]
+    counts: Ints
 
     @property
     def total(self) -> int:
@@ -125,10 +126,10 @@ class Rle:
         return bool((self.counts >= 0).all()) and self.total == self.size[0] * self.size[1]
 
 
-Column = NDArray[Any] | Ragged | list[Any]
+Column = Array | Ragged | list[Any]
 
 
-def taken(column: Column, samples: NDArray[np.int64]) -> Column:
+def taken(column: Column, samples: Ints) -> Column:
     """The values of these samples, in this order."""
     match column:
         case Ragged():
@@ -158,9 +159,9 @@ class Records:
 
     columns: Mapping[str, Column]
     errors: Sequence[str | None]
-    sizes: NDArray[np.int64] | None = None
+    sizes: Ints | None = None
 
-    def take(self, samples: NDArray[np.int64]) -> Records:
+    def take(self, samples: Ints) -> Records:
         """The records of these samples, in this order."""
         columns = {name: taken(column, samples) for name, column in self.columns.items()}
         sizes = None if self.sizes is None else self.sizes[samples]

@@ -19,8 +19,9 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import show
 from gpuflow.native.library import INTEGER, POINTER, WORD, function
 from gpuflow.pipeline.record_values import RecordValue
@@ -61,7 +62,7 @@ def key64(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
+def permute(positions: ArrayLike, size: int, key: int) -> Ints:
     """Map positions in range(size) by the permutation that `key` selects.
 
     Args:
@@ -90,15 +91,15 @@ class StageKeys:
 
     key: int
     epoch: int
-    positions: NDArray[np.int64]
-    values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
-    _drawn: list[NDArray[np.float64]] = field(default_factory=list, init=False, repr=False, compare=False)
+    positions: Ints
+    values: Mapping[RecordValue, Floats] = field(default_factory=dict)
+    _drawn: list[Floats] = field(default_factory=list, init=False, repr=False, compare=False)
     """The numbers drawn so far, [N, M]; empty before the first draw. A stage that draws in parts asks for some of them
     again."""
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `once` has made, by its name."""
 
-    def uniform(self, count: int) -> NDArray[np.float64]:
+    def uniform(self, count: int) -> Floats:
         """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count].
 
         They are the first ones of the same sequence in every call.
@@ -114,7 +115,7 @@ class StageKeys:
         made: T = self._made[name]
         return made
 
-    def _draw(self, blocks: int) -> NDArray[np.float64]:
+    def _draw(self, blocks: int) -> Floats:
         """The first numbers of each sample, four in a block, [N, 4 * blocks]."""
         positions = np.ascontiguousarray(self.positions, np.int64)
         numbers = np.empty((len(positions), 4 * blocks))
@@ -139,9 +140,9 @@ class Keys:
 
     seed: int
     epoch: int
-    positions: NDArray[np.int64]
+    positions: Ints
     view: tuple[str, int] | tuple[()] = ()
-    values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
+    values: Mapping[RecordValue, Floats] = field(default_factory=dict)
     _stages: dict[tuple[str, int], StageKeys] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stage(self, name: str, occurrence: int) -> StageKeys:
@@ -160,7 +161,7 @@ class Keys:
         """The keys of the same samples for one view."""
         return dataclasses.replace(self, view=(name, number))
 
-    def take(self, rows: NDArray[np.int64] | slice) -> Keys:
+    def take(self, rows: Ints | slice) -> Keys:
         """The keys of some of the samples."""
         values = {value: numbers[rows] for value, numbers in self.values.items()}
         return Keys(self.seed, self.epoch, self.positions[rows], self.view, values)

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bools, Bytes, Floats, Ints
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
 from gpuflow.pipeline.mixture import Mixture
-from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Matrices, Move, Pad, Resize, Warp
+from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp
 from gpuflow.pipeline.pointwise import Filters, Operation, Operations
 from gpuflow.pipeline.record_values import FromRecord, RecordValue
 from gpuflow.pipeline.rng import Keys, StageKeys
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENCODED",
-    "Bools",
     "Bounds",
     "Crop",
     "Decoder",
@@ -48,7 +47,6 @@ __all__ = [
     "FromRecord",
     "Geometry",
     "ImageSpec",
-    "Ints",
     "Keys",
     "Local",
     "Lookup",
@@ -200,7 +198,7 @@ class Decoder(Stage):
         """A text that names the library behind this class's own `decode`; None if the engine decodes."""
         return None
 
-    def decode(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def decode(self, data: Bytes) -> Bytes:
         """Decode unchecked bytes [n] to an image of the fixed size that `output` declares.
 
         Any thread may call it.
@@ -273,19 +271,19 @@ class Pointwise(Stage):
     GPU.
     """
 
-    def draw(self, keys: StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: StageKeys) -> Floats:
         """The coefficients of N samples, [N, K]; K may be 0."""
         return np.empty((len(keys.positions), 0))
 
-    def operations(self, coefficients: NDArray[np.float64], height: Ints, width: Ints) -> Operations | None:
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> Operations | None:
         """What to do to uint8 images of these sizes [N] in pixels, for coefficients [N, K]; N may be 0."""
         return None
 
-    def table(self) -> NDArray[Any] | None:
+    def table(self) -> Array | None:
         """The result for each level: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
         return None
 
-    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
+    def apply(self, image: Array, coefficients: Floats, out: Array | None) -> Array:
         """One image with its coefficients [K], of a stage without `operations` and `table`.
 
         Writes to `out`, if given, and returns it.
@@ -296,11 +294,11 @@ class Pointwise(Stage):
 class Local(Stage):
     """Maps the neighbourhood of each pixel to a pixel, with coefficients for each sample from `draw`."""
 
-    def draw(self, keys: StageKeys) -> NDArray[np.float64]:
+    def draw(self, keys: StageKeys) -> Floats:
         """The coefficients of N samples, [N, K]."""
         raise NotImplementedError
 
-    def filters(self, coefficients: NDArray[np.float64]) -> Filters:
+    def filters(self, coefficients: Floats) -> Filters:
         """The filters for coefficients [N, K]; N may be 0."""
         raise NotImplementedError
 

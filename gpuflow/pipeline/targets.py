@@ -17,6 +17,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.errors import Key, Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward
@@ -26,7 +27,6 @@ from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
 _HORIZON = 1e-6
 """The least third coordinate of a mapped point, so that one at a projective map's horizon goes far outside."""
 
-Floats = NDArray[np.float64]
 Pairs = Sequence[tuple[int, int]]
 
 
@@ -53,12 +53,12 @@ class PlacedMove:
 
     move: Move | None
     matrix: Matrices
-    after: tuple[s.Ints, s.Ints]
-    clips: s.Bools
-    mirrors: s.Bools
+    after: tuple[Ints, Ints]
+    clips: Bools
+    mirrors: Bools
 
     @classmethod
-    def of(cls, move: Move, height: s.Ints, width: s.Ints) -> PlacedMove:
+    def of(cls, move: Move, height: Ints, width: Ints) -> PlacedMove:
         """A move of images of these sizes [N]."""
         matrix, *after = forward(move, height, width)
         mirrors = move.horizontal if isinstance(move, Flip) else np.zeros(len(height), bool)
@@ -79,7 +79,7 @@ class PlacedMove:
         return isinstance(self.move, Warp) or (isinstance(self.move, Pad) and self.move.border != "constant")
 
 
-def moves_of(program: Program, keys: s.Keys, sizes: s.Ints) -> list[PlacedMove]:
+def moves_of(program: Program, keys: s.Keys, sizes: Ints) -> list[PlacedMove]:
     """The moves of N samples, in order, drawn again from the same keys. sizes [N, 2]: of the upright images."""
     placed: list[PlacedMove] = []
     height, width = sizes.T
@@ -104,9 +104,7 @@ def _with_one_warp(moves: Sequence[PlacedMove]) -> list[PlacedMove]:
     return [*moves[:first], PlacedMove(None, matrix, joined[-1].after, clips, mirrors), *moves[end:]]
 
 
-def moves_of_stages(
-    stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height: s.Ints, width: s.Ints
-) -> list[PlacedMove]:
+def moves_of_stages(stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height: Ints, width: Ints) -> list[PlacedMove]:
     """Each move of stages, each with the number of stages of its name before it, on images of these sizes [N]."""
     placed: list[PlacedMove] = []
     for stage, occurrence in stages:
@@ -156,7 +154,7 @@ def views_carry_problem(fields: Sequence[Field]) -> Problem | None:
 # --- records at fault -------------------------------------------------------------------------------------------------
 
 
-def sizes_at_fault(given: s.Ints, sizes: s.Ints, *, upright: bool) -> Iterator[tuple[int, str]]:
+def sizes_at_fault(given: Ints, sizes: Ints, *, upright: bool) -> Iterator[tuple[int, str]]:
     """Samples whose image has another size [N, 2] than the source's file gives, and why: their boxes lie elsewhere.
 
     given: these sizes, zeros where there is none. upright: whether `decode` applies orientations.
@@ -168,11 +166,11 @@ def sizes_at_fault(given: s.Ints, sizes: s.Ints, *, upright: bool) -> Iterator[t
         yield i, f"image must have {height}x{width} pixels as its entry says, got {found[0]}x{found[1]}; {action}"
 
 
-def boxes_at_fault(name: str, boxes: Ragged, sizes: s.Ints) -> Iterator[tuple[int, str]]:
+def boxes_at_fault(name: str, boxes: Ragged, sizes: Ints) -> Iterator[tuple[int, str]]:
     """Samples with a box that is none, or that lies outside its image of these sizes [N, 2], and why."""
     x1, y1, x2, y2 = boxes.values.astype(np.float64).T
     height, width = sizes[_samples_of(boxes)].T
-    unknown = ~np.isfinite(boxes.values).all(axis=1)
+    unknown: Bools = ~np.all(np.isfinite(boxes.values), axis=1)
     with np.errstate(invalid="ignore"):
         empty = ~((x1 < x2) & (y1 < y2))
         outside = (x1 >= width) | (y1 >= height) | (x2 <= 0) | (y2 <= 0)
@@ -211,7 +209,7 @@ def _numbers(values: NDArray[np.float32]) -> str:
 # --- boxes and keypoints ----------------------------------------------------------------------------------------------
 
 
-def _samples_of(rows: Ragged) -> s.Ints:
+def _samples_of(rows: Ragged) -> Ints:
     """The sample that each row belongs to."""
     return np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
 
@@ -224,12 +222,12 @@ class MappedBoxes:
     """
 
     boxes: Ragged
-    kept: s.Bools
-    offsets: s.Ints
+    kept: Bools
+    offsets: Ints
 
-    def kept_of(self, i: int) -> s.Bools:
+    def kept_of(self, i: int) -> Bools:
         """Which boxes of sample i are kept."""
-        kept: s.Bools = self.kept[self.offsets[i] : self.offsets[i + 1]]
+        kept: Bools = self.kept[self.offsets[i] : self.offsets[i + 1]]
         return kept
 
     def select(self, rows: Ragged) -> Ragged:
@@ -237,7 +235,7 @@ class MappedBoxes:
         return Ragged(rows.values[self.kept], self.boxes.offsets)
 
 
-def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: TargetRules) -> MappedBoxes:
+def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: Ints, rules: TargetRules) -> MappedBoxes:
     """Boxes [M, 4] of N samples through their moves. sizes [N, 2]: of the images before the first move."""
     sample = _samples_of(boxes)
     now, visible = boxes.values.astype(np.float64), np.ones(len(sample))
@@ -256,7 +254,7 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: 
     return MappedBoxes(Ragged(now[kept].astype(np.float32), offsets), kept, boxes.offsets)
 
 
-def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, flip_pairs: Pairs = ()) -> Ragged:
+def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: Ints, flip_pairs: Pairs = ()) -> Ragged:
     """Keypoints [M, K, 3] of N samples through their moves. One that leaves the image gets the visibility 0.
 
     flip_pairs: keypoints that change places in horizontal flips.
@@ -264,7 +262,7 @@ def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints,
     sample = _samples_of(keypoints)
     points, visibility = keypoints.values[..., :2].astype(np.float64), keypoints.values[..., 2].copy()
 
-    def hide(height: s.Ints, width: s.Ints) -> None:
+    def hide(height: Ints, width: Ints) -> None:
         limits = np.stack([width, height], axis=1)[sample][:, None]
         visibility[~((points >= 0) & (points <= limits)).all(axis=2)] = 0
 
@@ -295,7 +293,7 @@ def _map_points(matrix: Matrices, points: Floats, *, is_shape: bool) -> Floats:
     return result
 
 
-def _clamp(now: Floats, visible: Floats, height: s.Ints, width: s.Ints, where: s.Bools) -> tuple[Floats, Floats]:
+def _clamp(now: Floats, visible: Floats, height: Ints, width: Ints, where: Bools) -> tuple[Floats, Floats]:
     """Boxes clamped to their images where [M] says so, and the part of each that is visible after that."""
     before = _area(now)
     limits = np.stack([width, height, width, height], axis=1)

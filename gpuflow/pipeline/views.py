@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array
 from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
 from gpuflow.pipeline.program import MixingStep, Program
 from gpuflow.pipeline.stage import Decoder, Keys, Pipeline, RecordValue
@@ -160,7 +160,7 @@ def slot_bytes_of(program: AnyProgram) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def slots_of(program: AnyProgram, memory: NDArray[Any] | torch.Tensor) -> Any:
+def slots_of(program: AnyProgram, memory: Array | torch.Tensor) -> Any:
     """The slots in a batch's memory [B, ...]: the array itself, of a tensor its images [B, C, H, W], or `ViewSlots`.
 
     Each view has one block of the memory, so that its images of all samples are contiguous.
@@ -186,7 +186,7 @@ def split(slots: Any) -> list[Any]:
     return [view[number] for view in slots.views for number in range(len(view))]
 
 
-def as_images(program: AnyProgram, memory: NDArray[Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+def as_images(program: AnyProgram, memory: Array | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
     """View a batch's memory as what the loop gets: [B, C, H, W], or for each view a tensor [count, B, C, H, W].
 
     memory: an array [B, ...], or a tensor of its bytes on any device.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS
 
@@ -57,9 +57,7 @@ def check_mirrors(border: str, padding: tuple[int, int, int, int], spec: s.Image
             raise ValueError(f"mirrors {most} of {side} pixels; pad at most {limit}, or with border: edge")
 
 
-def about_center(
-    linear: NDArray[np.float64], height: s.Ints, width: s.Ints, center: tuple[float, float] | None = None
-) -> s.Matrices:
+def about_center(linear: Floats, height: Ints, width: Ints, center: tuple[float, float] | None = None) -> s.Matrices:
     """Linear maps [N, 2, 2] of the vectors from a point, by default the centres of images of these sizes, as maps of
     points [N, 3, 3]."""
     matrix = np.zeros((len(linear), 3, 3))
@@ -69,16 +67,14 @@ def about_center(
     return matrix
 
 
-def rotation(
-    degrees: NDArray[np.float64], height: s.Ints, width: s.Ints, center: tuple[float, float] | None = None
-) -> s.Matrices:
+def rotation(degrees: Floats, height: Ints, width: Ints, center: tuple[float, float] | None = None) -> s.Matrices:
     """Maps [N, 3, 3] from the output to the input of images of these sizes that are turned by these angles [N]."""
     angle = np.radians(degrees)
     cos, sin = np.cos(angle), np.sin(angle)
     return about_center(np.stack([cos, -sin, sin, cos], axis=1).reshape(-1, 2, 2), height, width, center)
 
 
-def expanded_rotation(degrees: NDArray[np.float64], height: s.Ints, width: s.Ints) -> tuple[s.Matrices, s.Ints, s.Ints]:
+def expanded_rotation(degrees: Floats, height: Ints, width: Ints) -> tuple[s.Matrices, Ints, Ints]:
     """As `rotation`, to results that just hold the whole turned images, as torchvision computes them.
 
     Returns:

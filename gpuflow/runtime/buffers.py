@@ -10,11 +10,11 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
+from gpuflow.arrays import Array, Bytes
 from gpuflow.runtime.memory import heap
 
 
@@ -24,12 +24,12 @@ class BytePool:
     make: allocates a new buffer of a given number of bytes.
     """
 
-    def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], NDArray[np.uint8]] = heap) -> None:
+    def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], Bytes] = heap) -> None:
         self._keep, self._held, self._make = keep, 0, make
-        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+        self._free: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
 
-    def acquire(self, size: int) -> NDArray[np.uint8]:
+    def acquire(self, size: int) -> Bytes:
         """A buffer of at least `size` bytes; its content is undefined."""
         size_class = 1 << max(size - 1, 1 << 16).bit_length()
         with self._lock:
@@ -38,7 +38,7 @@ class BytePool:
                 return free.pop()
         return self._make(size_class)
 
-    def release(self, buffer: NDArray[np.uint8]) -> None:
+    def release(self, buffer: Bytes) -> None:
         """Return a buffer that came from `acquire`."""
         with self._lock:
             if self._held + len(buffer) <= self._keep:
@@ -65,13 +65,13 @@ class SlotPool:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: DTypeLike, keep: int, *, make: Callable[[int], NDArray[np.uint8]] = heap
+        self, shape: tuple[int, ...], dtype: DTypeLike, keep: int, *, make: Callable[[int], Bytes] = heap
     ) -> None:
         self._shape, self._dtype, self._keep, self._make = shape, np.dtype(dtype), keep, make
-        self._acquired: list[tuple[weakref.ref[NDArray[Any]], NDArray[Any]]] = []
+        self._acquired: list[tuple[weakref.ref[Array], Array]] = []
         self._lock = threading.Lock()
 
-    def acquire(self, count: int) -> NDArray[Any]:
+    def acquire(self, count: int) -> Array:
         """Slots for `count` samples, [count, ...]. The memory is free again once nothing refers to the array."""
         with self._lock:
             if count > self._shape[0]:
@@ -86,7 +86,7 @@ class SlotPool:
             self._acquired.append((weakref.ref(slots), base))
         return slots
 
-    def _new(self) -> NDArray[Any]:
+    def _new(self) -> Array:
         return self._make(math.prod(self._shape) * self._dtype.itemsize).view(self._dtype).reshape(self._shape)
 
     def clear(self) -> None:

@@ -20,17 +20,18 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
+
+from gpuflow.arrays import Array, Bytes
 
 _REGION_BYTES = 1 << 36
 
 
-def heap(size: int) -> NDArray[np.uint8]:
+def heap(size: int) -> Bytes:
     """Allocate `size` bytes of ordinary memory."""
     return np.empty(size, np.uint8)
 
 
-def pinned(size: int) -> NDArray[np.uint8]:
+def pinned(size: int) -> Bytes:
     """Allocate `size` bytes of pinned memory, which a GPU copies from directly."""
     import torch
 
@@ -59,7 +60,7 @@ def memory_file(name: str) -> int:
         raise OSError(errno.ENOSYS, "this Python has no os.memfd_create") from error
 
 
-def shared(size: int) -> NDArray[np.uint8]:
+def shared(size: int) -> Bytes:
     """Allocate `size` bytes that other processes can map, see `shared_block`; as `heap` where the system has none."""
     try:
         return _here().allocate(size)
@@ -67,7 +68,7 @@ def shared(size: int) -> NDArray[np.uint8]:
         return heap(size)
 
 
-def shared_and_pinned(size: int) -> NDArray[np.uint8]:
+def shared_and_pinned(size: int) -> Bytes:
     """The same, that the current GPU copies from directly. Where that cannot be had, it is `pinned` alone."""
     import torch
 
@@ -95,7 +96,7 @@ def _clear_cuda_error() -> None:
         torch.ones(1, device="cuda")
 
 
-def shared_block(memory: NDArray[Any]) -> SharedBlock | None:
+def shared_block(memory: Array) -> SharedBlock | None:
     """What other processes need to map this array, or None if it does not begin where an array of `shared` does."""
     return _here().blocks.get(memory.ctypes.data)
 
@@ -176,7 +177,7 @@ class _SharedMemory:
     def keys(self) -> set[int]:
         return {region.key for region in tuple(self._regions)}
 
-    def allocate(self, size: int) -> NDArray[np.uint8]:
+    def allocate(self, size: int) -> Bytes:
         """Allocate `size` bytes, which views of the array keep. Raises OSError where there is no memory to share."""
         length = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:

@@ -40,8 +40,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes
 from gpuflow.runtime.memory import SharedBlock, memory_file, shared_block, shared_keys
 
 READY = "ready"
@@ -202,7 +202,7 @@ class WorkerConnection:
             seconds, rest = divmod(_ANSWER_SECONDS, 1)
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
 
-    def send(self, value: object, *memory: NDArray[Any]) -> bool:
+    def send(self, value: object, *memory: Array) -> bool:
         """Send a value, and let the worker map memory that `memory.shared` allocated, in one message.
 
         Returns False if some of it is other memory, for which the worker gets None from `ParentConnection.memory`.
@@ -572,7 +572,7 @@ class ParentConnection:
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
         self._shares = deque[tuple[SharedBlock, bool, set[int]] | None]()
-        self._mapped: dict[int, NDArray[np.uint8]] = {}
+        self._mapped: dict[int, Bytes] = {}
 
     def recv(self) -> Any:
         value, shares = self._connection.recv()
@@ -582,7 +582,7 @@ class ParentConnection:
     def send(self, value: object) -> None:
         self._connection.send(value)
 
-    def memory(self) -> NDArray[np.uint8] | None:
+    def memory(self) -> Bytes | None:
         """The next memory that `WorkerConnection.send` got, from its first byte on, mapped here; None if not shared."""
         message = self._shares.popleft()
         if message is None:

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
+from gpuflow.arrays import Bytes
 from gpuflow.config import Config, ModelSpec
 from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
@@ -55,7 +55,7 @@ _MOST_IN_ONNX = 1_500_000_000
 """From this many bytes of weights on, they go into a separate file: an ONNX file holds less than 2 GiB."""
 _CPU = torch.device("cpu")
 
-Encoded = NDArray[np.uint8]
+Encoded = Bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

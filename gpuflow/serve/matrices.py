@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import PredictorError
 from gpuflow.execute.cpu import header_of
 from gpuflow.pipeline.moves import Matrices
@@ -54,7 +54,7 @@ def most_pixels(pipeline: Pipeline, height: int, width: int) -> int:
     return max(height * width, most if most <= decoder.max_pixels else 0)
 
 
-def _moves(pipeline: Pipeline, sizes: NDArray[np.int64]) -> list[PlacedMove]:
+def _moves(pipeline: Pipeline, sizes: Ints) -> list[PlacedMove]:
     """Each move of the stages on images of these sizes [N, 2]."""
     parts = ((stage, occurrence) for _, stage, occurrence in pipeline.parts())
     keys = Keys(0, 0, np.zeros(len(sizes), np.int64))  # nothing is drawn where a model is served

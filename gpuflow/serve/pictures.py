@@ -7,8 +7,8 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.pipeline.validate import trace
 
@@ -28,7 +28,7 @@ class Pictures:
         self._spec = image
         self._values = None if pipeline is None or image.dtype == "uint8" else _values_of_levels(pipeline)
 
-    def pixels(self, image: torch.Tensor) -> NDArray[np.uint8]:
+    def pixels(self, image: torch.Tensor) -> Bytes:
         image = image.cpu()
         if self._values is not None:
             image = _nearest(image.float(), self._values)

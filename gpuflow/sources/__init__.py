@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats
 from gpuflow.errors import ConfigError
 from gpuflow.sources.base import (
     Extent,
@@ -133,7 +133,7 @@ def cache_counts(source: Source) -> dict[str, int] | None:
     return {name: sum(each[name] for each in counts) for name in counts[0]} if counts else None
 
 
-def weights_of(spec: SourceSpec, source: Source) -> NDArray[np.float64] | None:
+def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
     """The weight of each sample of a source, or of a part of it; None where `spec` gives no weights.
 
     Raises:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
-from numpy.typing import NDArray
-
+from gpuflow.arrays import Array
 from gpuflow.errors import ConfigError, Problem, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_of_fields
@@ -37,7 +36,7 @@ class Source(Protocol):
         """The class names; a label is an index into this tuple. Empty where labels are numbers."""
 
     @property
-    def labels(self) -> NDArray[Any]:
+    def labels(self) -> Array:
         """The label of each sample along the first axis: int64 [n] of one class each, uint8 [n, C] of several (1: the
         sample has the class), float32 [n] or [n, D] of numbers."""
 

@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import Any, ClassVar, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import Problem, SourceError, show
 from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.sources.base import Samples
@@ -184,7 +184,7 @@ def _checked_images(document: Mapping[str, Any], place: str) -> list[dict[str, A
     return images
 
 
-def _sizes(images: Sequence[Mapping[str, Any]]) -> NDArray[np.int64]:
+def _sizes(images: Sequence[Mapping[str, Any]]) -> Ints:
     """Height and width of each image, zeros where its entry does not give both."""
     sizes = [(image.get("height"), image.get("width")) for image in images]
     known = [all(type(side) is int and 0 < side < _SIDE for side in size) for size in sizes]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, final
+from typing import final
 
-from numpy.typing import NDArray
-
+from gpuflow.arrays import Array
 from gpuflow.errors import redacted
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.fingerprint import fingerprint
@@ -35,7 +34,7 @@ class FileSource:
         self,
         storage: Storage,
         paths: PathTable,
-        labels: NDArray[Any],
+        labels: Array,
         classes: tuple[str, ...],
         *,
         root: str = "",

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array
 from gpuflow.sources.base import Source
 
 
-def fingerprint(
-    entries: bytes, labels: NDArray[Any], classes: Sequence[str], *numbers: Iterable[int], known: str = ""
-) -> str:
+def fingerprint(entries: bytes, labels: Array, classes: Sequence[str], *numbers: Iterable[int], known: str = "") -> str:
     """A hash of what a source knows of its samples, as 16 hex digits.
 
     Args:
@@ -36,7 +33,7 @@ def fingerprint(
     return digest.hexdigest()
 
 
-def _bytes(labels: NDArray[Any]) -> bytes:
+def _bytes(labels: Array) -> bytes:
     """Labels as bytes: whole numbers of one class each in the same way for each type of numbers."""
     if labels.ndim == 1 and labels.dtype.kind in "iu":
         return np.asarray(labels, dtype="<i8").tobytes()

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any, Self, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import Source
@@ -50,7 +50,7 @@ class HfSource:
         self,
         cells: Cells,
         names: Sequence[str],
-        labels: NDArray[Any],
+        labels: Array,
         classes: Classes,
         splits: Mapping[str, tuple[int, int]],
         *,
@@ -426,7 +426,7 @@ class _Reader:
             raise SourceError(f"{self._where}: {column} has {len(names)} classes, and classes says {given}; remove it")
         return names
 
-    def _labels(self, field: FieldSpec, column: str) -> tuple[Classes, NDArray[Any]]:
+    def _labels(self, field: FieldSpec, column: str) -> tuple[Classes, Array]:
         classes = field.classes if field.classes is not None else self._spec.classes
         self._check_column(column, "the column of labels")
         if field.kind in (None, "class") and column in self._schema.names:
@@ -438,7 +438,7 @@ class _Reader:
             labels.add(columns[column])
         return labels.build()
 
-    def _class_labels(self, column: str, classes: int | Classes | None) -> tuple[Classes, NDArray[np.int64]]:
+    def _class_labels(self, column: str, classes: int | Classes | None) -> tuple[Classes, Ints]:
         """Labels of one class each, from a column of numbers or of names."""
         pa = pyarrow()
         stored, names = self._schema.field(column).type, self._class_names(column)

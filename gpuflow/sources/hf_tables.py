@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.payload import Allocate, Payload, lay_out
@@ -59,7 +59,7 @@ class Cells(Protocol):
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         """See `Source.read`."""
 
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """What is known of sizes without reading, for a fingerprint."""
 
     def close(self) -> None: ...
@@ -70,7 +70,7 @@ class _Rows:
     """Which rows the files have. files: of one table each. ends [F]: the number of rows up to the end of each file."""
 
     files: tuple[Shard, ...]
-    ends: NDArray[np.int64]
+    ends: Ints
 
     def place(self, index: int) -> tuple[int, int]:
         """The number of a row's file, and its number in it."""
@@ -213,9 +213,9 @@ def features_of(schema: Any) -> dict[str, Any]:
 class _Group(NamedTuple):
     """Cells in memory. Cell i is data[offsets[i] : offsets[i + 1]]. valid: which are not null; None if all are."""
 
-    offsets: NDArray[np.int64]
-    data: NDArray[np.uint8]
-    valid: NDArray[np.bool_] | None
+    offsets: Ints
+    data: Bytes
+    valid: Bools | None
 
 
 def _group(array: Any) -> tuple[_Group, int]:
@@ -263,8 +263,8 @@ class ArrowCells:
 
     storage: Storage
     rows: _Rows
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    starts: Ints
+    lengths: Ints
 
     @property
     def group_sizes(self) -> None:
@@ -287,7 +287,7 @@ class ArrowCells:
         errors = [_NO_CELL if start < 0 else error for start, error in zip(starts, payload.errors, strict=True)]
         return replace(payload, errors=errors)
 
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         return self.lengths
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class ArrowCells:
 
 
 def _arrow_cells(tables: Sequence[_ArrowTable], rows: _Rows, storage: Storage, column: str) -> ArrowCells:
-    starts, lengths = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    starts, lengths = list[Ints](), list[Ints]()
     for table in tables:
         first, size = table.mapped.address, table.mapped.size
         for batch in table.batches([column]):
@@ -389,10 +389,10 @@ class ParquetCells:
     rows: _Rows
     column: str
     local: LocalStorage
-    owners: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    stored: NDArray[np.int64]
+    owners: Ints
+    firsts: Ints
+    ends: Ints
+    stored: Ints
     window: int
     cache: _GroupCache
     storage: None = field(default=None, init=False)
@@ -409,7 +409,7 @@ class ParquetCells:
         owners = np.searchsorted(self.ends, places, side="right")
         groups: dict[int, _Group | str] = {number: self._get(number) for number in np.unique(owners).tolist()}
         within = places - (self.ends[owners] - np.diff(self.ends, prepend=0)[owners])
-        cells: list[NDArray[np.uint8]] = []
+        cells: list[Bytes] = []
         errors: list[str | None] = []
         none = np.zeros(0, np.uint8)
         for number, i in zip(owners.tolist(), within.tolist(), strict=True):
@@ -456,7 +456,7 @@ class ParquetCells:
         column = table.column(0)
         return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
 
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         return np.concatenate([self.ends, self.stored])
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.hints import near_word
 
@@ -30,7 +30,7 @@ def texts_of(labels: Iterable[object], classes: int | tuple[str, ...] | None) ->
 
 def resolve_labels(
     values: Sequence[str], classes: int | tuple[str, ...] | None, locate: Callable[[int], str], place: str
-) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+) -> tuple[tuple[str, ...], Ints]:
     """Return the class names, and the label of each distinct value.
 
     The first value decides whether labels are names or numbers; where integers are among the given names, they are
@@ -114,7 +114,7 @@ def _check_names(values: Sequence[str], locate: Callable[[int], str]) -> None:
         )
 
 
-def _numbered(values: Sequence[str], count: int | None, locate: Callable[[int], str]) -> NDArray[np.int64]:
+def _numbered(values: Sequence[str], count: int | None, locate: Callable[[int], str]) -> Ints:
     labels = np.empty(len(values), dtype=np.int64)
     for code, text in enumerate(values):
         label = _integer(text)
@@ -139,7 +139,7 @@ def _numbered(values: Sequence[str], count: int | None, locate: Callable[[int], 
     return labels
 
 
-def _named(values: Sequence[str], names: tuple[str, ...], locate: Callable[[int], str]) -> NDArray[np.int64]:
+def _named(values: Sequence[str], names: tuple[str, ...], locate: Callable[[int], str]) -> Ints:
     places = {name: label for label, name in enumerate(names)}
     labels = np.empty(len(values), dtype=np.int64)
     for code, text in enumerate(values):

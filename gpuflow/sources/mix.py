@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.records import Column, Field, LeftOut, Ragged, Records
@@ -38,7 +38,7 @@ class MixSource:
         self.parts, self.classes = tuple(parts), classes
         self._ends = np.cumsum([len(part) for part in parts])
         self._lookups = [_lookup(part, classes) for part in parts]
-        self.labels: NDArray[Any] = np.concatenate(
+        self.labels: Array = np.concatenate(
             [_relabelled(part, lookup, len(classes)) for part, lookup in zip(parts, self._lookups, strict=True)]
         )
         first = parts[0]
@@ -75,14 +75,14 @@ class MixSource:
         owners = np.searchsorted(self._ends, places, side="right")
         numbers = np.unique(owners).tolist()
         payloads: dict[int, tuple[int, Payload]] = {}
-        buffers: list[NDArray[np.uint8]] = []
+        buffers: list[Bytes] = []
 
         def read_from(waiting: Sequence[int], start: int) -> None:
             if not waiting:
                 buffers.append(allocate(start))
                 return
 
-            def allocate_share(size: int) -> NDArray[np.uint8]:
+            def allocate_share(size: int) -> Bytes:
                 if not buffers:
                     read_from(waiting[1:], start + size)
                 return buffers[0][start : start + size]
@@ -112,13 +112,13 @@ class MixSource:
             for name in found[0].columns
         }
         errors = [error for records in found for error in records.errors]
-        sizes: NDArray[np.int64] | None = None
+        sizes: Ints | None = None
         if any(records.sizes is not None for records in found):
             each = (np.zeros((len(own.errors), 2), np.int64) if own.sizes is None else own.sizes for own in found)
             sizes = np.concatenate(list(each))[order]
         return Records(columns, [errors[i] for i in order.tolist()], sizes)
 
-    def _records_of(self, number: int, own: NDArray[np.int64]) -> Records:
+    def _records_of(self, number: int, own: Ints) -> Records:
         """The records of samples of one source, whose boxes have the labels of the mix."""
         part, lookup = self.parts[number], self._lookups[number]
         records = records_of(part, own.tolist())
@@ -359,7 +359,7 @@ def _place(classes: tuple[str, ...], name: str) -> int:
     return classes.index(name) if name in classes else -1
 
 
-def _lookup(part: Source, classes: tuple[str, ...]) -> NDArray[np.int64] | None:
+def _lookup(part: Source, classes: tuple[str, ...]) -> Ints | None:
     """For each class of a source its place among all classes; None if it has just these."""
     if part.classes == classes:
         return None
@@ -367,20 +367,20 @@ def _lookup(part: Source, classes: tuple[str, ...]) -> NDArray[np.int64] | None:
     return np.array([places[name] for name in part.classes], np.int64)
 
 
-def _relabelled(part: Source, lookup: NDArray[np.int64] | None, count: int) -> NDArray[Any]:
+def _relabelled(part: Source, lookup: Ints | None, count: int) -> Array:
     """A source's labels, as places among all `count` classes."""
-    labels: NDArray[Any] = part.labels
+    labels: Array = part.labels
     if lookup is None or not has_labels(part):
         return labels
     if labels.ndim == 1:
-        placed: NDArray[Any] = lookup[labels]
+        placed: Array = lookup[labels]
         return placed
     held = np.zeros((len(part), count), labels.dtype)
     held[:, lookup] = labels
     return held
 
 
-def _joined(parts: Sequence[Column], order: NDArray[np.int64], keypoints: int | None) -> Column:
+def _joined(parts: Sequence[Column], order: Ints, keypoints: int | None) -> Column:
     """Columns one after the other, and of these rows the ones in `order`.
 
     keypoints: of a column of keypoints, how many an instance has: where no sample has one, the column does not say.
@@ -393,5 +393,5 @@ def _joined(parts: Sequence[Column], order: NDArray[np.int64], keypoints: int | 
     if isinstance(first, list):
         values = [value for part in parts if isinstance(part, list) for value in part]
         return [values[i] for i in order.tolist()]
-    dense: NDArray[Any] = np.concatenate([np.asarray(part) for part in parts])[order]
+    dense: Array = np.concatenate([np.asarray(part) for part in parts])[order]
     return dense

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final, overload
 
 import numpy as np
-from numpy.typing import NDArray
+
+from gpuflow.arrays import Ints
 
 
 @final
@@ -63,7 +64,7 @@ class PathTable:
 
     __slots__ = ("blob", "prefix", "starts")
 
-    def __init__(self, blob: bytes, starts: NDArray[np.int64], prefix: str = "") -> None:
+    def __init__(self, blob: bytes, starts: Ints, prefix: str = "") -> None:
         self.blob, self.starts, self.prefix = blob, starts, os.fsencode(prefix)
 
     def __len__(self) -> int:
@@ -97,7 +98,7 @@ class PathTableBuilder:
 
     def __init__(self) -> None:
         self._blobs: list[bytes] = []
-        self._lengths: list[NDArray[np.int64]] = []
+        self._lengths: list[Ints] = []
         self._absolute = False
 
     def add(self, paths: Sequence[str]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-Allocate = Callable[[int], NDArray[np.uint8]]
+from gpuflow.arrays import Array, Bytes
+
+Allocate = Callable[[int], Bytes]
 """Returns a writable uint8 array of at least the given number of bytes; the source fills it and returns it in its
 payload."""
 
@@ -38,11 +39,11 @@ class Payload:
     labels: of the samples, [n, ...], where each comes with its sample; None if `Source.labels` has them.
     """
 
-    buffer: NDArray[np.uint8]
+    buffer: Bytes
     offsets: Sequence[int]
     sizes: Sequence[int]
     errors: Sequence[str | None]
-    labels: NDArray[Any] | None = None
+    labels: Array | None = None
 
     def __post_init__(self) -> None:
         places = zip(self.offsets, self.sizes, strict=True)
@@ -58,7 +59,7 @@ class Payload:
             object.__setattr__(self, name, values)
 
     @classmethod
-    def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate | None = None) -> Self:
+    def of(cls, files: Sequence[bytes | Bytes], allocate: Allocate | None = None) -> Self:
         """Copy files that are in memory into a buffer from `allocate`, by default into new memory."""
         sizes = [len(data) for data in files]
         offsets, end = lay_out(sizes)
@@ -79,6 +80,6 @@ class Payload:
             errors=[self.errors[i] for i in rows],
         )
 
-    def sample(self, i: int) -> NDArray[np.uint8]:
+    def sample(self, i: int) -> Bytes:
         """A view of the bytes of sample i."""
         return self.buffer[self.offsets[i] : self.offsets[i] + self.sizes[i]]

@@ -20,6 +20,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.pipeline.records import GEOMETRIC, Field, LeftOut, Ragged, Rle
 from gpuflow.sources.field_spec import FieldSpec
@@ -28,7 +29,7 @@ from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTabl
 from gpuflow.sources.storage import Storage
 
 
-def run_lengths(text: str) -> NDArray[np.int64]:
+def run_lengths(text: str) -> Ints:
     """The run lengths that pycocotools compressed to a text. Raises ValueError if it is none of its texts.
 
     A character holds 5 bits of a number, lowest first, and whether more follow; the last one's highest bit is the sign.
@@ -102,7 +103,7 @@ class Labels:
                 self._firsts.append(locate(i))
             self._numbers.append(code)
 
-    def build(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    def build(self) -> tuple[tuple[str, ...], Ints]:
         """The names of the classes, and each label as an index into them. Raises SourceError."""
         if not self._codes:
             names = self._classes if isinstance(self._classes, tuple) else map(str, range(self._classes or 0))
@@ -140,8 +141,8 @@ class RecordBuilder:
         self._bad: dict[int, str] = {}
         self._invalid: dict[str, dict[int, tuple[int, str]]] = {name: {} for name, _ in self._declared}
         self._box_labels = Labels(classes, place)
-        self._arrays: dict[str, list[NDArray[Any]]] = {name: [] for name, _ in self._declared}
-        self._counts: dict[str, list[NDArray[np.int64]]] = {name: [] for name, _ in self._declared}
+        self._arrays: dict[str, list[Array]] = {name: [] for name, _ in self._declared}
+        self._counts: dict[str, list[Ints]] = {name: [] for name, _ in self._declared}
         self._objects: dict[str, list[Any]] = {name: [] for name, _ in self._declared}
         self._masks: dict[str, _InstanceBuilder] = {}
         self._keypoints: dict[str, int] = {}
@@ -153,7 +154,7 @@ class RecordBuilder:
 
     def add(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
         """Append the next `count` samples: for each column a value of each. Raises SourceError at the faulty one."""
-        boxes: NDArray[np.int64] | None = None
+        boxes: Ints | None = None
         for name, spec in sorted(self._declared, key=lambda field: field[1].type != "boxes"):
             if spec.is_mask_file:
                 continue
@@ -191,7 +192,7 @@ class RecordBuilder:
         self,
         files: Mapping[str, Store] | None = None,
         storages: tuple[Storage, ...] = (),
-        box_labels: tuple[tuple[str, ...], NDArray[np.int64]] | None = None,
+        box_labels: tuple[tuple[str, ...], Ints] | None = None,
     ) -> RecordTable:
         """The table of all samples.
 
@@ -270,7 +271,7 @@ class RecordBuilder:
         action = ", or declare it with type: any, which keeps missing values" if value is None else ""
         return SourceError(f"{self._fault(i, column, rule, value)}{action}")
 
-    def _leave_out(self, name: str, rows: NDArray[np.int64], column: str, counts: NDArray[np.int64], rule: str) -> None:
+    def _leave_out(self, name: str, rows: Ints, column: str, counts: Ints, rule: str) -> None:
         """Note that these rows of the block, numbered across its samples, are left out."""
         starts = np.cumsum(counts) - counts
         owners = np.repeat(np.arange(len(counts)), counts)[rows]
@@ -279,14 +280,14 @@ class RecordBuilder:
             place = self._locate.row(i + self._count, column, row - int(starts[i]))
             self._invalid[name].setdefault(before + row, (i + self._count, f"{place} {rule}"))
 
-    def _lists(self, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
+    def _lists(self, column: str, values: Sequence[Any]) -> Ints:
         """The lengths of values, which must be lists."""
         for i, value in enumerate(values):
             if type(value) is not list:
                 raise self._fault(i, column, "must be a list with an entry for each instance", value)
         return np.fromiter(map(len, values), np.int64, len(values))
 
-    def _check_counts(self, column: str, boxes: NDArray[np.int64] | None, counts: NDArray[np.int64]) -> None:
+    def _check_counts(self, column: str, boxes: Ints | None, counts: Ints) -> None:
         """Raise SourceError where a sample has not one entry for each box."""
         if boxes is not None and (differ := np.flatnonzero(boxes != counts)).size:
             i = int(differ[0])
@@ -304,7 +305,7 @@ class RecordBuilder:
 
     # --- types ------------------------------------------------------------------------------------------------------
 
-    def _add_boxes(self, name: str, spec: FieldSpec, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
+    def _add_boxes(self, name: str, spec: FieldSpec, column: str, values: Sequence[Any]) -> Ints:
         counts = self._lists(column, values)
         missing = [math.nan] * 4  # stands for null and for an empty list
         rows = _numeric([missing if box in (None, []) else box for box in chain.from_iterable(values)], (4,))
@@ -330,7 +331,7 @@ class RecordBuilder:
         self._counts[name].append(counts)
         return counts
 
-    def _add_box_labels(self, column: str, values: Sequence[Any], boxes: NDArray[np.int64]) -> None:
+    def _add_box_labels(self, column: str, values: Sequence[Any], boxes: Ints) -> None:
         counts = self._lists(column, values)
         self._check_counts(column, boxes, counts)
         labels = list(chain.from_iterable(values))
@@ -346,7 +347,7 @@ class RecordBuilder:
 
         self._box_labels.add(labels, place)
 
-    def _add_keypoints(self, name: str, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
+    def _add_keypoints(self, name: str, column: str, values: Sequence[Any]) -> Ints:
         counts = self._lists(column, values)
         rows = list(chain.from_iterable(values))
         if rows:
@@ -470,29 +471,29 @@ class _InstanceBuilder:
     """Collects the masks of instances: see `Instances`."""
 
     def __init__(self) -> None:
-        self._counts: list[NDArray[np.int64]] = []
+        self._counts: list[Ints] = []
         self._parts, self._lengths = array("q", [0]), array("q", [0])
-        self._blocks: list[NDArray[np.float64]] = []
-        self._block: list[NDArray[np.float64]] = []
+        self._blocks: list[Floats] = []
+        self._block: list[Floats] = []
         self._sizes = array("i")
 
     def __len__(self) -> int:
         return len(self._parts) - 1
 
-    def add(self, parts: Sequence[NDArray[np.float64]], size: tuple[int, int]) -> None:
+    def add(self, parts: Sequence[Floats], size: tuple[int, int]) -> None:
         """Append an instance of these outlines, or of one part of run lengths and a size."""
         self._parts.append(len(parts))
         self._lengths.extend(map(len, parts))
         self._block += parts
         self._sizes.extend(size)
 
-    def add_block(self, counts: NDArray[np.int64]) -> None:
+    def add_block(self, counts: Ints) -> None:
         """End a block of samples that have `counts` instances each."""
         self._counts.append(counts)
         self._blocks.append(np.concatenate([np.zeros(0), *self._block]))
         self._block = []
 
-    def build(self, left_out: NDArray[np.int64]) -> Instances:
+    def build(self, left_out: Ints) -> Instances:
         """Return the masks without those of these numbers."""
         whole = Instances(
             instances=np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *self._counts]))]),
@@ -504,7 +505,7 @@ class _InstanceBuilder:
         return whole.without(left_out) if len(left_out) else whole
 
 
-def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float64] | None:
+def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> Floats | None:
     """Rows as float64 [len(rows), *shape], or of any one shape; None if one is of another shape or not of numbers."""
     if not rows and shape is not None:
         return np.zeros((0, *shape))
@@ -523,7 +524,7 @@ def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float
     return numbers.astype(np.float64)
 
 
-def _outline(value: Any) -> NDArray[np.float64] | None:
+def _outline(value: Any) -> Floats | None:
     """x and y in turn, from such a list or one of pairs; None if it is neither."""
     if not isinstance(value, list):
         return None
@@ -540,6 +541,6 @@ def _rows_of(values: Sequence[Any]) -> Any:
     return ((i, j, row) for i, value in enumerate(values) for j, row in enumerate(value))
 
 
-def _float32(numbers: NDArray[np.float64]) -> NDArray[np.float32]:
+def _float32(numbers: Floats) -> NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         return numbers.astype(np.float32)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes, Floats, Ints
 from gpuflow.pipeline.records import Column, Field, LeftOut, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources.paths import PathTable
 from gpuflow.sources.payload import Allocate, Payload
@@ -21,7 +22,7 @@ from gpuflow.sources.storage import Shard, Storage
 class Store(Protocol):
     """A column of all samples."""
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> Column:
+    def take(self, samples: Ints, errors: list[str | None]) -> Column:
         """The values of these samples. Sets `errors[i]` where that of sample i cannot be read."""
 
     def parts(self) -> Iterator[bytes]:
@@ -43,7 +44,7 @@ class RecordTable:
     stores: Mapping[str, Store]
     errors: Mapping[int, str]
     storages: tuple[Storage, ...] = ()
-    sizes: NDArray[np.int64] | None = None
+    sizes: Ints | None = None
     left_out: Mapping[int, LeftOut] = field(default_factory=dict)
 
     @property
@@ -86,7 +87,7 @@ class Rows:
 
     rows: Ragged
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> Ragged:
+    def take(self, samples: Ints, errors: list[str | None]) -> Ragged:
         return self.rows.take(samples)
 
     def parts(self) -> Iterator[bytes]:
@@ -98,9 +99,9 @@ class Rows:
 class Numbers:
     """One number per sample: float64 [n]."""
 
-    values: NDArray[np.float64]
+    values: Floats
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> NDArray[np.float64]:
+    def take(self, samples: Ints, errors: list[str | None]) -> Floats:
         return self.values[samples]
 
     def parts(self) -> Iterator[bytes]:
@@ -117,7 +118,7 @@ class Objects:
 
     values: list[Any]
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[Any]:
+    def take(self, samples: Ints, errors: list[str | None]) -> list[Any]:
         return [copy.deepcopy(self.values[i]) for i in samples.tolist()]
 
     def parts(self) -> Iterator[bytes]:
@@ -136,17 +137,17 @@ class Instances:
     sizes: int32 [I, 2], height and width of run lengths; zeros for polygons.
     """
 
-    instances: NDArray[np.int64]
-    parts_of: NDArray[np.int64]
-    values_of: NDArray[np.int64]
-    values: NDArray[np.float64]
+    instances: Ints
+    parts_of: Ints
+    values_of: Ints
+    values: Floats
     sizes: NDArray[np.int32]
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[tuple[Polygons | Rle, ...]]:
+    def take(self, samples: Ints, errors: list[str | None]) -> list[tuple[Polygons | Rle, ...]]:
         spans = zip(self.instances[samples].tolist(), self.instances[samples + 1].tolist(), strict=True)
         return [tuple(map(self._instance, range(first, last))) for first, last in spans]
 
-    def without(self, numbers: NDArray[np.int64]) -> Instances:
+    def without(self, numbers: Ints) -> Instances:
         """Return all instances but those of these numbers."""
         instances = Ragged(np.arange(len(self.sizes)), self.instances).without(numbers)
         parts = Ragged(np.arange(len(self.values_of) - 1), self.parts_of).take(instances.values)
@@ -180,7 +181,7 @@ class MaskFiles:
     paths: PathTable
     root: str = ""
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[MaskFile]:
+    def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
         payload = self.storage.read(self.paths.take(samples.tolist()), _memory)
         return _masks(payload, [self.paths[i] for i in samples.tolist()] if any(payload.errors) else [], errors)
 
@@ -198,12 +199,12 @@ class MaskMembers:
 
     storage: Storage
     shards: tuple[Shard, ...]
-    ends: NDArray[np.int64]
+    ends: Ints
     names: PathTable
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    starts: Ints
+    sizes: Ints
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[MaskFile]:
+    def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
         shards = [self.shards[i] for i in np.searchsorted(self.ends, samples, side="right").tolist()]
         starts, sizes = self.starts[samples].tolist(), self.sizes[samples].tolist()
         payload = self.storage.read_ranges(shards, starts, sizes, _memory)
@@ -223,7 +224,7 @@ class _Cells(Protocol):
     def path(self, index: int) -> str:
         """See `Source.path`."""
 
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """What is known of their sizes without reading."""
 
 
@@ -234,7 +235,7 @@ class MaskCells:
 
     cells: _Cells
 
-    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[MaskFile]:
+    def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
         payload = self.cells.read(samples.tolist(), _memory)
         return _masks(payload, [self.cells.path(i) for i in samples.tolist()] if any(payload.errors) else [], errors)
 
@@ -242,7 +243,7 @@ class MaskCells:
         yield self.cells.sizes().tobytes()
 
 
-def _memory(size: int) -> NDArray[np.uint8]:
+def _memory(size: int) -> Bytes:
     return np.empty(size, np.uint8)
 
 

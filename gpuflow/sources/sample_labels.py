@@ -9,12 +9,13 @@ from typing import Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bools, Bytes, Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.record_builder import Labels, Locate
 
 
-def loses_digits(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+def loses_digits(numbers: Array) -> Bools:
     """Which of these are whole numbers that float32 does not hold, such as time stamps.
 
     Python's numbers, in an array of objects, are compared as they are: float64 may round one to a number of float32.
@@ -39,7 +40,7 @@ class SampleLabels(Protocol):
     def add(self, values: Sequence[Any]) -> None:
         """Append the labels of the next samples. Raises SourceError at the faulty one."""
 
-    def build(self) -> tuple[tuple[str, ...], NDArray[Any]]:
+    def build(self) -> tuple[tuple[str, ...], Array]:
         """The names of the classes, and the labels: see `Source.labels`."""
 
 
@@ -75,7 +76,7 @@ class _NoLabels:
     def add(self, values: Sequence[Any]) -> None:
         self._count += len(values)
 
-    def build(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    def build(self) -> tuple[tuple[str, ...], Ints]:
         return (), np.zeros(self._count, np.int64)
 
 
@@ -92,7 +93,7 @@ class _OneClassEach:
         self._labels.add(values, lambda i: self._locate.sample(self._count + i))
         self._count += len(values)
 
-    def build(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    def build(self) -> tuple[tuple[str, ...], Ints]:
         return self._labels.build()
 
 
@@ -115,7 +116,7 @@ class _ClassesEach:
         self._labels.add(list(chain.from_iterable(values)), lambda k: self._locate.sample(int(owners[k])))
         self._counts += counts
 
-    def build(self) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
+    def build(self) -> tuple[tuple[str, ...], Bytes]:
         classes, labels = self._labels.build()
         if not classes:
             here = self._locate.value(0, self._column)

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.pipeline.rng import key64, permute
@@ -35,7 +35,7 @@ class Subset:
         indices: the indices of the samples, sorted int64.
     """
 
-    def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
+    def __init__(self, source: Source, indices: Ints) -> None:
         self.source, self.indices = source, indices
         self.labels = source.labels[indices]
         self.shard_sizes = _shard_sizes(source.shard_sizes, indices)
@@ -108,9 +108,7 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
     return Subset(source, indices)
 
 
-def split_indices(
-    labels: NDArray[np.int64], classes: Sequence[str], fractions: Sequence[float], seed: int, place: int
-) -> NDArray[np.int64]:
+def split_indices(labels: Ints, classes: Sequence[str], fractions: Sequence[float], seed: int, place: int) -> Ints:
     """The sorted indices of the samples in split number `place`."""
     class_sizes = np.bincount(labels, minlength=len(classes))
     ends = np.cumsum(split_counts(class_sizes, fractions), axis=1)
@@ -125,7 +123,7 @@ def split_indices(
     return np.sort(np.concatenate(chosen)).astype(np.int64)
 
 
-def split_counts(class_sizes: NDArray[np.int64], fractions: Sequence[float]) -> NDArray[np.int64]:
+def split_counts(class_sizes: Ints, fractions: Sequence[float]) -> Ints:
     """Compute how many samples of each class go to each split.
 
     Args:
@@ -158,7 +156,7 @@ def split_counts(class_sizes: NDArray[np.int64], fractions: Sequence[float]) -> 
     return counts
 
 
-def _shard_sizes(sizes: tuple[int, ...] | None, indices: NDArray[np.int64]) -> tuple[int, ...] | None:
+def _shard_sizes(sizes: tuple[int, ...] | None, indices: Ints) -> tuple[int, ...] | None:
     """The number of samples in `indices` from each shard, without shards that have none."""
     if sizes is None:
         return None

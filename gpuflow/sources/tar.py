@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, final
+from typing import final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, redacted
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.sources.base import Extent
@@ -69,11 +69,11 @@ class _Index:
     """
 
     images: PathTable
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    codes: NDArray[np.int64]
+    starts: Ints
+    sizes: Ints
+    codes: Ints
     values: list[str]
-    shard_sizes: NDArray[np.int64]
+    shard_sizes: Ints
 
 
 @final
@@ -86,7 +86,7 @@ class TarSource:
         shards: Sequence[Shard],
         index: _Index,
         classes: tuple[str, ...],
-        labels: NDArray[Any],
+        labels: Array,
         *,
         has_labels: bool = True,
         table: RecordTable = NO_FIELDS,
@@ -297,8 +297,8 @@ def _warn_of_small_cache(spec: Tar, storage: Storage, shards: Sequence[Shard], s
 
 def _build_index(storage: Storage, shards: Sequence[Shard], extensions: tuple[str, ...]) -> _Index:
     images, codes, values = PathTableBuilder(), [], Codes()
-    starts: list[NDArray[np.int64]] = []
-    sizes: list[NDArray[np.int64]] = []
+    starts: list[Ints] = []
+    sizes: list[Ints] = []
     counts = []
     for labelled in storage.scan(shards, functools.partial(_labelled_images, extensions=extensions)):
         images.add([image.name for image, _ in labelled])
@@ -342,7 +342,7 @@ def _label(shard: Shard, sample: Sample) -> str:
     return text
 
 
-def _index_of(arrays: Mapping[str, NDArray[Any]] | None) -> _Index | None:
+def _index_of(arrays: Mapping[str, Array] | None) -> _Index | None:
     """The cached index; None if there is none or it lacks something."""
     if arrays is None:
         return None
@@ -359,7 +359,7 @@ def _index_of(arrays: Mapping[str, NDArray[Any]] | None) -> _Index | None:
         return None
 
 
-def _arrays_of(index: _Index) -> dict[str, NDArray[Any]]:
+def _arrays_of(index: _Index) -> dict[str, Array]:
     """What `_index_of` reads."""
     return {
         "images": np.frombuffer(index.images.blob, dtype=np.uint8),

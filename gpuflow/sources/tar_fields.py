@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.hints import near_word
@@ -49,11 +49,11 @@ class TarFields:
     """What shards hold: the places of all images, and the records of all samples."""
 
     images: PathTable
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    shard_sizes: NDArray[np.int64]
+    starts: Ints
+    sizes: Ints
+    shard_sizes: Ints
     classes: tuple[str, ...]
-    labels: NDArray[Any]
+    labels: Array
     has_labels: bool
     table: RecordTable
 
@@ -67,7 +67,7 @@ class _Members:
     For each suffix of masks: `mask.x`, `mask.x.names`, the table of names, `mask.x.starts`, `mask.x.sizes`.
     """
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], shards: Sequence[Shard]) -> None:
+    def __init__(self, arrays: Mapping[str, Array], shards: Sequence[Shard]) -> None:
         self.arrays, self._shards = arrays, shards
         self.images = PathTable(arrays["images"].tobytes(), arrays["image_starts"])
         self.ends = np.cumsum(arrays["shard_sizes"])
@@ -295,9 +295,7 @@ def _label(text: str, field: FieldSpec | None) -> Any:
 # --- members ----------------------------------------------------------------------------------------------------------
 
 
-def _arrays_of(
-    shards: Iterable[list[Sample]], suffixes: Sequence[str], masks: Sequence[str]
-) -> dict[str, NDArray[Any]]:
+def _arrays_of(shards: Iterable[list[Sample]], suffixes: Sequence[str], masks: Sequence[str]) -> dict[str, Array]:
     """The arrays of `_Members`. shards: the samples of each. suffixes, masks: of contents and of masks."""
     names, places, shard_sizes = PathTableBuilder(), list[tuple[int, int]](), list[int]()
     texts: dict[str, tuple[bytearray, list[int]]] = {suffix: (bytearray(), []) for suffix in suffixes}
@@ -315,7 +313,7 @@ def _arrays_of(
             members = [x.members.get(suffix, Member(f"{x.image.name}: none", -1, 0)) for x in samples]
             mask_names[suffix].add([member.name for member in members])
             mask_places[suffix] += [(member.start, member.size) for member in members]
-    arrays: dict[str, NDArray[Any]] = {"shard_sizes": np.array(shard_sizes, np.int64)}
+    arrays: dict[str, Array] = {"shard_sizes": np.array(shard_sizes, np.int64)}
     for table, blob_name, starts_name in (
         (names, "images", "image_starts"),
         *((mask_names[suffix], f"mask.{suffix}.names", f"mask.{suffix}") for suffix in masks),
@@ -336,7 +334,7 @@ def _names_of(suffixes: Sequence[str], masks: Sequence[str]) -> set[str]:
     return set(_arrays_of([], suffixes, masks))
 
 
-def _check_present(members: _Members, suffix: str, held: NDArray[np.int64]) -> None:
+def _check_present(members: _Members, suffix: str, held: Ints) -> None:
     """Raise SourceError for a sample without the member of a suffix. held: negative where there is none."""
     if (lacking := np.flatnonzero(held < 0)).size:
         i = int(lacking[0])

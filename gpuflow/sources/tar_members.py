@@ -15,8 +15,8 @@ from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array
 from gpuflow.errors import SourceError
 from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.listing_text import parsed_json
@@ -300,7 +300,7 @@ def cache_path(name: str, shards: Sequence[Shard], *asked: Any) -> str | None:
     return str(cache_folder() / f"{name}-{digest}.npz")
 
 
-def load_arrays(path: str | None) -> dict[str, NDArray[Any]] | None:
+def load_arrays(path: str | None) -> dict[str, Array] | None:
     """The cached arrays, or None if there are none or they are damaged."""
     if path is None:
         return None
@@ -311,7 +311,7 @@ def load_arrays(path: str | None) -> dict[str, NDArray[Any]] | None:
         return None
 
 
-def save_arrays(path: str | None, arrays: Mapping[str, NDArray[Any]]) -> None:
+def save_arrays(path: str | None, arrays: Mapping[str, Array]) -> None:
     """Write the cache. If that fails, or without a path, the next run indexes the shards again."""
     if path is None:
         return

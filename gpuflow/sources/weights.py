@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import Samples, Source, SourceSpec, WeightsSpec
 from gpuflow.sources.fingerprint import entries_of
@@ -21,7 +21,7 @@ from gpuflow.sources.tar_members import DAMAGED_ARRAY
 _FIELD = "weight"
 
 
-def read_weights(spec: SourceSpec, source: Source, part: NDArray[np.int64]) -> NDArray[np.float64] | None:
+def read_weights(spec: SourceSpec, source: Source, part: Ints) -> Floats | None:
     """The weights of some samples of a source, float64; None where `spec` gives none.
 
     Args:
@@ -58,9 +58,7 @@ def check_weights_file(spec: WeightsSpec) -> None:
         _check_above_0(weights, place, "")
 
 
-def _check_finite(
-    weights: NDArray[np.float64], place: str, lines: Sequence[int] | None, named: Callable[[int], str]
-) -> None:
+def _check_finite(weights: Floats, place: str, lines: Sequence[int] | None, named: Callable[[int], str]) -> None:
     """named: what an error adds to the number of a sample."""
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
@@ -73,7 +71,7 @@ def _check_finite(
         )
 
 
-def _check_above_0(weights: NDArray[np.float64], place: str, whole: str) -> None:
+def _check_above_0(weights: Floats, place: str, whole: str) -> None:
     """whole: of which samples these are the weights, for an error."""
     if not weights.any():
         raise SourceError(
@@ -81,7 +79,7 @@ def _check_above_0(weights: NDArray[np.float64], place: str, whole: str) -> None
         )
 
 
-def _from_column(spec: Samples, column: str, source: Source) -> NDArray[np.float64]:
+def _from_column(spec: Samples, column: str, source: Source) -> Floats:
     """The values of a column: the source is indexed again, with it as its only field besides those of files."""
     try:
         other = spec.with_one_column(_FIELD, column).open()
@@ -108,7 +106,7 @@ def _check_same_samples(spec: Samples, source: Source, other: Source) -> None:
     )
 
 
-def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Sequence[int] | None]:
+def _from_file(place: str, column: str | None) -> tuple[Floats, Sequence[int] | None]:
     """The numbers of a file, and the line of each; None in a file that has no lines."""
     try:
         if place.lower().endswith(".npy"):
@@ -125,7 +123,7 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
     return _from_rows(place, column, rows)
 
 
-def _from_array(place: str) -> NDArray[np.float64]:
+def _from_array(place: str) -> Floats:
     array = np.load(place, allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()
@@ -136,9 +134,7 @@ def _from_array(place: str) -> NDArray[np.float64]:
     return array.astype(np.float64)
 
 
-def _from_rows(
-    place: str, column: str | None, rows: list[tuple[int, list[str]]]
-) -> tuple[NDArray[np.float64], Sequence[int]]:
+def _from_rows(place: str, column: str | None, rows: list[tuple[int, list[str]]]) -> tuple[Floats, Sequence[int]]:
     """The numbers in a column of rows whose first one is a header, or of rows of one number each, and their lines."""
     cell = 0
     if column is not None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Ints
 from gpuflow.loader.sampler import Steps
 
 
@@ -29,8 +29,8 @@ class EpochAudit:
     name: str
     steps: Steps
     drawn: bool
-    counts: NDArray[np.int64]
-    samples: NDArray[np.int64]
+    counts: Ints
+    samples: Ints
     made: dict[int, int] = field(default_factory=dict)
     bad: dict[int, tuple[int, int]] = field(default_factory=dict)
     lost: int = 0
@@ -45,7 +45,7 @@ class EpochAudit:
             self.samples[rows.start + place] = sample
         self.made[line["rank"]] = line["step"] + 1
 
-    def forget(self, gone: NDArray[np.bool_]) -> None:
+    def forget(self, gone: Bools) -> None:
         """Leave out what was delivered at these positions."""
         self.lost += int(self.counts[gone].sum())
         self.counts[gone] = 0
@@ -57,7 +57,7 @@ class EpochAudit:
         return min(self.steps.reached(max(self.made.values())), self.steps.size)
 
     @property
-    def faults(self) -> dict[str, NDArray[np.int64]]:
+    def faults(self) -> dict[str, Ints]:
         """What is missing or was repeated. The names of missing samples are known once a whole epoch was delivered."""
         size, came = self.steps.size, self.samples[self.counts > 0]
         absent = np.setdiff1d(np.arange(size), came) if self.reached == size and not self.drawn else came[:0]
@@ -126,7 +126,7 @@ def audit(lines: Iterable[dict[str, Any]]) -> list[EpochAudit]:
     return list(epochs.values())
 
 
-def _ranges(numbers: NDArray[np.int64]) -> str:
+def _ranges(numbers: Ints) -> str:
     """Return ascending numbers as text, such as 3-5 7."""
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     return " ".join(f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

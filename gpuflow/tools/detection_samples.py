@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.tools.samples import Samples, check_numbers, claim, encoded, load_photos, noisy_crop, write
 
@@ -46,7 +46,7 @@ class _Shape:
 
     label: int
     color: tuple[int, int, int]
-    corners: NDArray[np.int64]
+    corners: Ints
 
     @property
     def box(self) -> list[int]:
@@ -58,7 +58,7 @@ class _Shape:
         x, y = self.corners.T
         return abs(int((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())) / 2
 
-    def mask(self, height: int, width: int) -> NDArray[np.bool_]:
+    def mask(self, height: int, width: int) -> Bools:
         """The pixels whose centre lies within the outline: [H, W]."""
         y, x = np.ogrid[1 : 2 * height : 2, 1 : 2 * width : 2]  # centres, in half pixels
         inside = np.ones((height, width), dtype=bool)
@@ -185,7 +185,7 @@ def _line(i: int, image: _Image) -> str:
     return json.dumps(row) + "\n"
 
 
-def _png(levels_HW: NDArray[np.uint8]) -> bytes:
+def _png(levels_HW: Bytes) -> bytes:
     from PIL import Image
 
     data = io.BytesIO()

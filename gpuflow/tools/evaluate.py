@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.engines.base import class_difference
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.runtime.ranks import Group, gather
@@ -27,13 +27,13 @@ class Evaluation:
     """
 
     classes: tuple[str, ...]
-    confusion: NDArray[np.int64]
+    confusion: Ints
     top: int
     top_k: int
     bad: list[Row]
 
     @property
-    def shares(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def shares(self) -> tuple[Floats, Floats]:
         """Recall and precision by class: which share of the samples of the class, and of those that are predicted as
         it, is right; NaN where there are none."""
         with np.errstate(invalid="ignore"):

@@ -11,10 +11,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
 import psutil
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.errors import SourceError, reason_of, redacted
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
 from gpuflow.sources import NotMeasuredError, SourceSpec
@@ -76,7 +75,7 @@ def _measured(
     threads = machine.cores.threads
     readers = readers or (gpu_readers_of(threads) if machine.gpus else threads)
     decoders = rates.cpu_decoders()
-    disk, files, error, unmeasured = tuple[DiskRate, ...](), list[NDArray[np.uint8]](), None, None
+    disk, files, error, unmeasured = tuple[DiskRate, ...](), list[Bytes](), None, None
     local = source is not None and not is_remote(source.folder_of_images)
     if local:
         assert source is not None

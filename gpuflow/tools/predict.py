@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from gpuflow.arrays import Ints
 from gpuflow.config import BatchSpec, PipelineSpec, read_config
 from gpuflow.engines import class_names, open_engine, read_checked_info, warm_up_all
 from gpuflow.engines.base import noise_images
@@ -129,7 +130,7 @@ class RowPredictor:
             f"columns for top {self.top_k}, logits: {logits}, embeddings: {embeddings}\n"
         )
         self._progress, self.done, self.bad = progress, 0, 0
-        self._batches, self._bad = list[NDArray[np.int64]](), dict[int, Row]()
+        self._batches, self._bad = list[Ints](), dict[int, Row]()
         listed = ListedEpochs(
             lambda epoch, start: (np.concatenate(self._batches), [*map(len, self._batches)]),
             lambda: len(self._batches),

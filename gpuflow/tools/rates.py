@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeVar
 import cv2
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo, libjpeg_turbo_refusal
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError, SystemFault, reason_of, redacted
@@ -46,14 +46,14 @@ T = TypeVar("T")
 class _Read(NamedTuple):
     """What one thread read. cached: images that came from the page cache, None if the file system does not say."""
 
-    files: list[NDArray[np.uint8]]
+    files: list[Bytes]
     images: int
     bytes: int
     cached: int | None
     unreadable: int
 
 
-def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskRate, ...], list[NDArray[np.uint8]]]:
+def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskRate, ...], list[Bytes]]:
     """Read images of a local source in random order, once for each number of threads in `readers`.
 
     Each measurement reads other images. Their pages are dropped from the page cache first, as far as Linux does that.
@@ -142,7 +142,7 @@ def _dropped(extents: Sequence[Extent], deadline: float) -> list[Extent]:
 
 def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> _Read:
     """Read until the deadline. Returns the first images as well. keep: the most images and bytes to return."""
-    files: list[NDArray[np.uint8]] = []
+    files: list[Bytes] = []
     images = total = cached = unreadable = 0
     cache_readable, room = True, keep[1]
     buffer = memoryview(bytearray(1 << 20))
@@ -206,7 +206,7 @@ def filesystem_of(path: str, mounts: Sequence[tuple[str, str]] | None = None) ->
 class ProbedImage(NamedTuple):
     """An encoded image, uint8 [n], and its header; None where the header is bad."""
 
-    data: NDArray[np.uint8]
+    data: Bytes
     header: Header | None
 
     @property
@@ -214,10 +214,10 @@ class ProbedImage(NamedTuple):
         return self.header is not None and engine_sampling(self.data, self.header) is not None
 
 
-def probed(files: Sequence[NDArray[np.uint8]]) -> list[ProbedImage]:
+def probed(files: Sequence[Bytes]) -> list[ProbedImage]:
     """Reads the header of each file."""
 
-    def header(data: NDArray[np.uint8]) -> Header | None:
+    def header(data: Bytes) -> Header | None:
         try:
             return probe(data, orientation=True)
         except BadSampleError:
@@ -226,7 +226,7 @@ def probed(files: Sequence[NDArray[np.uint8]]) -> list[ProbedImage]:
     return [ProbedImage(data, header(data)) for data in files]
 
 
-def photographs(count: int = 32) -> list[NDArray[np.uint8]]:
+def photographs(count: int = 32) -> list[Bytes]:
     """Synthetic JPEGs of 500x375 pixels, 4:2:0, with as much detail as photographs: about 60 kB each."""
     files = []
     for seed in range(count):
@@ -297,7 +297,7 @@ def jpeg_engines(images: Sequence[ProbedImage]) -> JpegEngines:
     return found
 
 
-def _engine_batch(images: Sequence[ProbedImage]) -> list[tuple[NDArray[np.uint8], int, int]]:
+def _engine_batch(images: Sequence[ProbedImage]) -> list[tuple[Bytes, int, int]]:
     """A batch as the loader passes to the engines: images with height and width, repeated if there are too few."""
     suited = [(image.data, image.header) for image in images if image.header is not None and image.for_engines]
     batch, room = [], _DECODED_BYTES
@@ -309,7 +309,7 @@ def _engine_batch(images: Sequence[ProbedImage]) -> list[tuple[NDArray[np.uint8]
     return batch
 
 
-def _gpu_rate(batch: Sequence[tuple[NDArray[np.uint8], int, int]], backend: str) -> DecodeRate:
+def _gpu_rate(batch: Sequence[tuple[Bytes, int, int]], backend: str) -> DecodeRate:
     """Decode one batch repeatedly, one call after the other."""
     import torch
 

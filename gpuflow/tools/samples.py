@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.files import atomic_write
@@ -177,9 +177,7 @@ def _jpeg(photo: Image.Image, rng: np.random.Generator) -> bytes:
     return encoded(*noisy_crop(photo, rng, _SIZES))
 
 
-def noisy_crop(
-    photo: Image.Image, rng: np.random.Generator, sizes: Sequence[tuple[int, int]]
-) -> tuple[NDArray[np.uint8], int]:
+def noisy_crop(photo: Image.Image, rng: np.random.Generator, sizes: Sequence[tuple[int, int]]) -> tuple[Bytes, int]:
     """The pixels of one crop, resized to one of these sizes (width, height), and the quality to encode it with.
 
     After the random draws only integers are used, so that every machine makes the same pixels.
@@ -197,7 +195,7 @@ def noisy_crop(
     return (pixels_HWC + noise_HWC).clip(0, 255).astype(np.uint8), quality
 
 
-def encoded(pixels_HWC: NDArray[np.uint8], quality: int) -> bytes:
+def encoded(pixels_HWC: Bytes, quality: int) -> bytes:
     """Pixels as a JPEG."""
     from PIL import Image
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError
@@ -230,7 +230,7 @@ class _Scanner:
             chunk.end(findings, 1)
 
     def _look(
-        self, index: int, error: str | None, data: NDArray[np.uint8], cpu_decoder: CpuDecoder
+        self, index: int, error: str | None, data: Bytes, cpu_decoder: CpuDecoder
     ) -> tuple[list[Finding], tuple[int, int] | None]:
         """What is wrong or odd about one sample, and the height and width of its image, if they are known."""
         decoder, path = self._decoder, self._source.path(index)
@@ -250,7 +250,7 @@ class _Scanner:
         findings = [Finding(index, path, "turned", False, turned)] if tag != 1 else []
         return [*_odd(index, path, header), *findings], header.upright_size
 
-    def _probe(self, data: NDArray[np.uint8], formats: Collection[str]) -> tuple[Header, int]:
+    def _probe(self, data: Bytes, formats: Collection[str]) -> tuple[Header, int]:
         decoder, tagged = self._decoder, self._mapper is not None and self._mapper.leaves_orientation_open
         header = probe(
             data,
@@ -261,7 +261,7 @@ class _Scanner:
         )
         return header.untagged() if tagged else (header, 1)
 
-    def _unnamed(self, index: int, path: str, data: NDArray[np.uint8], fault: BadSampleError) -> Finding:
+    def _unnamed(self, index: int, path: str, data: Bytes, fault: BadSampleError) -> Finding:
         """A file of a format that `decode.formats` does not name; of another kind if its header is bad all the same."""
         try:
             needs = self._probe(data, LABELS)[0].format

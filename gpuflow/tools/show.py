@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bools, Bytes, Floats
 from gpuflow.config import Config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
@@ -40,8 +40,8 @@ class Target:
     name: str = ""
     colour: int = 0
     box: tuple[float, float, float, float] | None = None
-    mask: NDArray[np.bool_] | None = None
-    keypoints: NDArray[np.float64] | None = None
+    mask: Bools | None = None
+    keypoints: Floats | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Shown:
     path: str
     label: str
     valid: bool
-    images: Mapping[str, NDArray[np.uint8]]
+    images: Mapping[str, Bytes]
     targets: Sequence[Target] = field(default_factory=tuple)
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -104,7 +104,7 @@ class _Pictures:
     scale: Scale
     result: ImageSpec
 
-    def pictures(self, batch: Batch, i: int) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    def pictures(self, batch: Batch, i: int) -> Iterator[tuple[str, Bytes]]:
         """Each image of sample i with its title."""
         if self.view is None:
             yield "", _rgb(self.scale.levels(batch.images[i]), self.result.color)
@@ -165,7 +165,7 @@ def _notes(batch: Batch, i: int, fields: Sequence[Field]) -> list[str]:
     return [f"{name}: {value.item() if isinstance(value, torch.Tensor) else value}" for name, value in values]
 
 
-def _rgb(image: NDArray[np.uint8], color: str) -> NDArray[np.uint8]:
+def _rgb(image: Bytes, color: str) -> Bytes:
     return np.ascontiguousarray(image[..., ::-1]) if color == "bgr" else image
 
 
@@ -212,7 +212,7 @@ def _card(sample: Shown) -> str:
     )
 
 
-def _picture(view: str, image: NDArray[np.uint8], targets: Sequence[Target]) -> str:
+def _picture(view: str, image: Bytes, targets: Sequence[Target]) -> str:
     height, width = image.shape[:2]
     coloured = [(_COLOURS[target.colour % len(_COLOURS)], target) for target in targets]
     for colour, target in coloured:
@@ -227,7 +227,7 @@ def _picture(view: str, image: NDArray[np.uint8], targets: Sequence[Target]) -> 
     )
 
 
-def _tinted(image: NDArray[np.uint8], mask: NDArray[np.bool_], colour: str) -> NDArray[np.uint8]:
+def _tinted(image: Bytes, mask: Bools, colour: str) -> Bytes:
     rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)], np.float64)
     tinted = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image.copy()
     tinted[mask] = (tinted[mask] * (1 - _MASK_SHARE) + rgb * _MASK_SHARE).astype(np.uint8)

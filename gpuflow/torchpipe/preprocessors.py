@@ -12,12 +12,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute import cpu_workers
 from gpuflow.execute.cpu import CpuRunner
@@ -117,7 +117,7 @@ class CpuPreprocessor:
         batch = as_batch(slots, self._program.result).to(self._device)
         return [batch[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
 
-    def _begin(self, payload: Payload, part: slice, slots: NDArray[Any]) -> Pending | None:
+    def _begin(self, payload: Payload, part: slice, slots: Array) -> Pending | None:
         """Have a worker decode a part of the files, if one is free."""
 
         def send(worker: WorkerConnection) -> bool:
@@ -148,7 +148,7 @@ class CpuPreprocessor:
             except DecoderError:  # which has discarded the decoders that the runner had
                 runner.check()
 
-    def _run(self, payload: Payload, part: slice, slots: NDArray[Any]) -> list[BadSampleError | None]:
+    def _run(self, payload: Payload, part: slice, slots: Array) -> list[BadSampleError | None]:
         """A part of the files in this process."""
         use_torch_threads(1)
         samples = payload.take(range(part.start, part.stop))
@@ -188,8 +188,8 @@ class GpuPreprocessor:
         runner: ChunkRunner,
         device_stream: DeviceStream,
         *,
-        acquire: Callable[[int], NDArray[np.uint8]],
-        release: Callable[[NDArray[np.uint8]], None],
+        acquire: Callable[[int], Bytes],
+        release: Callable[[Bytes], None],
     ) -> None:
         self._runner, self._device_stream, self._acquire, self._release = runner, device_stream, acquire, release
 

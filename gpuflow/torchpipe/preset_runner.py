@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Bytes
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.pipeline.program import Program, Resampling, ResamplingStep, fold
@@ -65,7 +65,7 @@ class PresetRunner:
     def set_gpu_wait(self, share: float) -> None:
         """Does nothing: no work is delayed here."""
 
-    def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
+    def share_checks(self, samples: int, memory_of: Callable[[int], Bytes | None]) -> None:
         """Does nothing: torchpipe checks no files."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> _Prepared:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import LoaderError, LoaderTimeout
 from gpuflow.execute import cpu_decode_pool
 from gpuflow.execute.cpu import CpuRunner
@@ -45,7 +46,7 @@ class Faulty(s.Geometry):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         return spec
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         if (keys.positions == FAILS).any():
             raise RuntimeError("mine")
         if (keys.positions == WAITS).any():

@@ -18,6 +18,7 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
+from gpuflow.arrays import Ints
 from gpuflow.execute import mask_maps as mask_maps_module
 from gpuflow.execute.mask_maps import mask_maps
 from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
@@ -269,7 +270,7 @@ class Turn(s.Geometry):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         return spec
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         cos, sin = np.cos(np.deg2rad(self.angle)), np.sin(np.deg2rad(self.angle))
         matrix = np.zeros((len(height), 3, 3))
         matrix[:] = [[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]]

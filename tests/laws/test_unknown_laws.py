@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from gpuflow.arrays import Ints
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.passes import passes_of
 from gpuflow.parity.others import _moved
@@ -37,7 +38,7 @@ class Twisted(s.Geometry):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         return spec
 
-    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+    def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         return (Twist(),)  # type: ignore[return-value]
 
 

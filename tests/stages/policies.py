@@ -11,6 +11,7 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2.functional import _geometry
 
+from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages import CenterCrop, Decode
@@ -44,7 +45,7 @@ class Fixed(AugmentPolicy):
         count = len(keys.positions)
         return Drawn(np.full(count, OPERATIONS.index(self.name)), np.full(count, self.magnitude))
 
-    def drawn_for(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+    def drawn_for(self, keys: s.StageKeys, turn: int, height: Ints, width: Ints) -> Drawn:
         return self.drawn(keys, turn)
 
 

@@ -12,6 +12,7 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 
 from gpuflow.errors import ConfigError
+from gpuflow.execute.cpu_workers import Setup
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize, Torchvision
 from gpuflow.stages.sample_generator import _DRAWS, _LIKE, SampleGenerator
 from tests.datasets import python
@@ -146,14 +147,15 @@ def test_worker_processes_share_one_import_of_torchvision() -> None:
     code = """
 import pickle, sys
 from gpuflow.execute.cpu_workers import prepare
-stage = prepare(bytes.fromhex(sys.argv[1]))
+stage = prepare(bytes.fromhex(sys.argv[1])).program.pipeline.stages[-1]
 imported = set(sys.modules)
 print("torchvision.transforms.v2" in imported)
 import torch
 stage.apply(torch.zeros((3, 20, 20), dtype=torch.uint8), 3)
 print([name for name in set(sys.modules) - imported if name.startswith("torch")])
 """
-    done = python(code, pickle.dumps(transform("RandomPerspective")).hex(), cwd=ROOT)
+    setup = Setup(program(transform("RandomPerspective")))
+    done = python(code, pickle.dumps(setup).hex(), cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "True\n[]\n"), done.stderr
 
 

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.pipeline.pointwise import Operation, Operations
 
 _BLOCK = 512
@@ -309,7 +309,7 @@ def _adjust(
         tl.store(target + c * stride_c, tl.load(table + c * 256 + level, inside), inside)
 
 
-def adjust_plan_of(rows: NDArray[np.int64], operations: Operations) -> list[NDArray[Any]]:
+def adjust_plan_of(rows: Ints, operations: Operations) -> list[Array]:
     """Encode operations as `adjust` reads them. rows: the row of its result for each image, [N]."""
     plan = np.concatenate([rows[:, None], operations.codes, operations.factors], axis=1, dtype=np.float64)
     return [plan, operations.values, operations.tables]

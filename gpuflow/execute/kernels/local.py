@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline.pointwise import Filters
 
 _BLOCK = 512
@@ -101,13 +101,13 @@ def _sum_rows(
     tl.store(target, tl.load(table + c * 256 + level.to(tl.int32), inside), inside)
 
 
-def smooth_plan_of(rows: NDArray[np.int64], filters: Filters) -> NDArray[np.float64]:
+def smooth_plan_of(rows: Ints, filters: Filters) -> Floats:
     """Encode filters as `smooth` reads them. rows: the row of its result for each image, [N]."""
     head = (rows, filters.active, filters.centre, filters.factor)
     of_rows = _counting(filters.rows)
     of_columns = of_rows if filters.columns is filters.rows else _counting(filters.columns)
     parts = [*of_rows, *of_columns, filters.rows, filters.columns]
-    plan: NDArray[np.float64] = np.concatenate([*(x[:, None] for x in head), *parts], axis=1, dtype=np.float64)
+    plan: Floats = np.concatenate([*(x[:, None] for x in head), *parts], axis=1, dtype=np.float64)
     return plan
 
 
@@ -135,7 +135,7 @@ def smooth(images: torch.Tensor, plan: torch.Tensor, filters: Filters, table: to
     _sum_rows[grid](images, plan, sums, table, out, *out.stride(), KEEP=keep, IN_PLACE=in_place, **shared)
 
 
-def _counting(weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _counting(weights: Floats) -> tuple[Ints, Ints]:
     """For weights [N, K]: the number of each sample's first weight that is large enough to change a sum, and the number
     after its last such weight, [N, 1] each. There is at least one."""
     first, after = np.zeros((len(weights), 1), np.int64), np.full((len(weights), 1), weights.shape[1])

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Ints
 from gpuflow.execute.tables import table_of
 from gpuflow.execute.warp import BORDERS, PLACES, TIE, TINY, float32_map
 from gpuflow.pipeline.program import Warping
@@ -169,7 +169,7 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
     )  # fmt: skip
 
 
-def warp_plan_of(warping: Warping, places: NDArray[np.int64], offsets: NDArray[Any] | int) -> NDArray[np.int64]:
+def warp_plan_of(warping: Warping, places: Ints, offsets: Array | int) -> Ints:
     """Encode a warp as the kernel reads it: int64 [n, len(FIELDS)]. places [n, 3]: its first three columns."""
     matrix = np.array(warping.matrix, np.float64, order="C")
     if warping.lookup.as_torchvision:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from stat import S_IFDIR, S_IFMT, S_IFREG
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gpuflow.arrays import Array, Bytes
 from gpuflow.errors import SourceError, is_system_fault, system_fault
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.sources.paths import Paths
@@ -256,7 +256,7 @@ def _reason(fault: OSError) -> str:
     return (fault.strerror or str(fault)).lower() + after_retries(LOCAL_DELAYS)
 
 
-def _placed(pieces: NDArray[Any], allocate: Allocate) -> NDArray[np.uint8]:
+def _placed(pieces: Array, allocate: Allocate) -> Bytes:
     """Lay out the pieces; return a buffer for them."""
     offsets, end = lay_out(pieces["size"].tolist())
     buffer = allocate(end)
@@ -265,7 +265,7 @@ def _placed(pieces: NDArray[Any], allocate: Allocate) -> NDArray[np.uint8]:
     return buffer
 
 
-def _run_step(step: Callable[[Sequence[int]], int], pieces: NDArray[Any]) -> None:
+def _run_step(step: Callable[[Sequence[int]], int], pieces: Array) -> None:
     """Run `step` on the pieces that are pending, and again on those that fail temporarily, all together.
 
     step: gets their numbers, and returns how many failed.
@@ -279,7 +279,7 @@ def _run_step(step: Callable[[Sequence[int]], int], pieces: NDArray[Any]) -> Non
     retry_each(np.flatnonzero(faults == _PENDING).tolist(), attempt, LOCAL_DELAYS)
 
 
-def _payload(buffer: NDArray[np.uint8], pieces: NDArray[Any], path: Callable[[int], str], ends: str) -> Payload:
+def _payload(buffer: Bytes, pieces: Array, path: Callable[[int], str], ends: str) -> Payload:
     """Return what was read. Raises a fault of the environment that lasts: it is none of the sample's.
 
     path: returns that of a piece. ends: begins the error of a piece that is shorter than it should be.
