@@ -50,8 +50,8 @@ test-slow: $(NATIVE)  ## run the slow tests, files side by side
 
 test-portable: $(NATIVE)  ## run the tests of the native code as on a processor without AVX2
 	GPUFLOW_NATIVE=portable $(BIN)/python -m pytest -m "not slow" tests/laws/test_output_hashes.py \
-		tests/laws/test_native_laws.py tests/laws/test_mask_laws.py tests/execute/test_resample.py \
-		tests/execute/test_warp.py tests/execute/test_masks.py tests/stages/test_gaussian_blur.py \
+		tests/laws/test_native_laws.py tests/laws/test_mask_laws.py tests/execute/cpu/test_resample.py \
+		tests/execute/cpu/test_warp.py tests/execute/cpu/test_masks.py tests/stages/test_gaussian_blur.py \
 		tests/stages/test_sharpness.py tests/stages/test_color_jitter.py tests/stages/test_rotate.py
 
 test-platforms: $(NATIVE)  ## compare the native code by gcc, clang and on aarch64; skips say what apt installs

@@ -29,7 +29,7 @@ import yaml
 from numpy.typing import NDArray
 
 import gpuflow
-from gpuflow.execute.targets import TargetMapper
+from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.plan import LoaderPlan

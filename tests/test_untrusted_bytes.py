@@ -93,7 +93,7 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
         None,
         {
             "gpuflow/runtime/worker_pool.py": "a pipe of a process that this one has started",
-            "gpuflow/execute/cpu_workers.py": "a pipe of the process that has started this one",
+            "gpuflow/execute/cpu/workers.py": "a pipe of the process that has started this one",
         },
     ),
     "YAML may make any object: use the loader of yaml_file": (

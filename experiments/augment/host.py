@@ -20,10 +20,10 @@ from pictures import CpuStream
 from run import CONFIG, HEIGHT, HERE, RECIPES, WIDTH
 
 from gpuflow.config import read_config
-from gpuflow.execute import gpu_passes
-from gpuflow.execute.gpu_passes import interleaved
-from gpuflow.execute.passes import passes_of
-from gpuflow.execute.repeated_passes import RepeatedPasses
+from gpuflow.execute.gpu import device_passes
+from gpuflow.execute.gpu.device_passes import interleaved
+from gpuflow.execute.gpu.passes import passes_of
+from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 from gpuflow.pipeline.stage import Keys
 from gpuflow.stages import STAGES
 from gpuflow.tools.bench import row, write_results
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for kernel in ("resample_all", "warp_all", "adjust", "smooth"):  # which the first calls launch one by one
-        setattr(gpu_passes, kernel, lambda *_, **__: None)
+        setattr(device_passes, kernel, lambda *_, **__: None)
     rows = []
     for recipe in options.recipes:
         milliseconds = [1e3 * x for x in measure(recipe, options.batch, options.measurements)]

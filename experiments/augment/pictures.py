@@ -130,7 +130,7 @@ def program(name: str, parameters: Parameters, side: int) -> Program:
 
 
 def on_cpu(folded: Program, image: Pixels, keys: Keys) -> Pixels:
-    from gpuflow.execute.cpu import CpuRunner
+    from gpuflow.execute.cpu.runner import CpuRunner
     from gpuflow.pipeline.image_spec import slot_shape
 
     slots = np.empty((1, *slot_shape(folded.result)), np.uint8)
@@ -142,9 +142,9 @@ def on_cpu(folded: Program, image: Pixels, keys: Keys) -> Pixels:
 
 
 def on_gpu(folded: Program, image: Pixels, keys: Keys, stream: Any) -> Pixels:
-    from gpuflow.execute.device_stream import allocate_slots
-    from gpuflow.execute.gpu_passes import DevicePasses, interleaved
-    from gpuflow.execute.passes import passes_of
+    from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
+    from gpuflow.execute.gpu.device_stream import allocate_slots
+    from gpuflow.execute.gpu.passes import passes_of
 
     passes = passes_of(folded)
     assert not isinstance(passes, str), passes
@@ -185,7 +185,7 @@ def pictures(names: Sequence[str], side: int) -> tuple[dict[str, Pixels], str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stream: Any = CpuStream()
     if device.type == "cuda":
-        from gpuflow.execute.device_stream import DeviceStream
+        from gpuflow.execute.gpu.device_stream import DeviceStream
 
         stream = DeviceStream(device, torch.cuda.current_stream())
     photo, second = photograph("astronaut", side), photograph("coffee", side)

@@ -23,9 +23,9 @@ import torch
 from gpuflow.decode.chunk_files import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
-from gpuflow.execute.device_stream import DeviceStream
-from gpuflow.execute.file_checks import FileChecks
-from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
+from gpuflow.execute.gpu.device_stream import DeviceStream
+from gpuflow.execute.gpu.file_checks import FileChecks
+from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
 from gpuflow.sources import Payload
 from gpuflow.tools.bench import row, write_results
 

@@ -31,7 +31,7 @@ SECONDS, TURNS = 2.5, 2
 
 VARIANTS: dict[str, Sequence[tuple[str, Any]]] = {
     "full": (),
-    "without resampling": (("gpuflow.execute.gpu_passes.resample_all", lambda *arguments, **options: None),),
+    "without resampling": (("gpuflow.execute.gpu.device_passes.resample_all", lambda *arguments, **options: None),),
     "without decoding": (("gpuflow.decode.nvjpeg.BatchedDecoder.decode_by", lambda *arguments: time.sleep(0.004)),),
     "five batches": (("gpuflow.loader.lowering._BATCHES_AT_EASE", 5),),
     "hurried": (("gpuflow.loader.lowering._BATCHES_AT_EASE", 5), ("gpuflow.loader.epoch._LATE_BATCHES", 0)),

@@ -49,11 +49,12 @@ SEED, TOTAL = 15, 340
 MODULES = {
     "order": ["gpuflow/loader/sampler.py", "gpuflow/loader/epoch.py", "gpuflow/pipeline/rng.py"],
     "folding": [
-        f"gpuflow/{name}.py" for name in ("pipeline/program", "pipeline/bounds", "execute/cpu", "execute/native_chunk")
+        f"gpuflow/{name}.py"
+        for name in ("pipeline/program", "pipeline/bounds", "execute/cpu/runner", "execute/cpu/native_chunk")
     ],
     "stages": ["stages/*.py"],
     "sources": ["gpuflow/sources/*.py", "gpuflow/sources/storage/*.py"],
-    "workers": ["gpuflow/runtime/worker_pool.py", "gpuflow/loader/*_workers.py", "gpuflow/execute/cpu_workers.py"],
+    "workers": ["gpuflow/runtime/worker_pool.py", "gpuflow/loader/*_workers.py", "gpuflow/execute/cpu/workers.py"],
     "distributed": ["gpuflow/runtime/ranks.py"],
     "service": [f"gpuflow/serve/http/{name}.py" for name in ("body", "app", "server", "limits", "connections")],
 }

@@ -28,7 +28,7 @@ from calls_in_c import calls_in_c
 from numpy.typing import NDArray
 
 import gpuflow
-from gpuflow.execute.nvjpeg_decoders import NvjpegDecoder
+from gpuflow.execute.gpu.nvjpeg_decoders import NvjpegDecoder
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 
@@ -88,9 +88,9 @@ def _resample_nothing(*arguments: Any, **options: Any) -> None:
 
 PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "decoding": {
-        "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": _decode_nothing,
+        "gpuflow.execute.gpu.nvjpeg_decoders.NvjpegDecoder.decode": _decode_nothing,
     },
-    "resampling": {"gpuflow.execute.gpu_passes.resample_all": _resample_nothing},
+    "resampling": {"gpuflow.execute.gpu.device_passes.resample_all": _resample_nothing},
 }
 """Parts of the loader's work on the GPU: the functions that do it, and what replaces them to leave it out."""
 

@@ -339,7 +339,7 @@ class EnginesArm:
 
 
 def set_constant(place: str, value: str) -> None:
-    """Give a constant of a module another value, such as gpuflow.execute.gpu.LONG_WAIT. Raises AttributeError."""
+    """Set a constant of a module, such as gpuflow.execute.gpu.runner.LONG_WAIT. Raises AttributeError."""
     module, _, name = place.rpartition(".")
     owner = importlib.import_module(module)
     getattr(owner, name)  # a misspelt one would change nothing

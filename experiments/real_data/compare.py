@@ -2,8 +2,8 @@
 
 A setting is a name, or a name and what differs from photos.yaml and from gpuflow's own values, separated by commas:
 a key of the YAML file (`run.prefetch=1`), an environment variable (`CUDA_DEVICE_MAX_CONNECTIONS=32`), or a constant of
-one of gpuflow's modules (`gpuflow.execute.gpu.LONG_WAIT=-1.0`), which the loader's worker processes do not see. Each
-setting is measured in its own process, or in several with --processes: two processes of one setting may differ by
+one of gpuflow's modules (`gpuflow.execute.gpu.runner.LONG_WAIT=-1.0`), which the loader's worker processes do not see.
+Each setting is measured in its own process, or in several with --processes: two processes of one setting may differ by
 several hundredths. Only one process measures at a time; the others wait with their batches loaded.
 """
 

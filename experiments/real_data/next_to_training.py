@@ -28,14 +28,14 @@ HERE = Path(__file__).parent
 PARTS = {
     "gpuflow.loader.read.ChunkReader.read_chunk": "read and prepare",
     "gpuflow.loader.read.ChunkReader.read": "  read",
-    "gpuflow.execute.gpu.GpuRunner.prepare": "  prepare",
-    "gpuflow.execute.file_checks.FileChecks.complete": "    check new files",
-    "gpuflow.execute.cpu_decode_pool.CpuDecodePool.begin": "    begin to decode on the CPU",
-    "gpuflow.execute.gpu.GpuRunner.launch": "launch",
-    "gpuflow.execute.gpu.GpuRunner._place": "  wait for the CPU's images",
-    "gpuflow.execute.gpu.GpuRunner._new_calls": "  form calls",
-    "gpuflow.execute.nvjpeg_decoders.NvjpegDecoderPool._acquire_place": "  wait for a decoder",
-    "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": "  decode",
+    "gpuflow.execute.gpu.runner.GpuRunner.prepare": "  prepare",
+    "gpuflow.execute.gpu.file_checks.FileChecks.complete": "    check new files",
+    "gpuflow.execute.cpu.decode_pool.CpuDecodePool.begin": "    begin to decode on the CPU",
+    "gpuflow.execute.gpu.runner.GpuRunner.launch": "launch",
+    "gpuflow.execute.gpu.runner.GpuRunner._place": "  wait for the CPU's images",
+    "gpuflow.execute.gpu.runner.GpuRunner._new_calls": "  form calls",
+    "gpuflow.execute.gpu.nvjpeg_decoders.NvjpegDecoderPool._acquire_place": "  wait for a decoder",
+    "gpuflow.execute.gpu.nvjpeg_decoders.NvjpegDecoder.decode": "  decode",
     "gpuflow.decode.nvjpeg.BatchedDecoder.decode_by": "    one call of nvJPEG",
 }
 """Functions of the loader, and what they do."""
@@ -139,7 +139,7 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="constants of gpuflow's modules, each tried in turns, such as gpuflow.execute.gpu.LONG_WAIT=0.1",
+        help="constants of gpuflow's modules, each tried in turns, such as gpuflow.execute.gpu.runner.LONG_WAIT=0.1",
     )
     parser.add_argument("--check-again", action="store_true", help="in turns, check every file as in a first epoch")
     parser.add_argument("--without-decoding", action="store_true", help="in turns, leave nvJPEG's calls out")
@@ -160,7 +160,7 @@ def main() -> None:
             sys.setswitchinterval(interval / 1e3)
             measure(f"later, threads switch after {interval:g} ms", training, loader, options)
         if options.check_again:
-            known_files = "gpuflow.execute.file_checks.KnownFiles"
+            known_files = "gpuflow.execute.gpu.file_checks.KnownFiles"
             with patch(f"{known_files}.known", knows_none), patch(f"{known_files}.have", knows_none):
                 for _ in range(SETTLING_STEPS):
                     training.fed_step(loader)

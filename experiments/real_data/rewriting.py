@@ -21,7 +21,7 @@ from gpuflow import stage_table
 from gpuflow.config import read_config
 from gpuflow.decode.chunk_files import rewrite_progressive
 from gpuflow.decode.codecs import CpuDecoder, probe
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload

@@ -17,9 +17,9 @@ import numpy as np
 from measure import _ANSWER, _caller, _first_requests, _images, _rate
 from run import CONFIG, make_photographs, models
 
-from gpuflow.execute.file_checks import FileChecks
-from gpuflow.execute.gpu import GpuRunner
-from gpuflow.execute.nvjpeg_decoders import NvjpegDecoderPool
+from gpuflow.execute.gpu.file_checks import FileChecks
+from gpuflow.execute.gpu.nvjpeg_decoders import NvjpegDecoderPool
+from gpuflow.execute.gpu.runner import GpuRunner
 from gpuflow.sources import Payload
 from gpuflow.torchpipe import nodes
 from gpuflow.torchpipe.preprocessors import GpuPreprocessor

@@ -34,7 +34,7 @@ from spdl.pipeline.defs import MAIN_PROCESS, ProcessPoolExecutorConfig
 
 import gpuflow
 from gpuflow.config import read_config
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import Program
@@ -55,7 +55,7 @@ START_SECONDS = 120.0
 """All that comes before a worker is killed."""
 HANG_SECONDS = 20.0
 """A loader that gives neither a batch nor an error for so long hangs."""
-FORKED_WITH = ["torch", "cv2", "spdl.pipeline", "gpuflow.execute.cpu", "gpuflow.sources"]
+FORKED_WITH = ["torch", "cv2", "spdl.pipeline", "gpuflow.execute.cpu.runner", "gpuflow.sources"]
 """Modules that the fork server imports once, so that SPDL's workers start as warm as gpuflow's."""
 
 Pixels = NDArray[np.uint8] | torch.Tensor

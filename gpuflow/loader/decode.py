@@ -10,9 +10,9 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import cpu_workers
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.cpu_workers import Outcome, ReadRequest, Setup
+from gpuflow.execute.cpu import workers
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.cpu.workers import Outcome, ReadRequest, Setup
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
@@ -36,7 +36,7 @@ class DecodeWorkers:
     def __init__(self, program: AnyProgram, source: Source, *, threads: int, processes: int) -> None:
         shares = [len(range(worker, threads, processes)) for worker in range(processes)]
         self._pool = WorkerPool(
-            cpu_workers.__name__,
+            workers.__name__,
             connections=shares,
             setup=Setup(program, without_records(source)),
             task="decode",

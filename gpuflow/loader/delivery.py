@@ -12,7 +12,7 @@ import torch
 from gpuflow.config import Config
 from gpuflow.config.record_fields import mixing_problems
 from gpuflow.errors import ConfigError, LoaderError
-from gpuflow.execute.device_stream import DeviceStream
+from gpuflow.execute.gpu.device_stream import DeviceStream
 from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mix_labels, soft_labels
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.cpu_offload import CpuOffload
@@ -25,7 +25,7 @@ from gpuflow.pipeline.views import ViewSlots, ViewsProgram, as_images
 from gpuflow.sources import Source, fields_of, has_one_class
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import DeviceStream
+    from gpuflow.execute.gpu.device_stream import DeviceStream
 
 
 class Mixer:

@@ -25,7 +25,7 @@ from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 
 from gpuflow.errors import GpuflowError, LoaderError, LoaderTimeout
-from gpuflow.execute.device_stream import LONG_WAIT, SHORT_WAIT
+from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.decode import ChunkDecoder, Faults, Run, Sizes, WorkerDecoder
@@ -42,7 +42,7 @@ from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lock, use_stop_flag
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner
+    from gpuflow.execute.gpu.device_stream import ChunkRunner
 
 
 class PreparedChunks:

@@ -8,10 +8,10 @@ from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
-from gpuflow.execute.decode_buffers import BUFFERS
-from gpuflow.execute.decode_calls import later_images
-from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
-from gpuflow.execute.passes import passes_of_each
+from gpuflow.execute.gpu.backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
+from gpuflow.execute.gpu.decode_buffers import BUFFERS
+from gpuflow.execute.gpu.decode_calls import later_images
+from gpuflow.execute.gpu.passes import passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.runtime.hardware_queues import warn_if_late
 from gpuflow.torchpipe.adapter import missing_operators
@@ -32,7 +32,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
     if device.type != "cuda":
         placement = Placement(None, None, "the loader's device is the CPU")
     else:
-        from gpuflow.execute.device_stream import DeviceStream
+        from gpuflow.execute.gpu.device_stream import DeviceStream
 
         warn_if_late()
         device_stream = DeviceStream(device)
@@ -92,7 +92,7 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
         )
     if (missing := missing_operators("a preset")) is not None:
         raise fault(f"and {missing}")
-    from gpuflow.execute.device_stream import DeviceStream
+    from gpuflow.execute.gpu.device_stream import DeviceStream
     from gpuflow.torchpipe.preset_runner import PresetRunner
 
     device_stream, run = DeviceStream(device), config.run

@@ -17,8 +17,8 @@ from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
-    from gpuflow.execute.targets import TargetMapper
+    from gpuflow.execute.cpu.targets import TargetMapper
+    from gpuflow.execute.gpu.device_stream import ChunkRunner, DeviceStream
 
 
 _CALLERS = 4

@@ -13,7 +13,7 @@ from gpuflow.arrays import Array, Ints
 from gpuflow.config import Config
 from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute import packing
-from gpuflow.execute.targets import TargetMapper
+from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
 from gpuflow.loader.turned_images import TurnedImages
 from gpuflow.pipeline.records import Column, Field, Ragged, Records

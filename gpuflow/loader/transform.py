@@ -19,9 +19,9 @@ from gpuflow.arrays import Array, Bytes, Floats, Ints
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.passes import Pass, passes_of
-from gpuflow.execute.targets import TargetMapper
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.cpu.targets import TargetMapper
+from gpuflow.execute.gpu.passes import Pass, passes_of
 from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields, without_tensors
 from gpuflow.loader.records import target_mapper, to_tensors
 from gpuflow.pipeline.record_values import RecordValue, values_of
@@ -35,8 +35,8 @@ from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import DeviceStream
-    from gpuflow.execute.repeated_passes import RepeatedPasses
+    from gpuflow.execute.gpu.device_stream import DeviceStream
+    from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 
 
 Images = torch.Tensor | Sequence[torch.Tensor]
@@ -360,8 +360,8 @@ class _GpuRunner:
         self._lock = threading.Lock()
 
     def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
-        from gpuflow.execute.device_stream import allocate_slots
-        from gpuflow.execute.gpu_passes import interleaved
+        from gpuflow.execute.gpu.device_passes import interleaved
+        from gpuflow.execute.gpu.device_stream import allocate_slots
 
         device_stream, passes = self._of_current_stream()
         with device_stream.queued():
@@ -380,8 +380,8 @@ class _GpuRunner:
             return views
 
     def _of_current_stream(self) -> tuple[DeviceStream, list[RepeatedPasses]]:
-        from gpuflow.execute.device_stream import DeviceStream
-        from gpuflow.execute.repeated_passes import RepeatedPasses
+        from gpuflow.execute.gpu.device_stream import DeviceStream
+        from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 
         stream = torch.cuda.current_stream(self._device)
         with self._lock:

@@ -1,4 +1,4 @@
-/* Runs the steps of a program on the samples of a chunk, for execute/native_chunk.py: one call without the interpreter
+/* Runs the steps of a program on the samples of a chunk, for execute/cpu/native_chunk.py: one call without the interpreter
  * decodes each image, or takes its pixels, and makes each of its outputs in its slot of the batch. */
 
 #include "color.h"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gpuflow.arrays import Bytes
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import GpuflowError
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Pointwise

@@ -26,7 +26,7 @@ from gpuflow.config import BatchSpec, Config, PipelineSpec
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import BadSampleError
-from gpuflow.execute.cpu import header_of
+from gpuflow.execute.cpu.runner import header_of
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.parity.images import Encoded, InMemory

@@ -37,7 +37,7 @@ from gpuflow.errors import (
     reason_of,
     system_fault,
 )
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.assemble import open_split
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold

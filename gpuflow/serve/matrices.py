@@ -8,7 +8,7 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.errors import PredictorError
-from gpuflow.execute.cpu import header_of
+from gpuflow.execute.cpu.runner import header_of
 from gpuflow.pipeline.moves import Matrices
 from gpuflow.pipeline.stage import Decoder, Keys, Pipeline
 from gpuflow.pipeline.targets import PlacedMove, moves_of_stages, unsaid_move

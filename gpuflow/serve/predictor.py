@@ -35,7 +35,7 @@ from gpuflow.errors import (
     is_system_fault,
     system_fault,
 )
-from gpuflow.execute.gpu_backend import gpu_decodes
+from gpuflow.execute.gpu.backend import gpu_decodes
 from gpuflow.pipeline.stage import Decoder, ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads

@@ -19,7 +19,7 @@ from gpuflow.config.resources import decode_processes_of, parts_in_python, reade
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.decode.header import Header
 from gpuflow.errors import BadSampleError, SourceError, redacted
-from gpuflow.execute.cpu import header_of
+from gpuflow.execute.cpu.runner import header_of
 from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu

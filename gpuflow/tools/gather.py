@@ -69,7 +69,7 @@ def _measured(
 ) -> Machine:
     """Adds the measured rates to the machine's values."""
     from gpuflow.config.resources import gpu_readers_of
-    from gpuflow.execute.gpu_call import can_be_used
+    from gpuflow.execute.gpu.gpu_call import can_be_used
     from gpuflow.tools import rates
 
     threads = machine.cores.threads

@@ -225,8 +225,8 @@ class PreprocessNode:
 
 def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Preprocessor | None:
     """The preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
-    from gpuflow.execute.device_stream import DeviceStream
-    from gpuflow.execute.gpu_backend import place_on_gpu
+    from gpuflow.execute.gpu.backend import place_on_gpu
+    from gpuflow.execute.gpu.device_stream import DeviceStream
     from gpuflow.runtime.buffers import BytePool
     from gpuflow.runtime.memory import pinned
     from gpuflow.torchpipe.preprocessors import GpuPreprocessor

@@ -19,9 +19,9 @@ import torch
 
 from gpuflow.arrays import Array, Bytes
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute import cpu_workers
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.cpu_workers import DecodeRequest, Setup
+from gpuflow.execute.cpu import workers
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.cpu.workers import DecodeRequest, Setup
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
@@ -32,7 +32,7 @@ from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
+    from gpuflow.execute.gpu.device_stream import ChunkRunner, DeviceStream
 
 
 _START_SECONDS, _RESTART_SECONDS = 30.0, 10.0
@@ -74,7 +74,7 @@ class CpuPreprocessor:
         dtype = np.dtype(STORAGE[program.result.dtype])
         self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=make)
         self._pool = WorkerPool(
-            cpu_workers.__name__,
+            workers.__name__,
             connections=[1] * processes,
             setup=Setup(program),
             task="decode",

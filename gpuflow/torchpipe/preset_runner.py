@@ -12,7 +12,7 @@ import torch
 
 from gpuflow.arrays import Bytes
 from gpuflow.errors import BadSampleError, LoaderTimeout
-from gpuflow.execute.device_stream import DeviceStream, allocate_slots
+from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.pipeline.program import Program, Resampling, ResamplingStep, fold
 from gpuflow.pipeline.stage import Geometry, Keys, Mixing, Pipeline
 from gpuflow.pipeline.validate import trace

@@ -26,7 +26,7 @@ from gpuflow.decode.header import stored, upright
 from gpuflow.decode.optional_decoders import missing_library
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError, ConfigError, MissingExtra
-from gpuflow.execute.masks import decode_mask
+from gpuflow.execute.cpu.masks import decode_mask
 from gpuflow.pipeline.records import MaskFile
 from gpuflow.stages import STAGES, Decode
 from tests.images import as_array, encode, jpeg, photo, with_orientation

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpuflow.execute.gpu import GpuRunner
-from gpuflow.execute.passes import passes_of
+from gpuflow.execute.gpu.passes import passes_of
+from gpuflow.execute.gpu.runner import GpuRunner
 from gpuflow.pipeline.program import fold
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.validate import trace
@@ -198,7 +198,7 @@ def test_every_part_that_an_arm_leaves_out_is_left_out_of_the_runner_alone(
     one_rank: Any, runner: GpuRunner, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resamplings: list[Any] = []
-    kernel = "gpuflow.execute.gpu_passes.resample_all"
+    kernel = "gpuflow.execute.gpu.device_passes.resample_all"
     monkeypatch.setattr(kernel, lambda *arguments, **options: resamplings.append(arguments))
     calls, decode = one_rank.Calls(), one_rank.NvjpegDecoder.decode
     done: dict[str, tuple[int, int, int]] = {}

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from gpuflow.decode.codecs import engine_sampling, probe
-from gpuflow.execute.gpu import GpuRunner
+from gpuflow.execute.gpu.runner import GpuRunner
 from gpuflow.loader import lowering
 from gpuflow.tools.bench import COLUMNS
 from tests import images
@@ -488,7 +488,7 @@ def test_parts_of_the_loaders_work_are_timed_in_all_threads(
     script = scripts["next_to_training"]
     before = {place: pydoc.locate(place) for place in script.PARTS}
     assert all(callable(function) for function in before.values())
-    monkeypatch.setattr("gpuflow.execute.gpu.GpuRunner.launch", lambda runner: time.sleep(0.01))
+    monkeypatch.setattr("gpuflow.execute.gpu.runner.GpuRunner.launch", lambda runner: time.sleep(0.01))
     launch, parts = GpuRunner.launch, script.Parts()
     runner: Any = object.__new__(GpuRunner)
     with parts.timed():

@@ -13,8 +13,8 @@ import torch
 
 import gpuflow
 from gpuflow.errors import StateError
-from gpuflow.execute import cpu
-from gpuflow.execute.native_chunk import run_chunk
+from gpuflow.execute.cpu import runner as cpu_runner
+from gpuflow.execute.cpu.native_chunk import run_chunk
 from gpuflow.tools.bench import COLUMNS
 from tests.datasets import deadline, make_photos
 from tests.experiments.scripts import imported
@@ -97,7 +97,7 @@ def test_the_views_of_the_self_supervised_recipe_share_one_decoding(
         outputs.append(len(made))
         return run_chunk(inputs, made, *others, **options)
 
-    monkeypatch.setattr(cpu, "run_chunk", counted)
+    monkeypatch.setattr(cpu_runner, "run_chunk", counted)
     overrides = self_supervised.overrides(photos, 24, 5)
     with gpuflow.load(self_supervised.CONFIG, "train", device="cpu", overrides=overrides) as loader:
         shapes = [{name: tuple(view.shape) for name, view in batch.views.items()} for batch in loader]

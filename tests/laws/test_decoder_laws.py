@@ -26,7 +26,7 @@ from gpuflow.decode.codecs import CpuDecoder, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.decode import DecodeWorkers
 from gpuflow.pipeline.program import Program
 from gpuflow.runtime.memory import shared

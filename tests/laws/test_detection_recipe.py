@@ -15,7 +15,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 import gpuflow
-from gpuflow.execute.masks import instance_mask
+from gpuflow.execute.cpu.masks import instance_mask
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import Ragged
 from gpuflow.pipeline.stage import Keys

@@ -16,7 +16,7 @@ import yaml
 from PIL import Image
 
 import gpuflow
-from gpuflow.execute.masks import decode_mask
+from gpuflow.execute.cpu.masks import decode_mask
 from gpuflow.pipeline.records import MaskFile
 from gpuflow.sources.field_spec import MaskFormat
 from tests.images import encode, jpeg, photo

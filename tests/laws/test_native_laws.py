@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import BadSampleError, ConfigError
-from gpuflow.execute.cpu import CpuRunner, header_of
+from gpuflow.execute.cpu.runner import CpuRunner, header_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram, slot_of, slots_of
 from gpuflow.sources import Payload

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gpuflow.arrays import Ints
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.passes import passes_of
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.gpu.passes import passes_of
 from gpuflow.parity.others import _moved
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, ResamplingStep, fold

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import gpuflow
 from gpuflow.config import read_config
 from gpuflow.errors import BadSampleError, LoaderTimeout
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader import iterator
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly

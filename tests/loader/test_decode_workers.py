@@ -21,7 +21,7 @@ import gpuflow
 from gpuflow.config import RunSpec
 from gpuflow.config.resources import processes_of
 from gpuflow.errors import BadSampleError
-from gpuflow.execute.cpu_workers import Outcome
+from gpuflow.execute.cpu.workers import Outcome
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.decode import DecodeWorkers
 from gpuflow.loader.loader import Loader

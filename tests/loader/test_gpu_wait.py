@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from gpuflow.execute.gpu import GpuRunner
+from gpuflow.execute.gpu.runner import GpuRunner
 from gpuflow.loader.iterator import GpuWait
 from gpuflow.loader.lowering import _FIRST_BATCHES, Feed
 

@@ -13,8 +13,8 @@ import yaml
 from gpuflow.config import Config, read_config
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.errors import ConfigError
-from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_decodes, gpu_passes_and_library
-from gpuflow.execute.passes import passes_of
+from gpuflow.execute.gpu.backend import DECODE_BYTES, Placement, gpu_decodes, gpu_passes_and_library
+from gpuflow.execute.gpu.passes import passes_of
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, ResamplingStep, WarpStep
@@ -122,7 +122,7 @@ def test_views_are_placed_by_the_rules_of_stages(tmp_path: Path, monkeypatch: py
         asked.append((program, options))
         return Placement(stream, None, "asked")
 
-    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: None)
+    monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: None)
     monkeypatch.setattr("gpuflow.loader.placement.place_on_gpu", stand_in)
     read = with_views(tmp_path, "pipelines.train.decode.cpu_share=0.25", a={"stages": [CROP]})
     assert place(read, "train", torch.device("cuda"), 4).reason == "asked"
@@ -158,10 +158,10 @@ def test_a_gpu_without_engines(
             raise NO_ENGINES
         return object()
 
-    monkeypatch.setattr("gpuflow.execute.gpu.GpuRunner", runner)
-    monkeypatch.setattr("gpuflow.execute.gpu_backend.find_nvjpeg", lambda: SimpleNamespace(version="13.0.0"))
+    monkeypatch.setattr("gpuflow.execute.gpu.runner.GpuRunner", runner)
+    monkeypatch.setattr("gpuflow.execute.gpu.backend.find_nvjpeg", lambda: SimpleNamespace(version="13.0.0"))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: SimpleNamespace(device=device))
     read = config(tmp_path, [CROP], f"pipelines.train.stages.decode.backend={backend}")
     placement = place(read, "train", torch.device("cuda"), batch)
     assert (placement.gpu is None) == (backend == "auto") and found == tried
@@ -177,8 +177,8 @@ def test_a_service_decodes_where_a_loader_does(
         if status:
             raise NvjpegError("nvjpegCreateEx", status)
 
-    monkeypatch.setattr("gpuflow.execute.gpu_backend.find_nvjpeg", lambda: None)
-    monkeypatch.setattr("gpuflow.execute.gpu_backend.BatchedDecoder", decoder)
+    monkeypatch.setattr("gpuflow.execute.gpu.backend.find_nvjpeg", lambda: None)
+    monkeypatch.setattr("gpuflow.execute.gpu.backend.BatchedDecoder", decoder)
     read = config(tmp_path, [CROP], f"pipelines.train.stages.decode.backend={backend}")
     assert gpu_decodes(read.programs["train"]) == expected
 
@@ -190,7 +190,7 @@ def test_what_serves_is_explained_on_a_gpu_too(tmp_path: Path, monkeypatch: pyte
         return Placement(stream, None, f"asked for {len(program.pipeline.stages)} stages")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: None)
+    monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: None)
     monkeypatch.setattr("gpuflow.loader.placement.place_on_gpu", stand_in)
     serve = {"stages": [{"decode": {}}, CROP_CENTER, HALF]}
     path = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=[{"decode": {}}, CROP], serve=serve)

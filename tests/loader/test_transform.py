@@ -17,7 +17,7 @@ from torchvision.io import ImageReadMode, decode_image
 
 import gpuflow
 from gpuflow.errors import BadSampleError, ConfigError, LoaderError, LoaderTimeout
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.transform import _CpuRunner
 from tests.datasets import TRAIN, VAL, Entries, deadline, nothing_left_behind, pixels, python, write_config
 

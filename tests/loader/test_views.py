@@ -20,8 +20,8 @@ from gpuflow.config import read_config
 from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import ConfigError
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoder
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoder
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold

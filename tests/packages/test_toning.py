@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpuflow.execute.passes import passes_of
+from gpuflow.execute.gpu.passes import passes_of
 from gpuflow.pipeline.program import ApplyStep, PointwiseStep, ResamplingStep
 from gpuflow.stages import CenterCrop, Decode, Normalize, Solarize
 from tests.datasets import make_photos, write_config

@@ -139,7 +139,7 @@ def _good_file() -> bytes:
 
 
 def test_an_error_of_the_environment_is_not_an_error_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuflow.execute.cpu import CpuRunner
+    from gpuflow.execute.cpu.runner import CpuRunner
 
     def run_out(*arguments: Any) -> Any:
         raise MemoryError("not enough memory")

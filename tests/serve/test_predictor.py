@@ -27,7 +27,7 @@ from gpuflow.config import read_config
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.decode.preset import CANNOT_DECODE
 from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, PredictorError, PredictorTimeout, SystemFault
-from gpuflow.execute import gpu_backend
+from gpuflow.execute.gpu import backend as gpu_backend
 from gpuflow.serve.predictor import NOT_FINITE, Prediction, Predictor, chain_here
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, RandomCrop, Resize
 from tests.images import photo, png

@@ -12,7 +12,7 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 
 from gpuflow.errors import ConfigError
-from gpuflow.execute.cpu_workers import Setup
+from gpuflow.execute.cpu.workers import Setup
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize, Torchvision
 from gpuflow.stages.sample_generator import _DRAWS, _LIKE, SampleGenerator
 from tests.datasets import python
@@ -146,7 +146,7 @@ def test_worker_processes_share_one_import_of_torchvision() -> None:
     """It takes 1.4 s of processor time, which each worker would need after it has said that it is ready."""
     code = """
 import pickle, sys
-from gpuflow.execute.cpu_workers import prepare
+from gpuflow.execute.cpu.workers import prepare
 stage = prepare(bytes.fromhex(sys.argv[1])).program.pipeline.stages[-1]
 imported = set(sys.modules)
 print("torchvision.transforms.v2" in imported)

@@ -19,7 +19,7 @@ import torch
 
 import gpuflow.serve
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.parity.images import hostile_images
 from gpuflow.pipeline import stage as s
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize

@@ -16,7 +16,7 @@ import gpuflow
 from gpuflow.config import Config, read_config
 from gpuflow.decode.preset import CANNOT_DECODE, Preset
 from gpuflow.errors import BadSampleError, ConfigError
-from gpuflow.execute.passes import passes_of
+from gpuflow.execute.gpu.passes import passes_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.stage import ENCODED
 from gpuflow.stages import STAGES

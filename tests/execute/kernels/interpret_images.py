@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuflow.execute import canvas, gpu_passes
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.device_stream import allocate_slots
-from gpuflow.execute.gpu_passes import DevicePasses, interleaved
-from gpuflow.execute.passes import passes_of
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.gpu import canvas, device_passes
+from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
+from gpuflow.execute.gpu.device_stream import allocate_slots
+from gpuflow.execute.gpu.passes import passes_of
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
 from tests import images
@@ -97,7 +97,7 @@ launches: Counter[str] = Counter()
 
 
 def counted(name: str) -> Callable[..., Any]:
-    kernel = getattr(gpu_passes, name)
+    kernel = getattr(device_passes, name)
 
     def run(*arguments: Any, **named: Any) -> Any:
         launches[name] += 1
@@ -120,13 +120,13 @@ def main() -> None:
     canvas.TILE = 16  # so that images have several tiles
     use_large_tiles()
     for kernel in ("resample_all", "warp_all", "adjust", "interleave"):
-        setattr(gpu_passes, kernel, counted(kernel))
+        setattr(device_passes, kernel, counted(kernel))
     for name, entries in PIPELINES.items():
         folded = program(entries)
         passes = passes_of(folded)
         assert not isinstance(passes, str), passes
         stream: Any = HostStream()
-        device_passes, result = DevicePasses(passes, stream), folded.result
+        runner, result = DevicePasses(passes, stream), folded.result
         for count in (3, 6):
             arrays = [images.photo(31 + i, 44 - 2 * i, seed=i) for i in range(count)]
             arrays = [array[..., :1].copy() if name == "gray" else array for array in arrays]
@@ -138,7 +138,7 @@ def main() -> None:
             for form, tensors in islice(forms(arrays), 1 if name in ALONE else None):
                 launches.clear()
                 found = allocate_slots(stream, count, result).fill_(0)
-                faults = device_passes.run_images(interleaved(tensors, stream), keys, found)
+                faults = runner.run_images(interleaved(tensors, stream), keys, found)
                 difference = 0.0
                 if not any(rights):
                     difference = float((found.double() - as_batch(slots, result).double()).abs().max())

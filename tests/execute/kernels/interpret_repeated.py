@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuflow.execute import repeated_passes
-from gpuflow.execute.device_stream import allocate_slots
-from gpuflow.execute.gpu_passes import DevicePasses, interleaved
-from gpuflow.execute.passes import Pass, draw_passes, passes_of
-from gpuflow.execute.repeated_passes import RepeatedPasses
+from gpuflow.execute.gpu import repeated_passes
+from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
+from gpuflow.execute.gpu.device_stream import allocate_slots
+from gpuflow.execute.gpu.passes import Pass, draw_passes, passes_of
+from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from tests import images

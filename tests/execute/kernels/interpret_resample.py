@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuflow.execute.gpu_passes import plan_of
+from gpuflow.execute.gpu.device_passes import plan_of
 from gpuflow.execute.kernels.resample import resample_all
 from gpuflow.pipeline.program import ResamplingStep
 from gpuflow.pipeline.stage import Geometry, Keys

@@ -31,11 +31,11 @@ from PIL import Image
 
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import canvas, decode_calls, gpu_passes
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.gpu import GpuRunner, Prepared
-from gpuflow.execute.gpu_passes import DevicePasses, interleaved
-from gpuflow.execute.passes import Pass, passes_of, passes_of_each
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.gpu import canvas, decode_calls, device_passes
+from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
+from gpuflow.execute.gpu.passes import Pass, passes_of, passes_of_each
+from gpuflow.execute.gpu.runner import GpuRunner, Prepared
 from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import FromRecord, Keys, Opaque, Pipeline, Stage
@@ -64,7 +64,7 @@ from gpuflow.stages import (
 from gpuflow.torchpipe.preprocessors import GpuPreprocessor
 from tests import images
 from tests.datasets import Entries, views_program
-from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
+from tests.execute.gpu.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.execute.kernels.quick_interpreter import use_large_tiles
 from tests.host_stream import HostStream
 from tests.packages.toning.toning import MaskBlue, Tone
@@ -89,10 +89,10 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 owner: Any
 KERNELS = (
-    (gpu_passes, "resample_all"),
-    (gpu_passes, "warp_all"),
-    (gpu_passes, "adjust"),
-    (gpu_passes, "smooth"),
+    (device_passes, "resample_all"),
+    (device_passes, "warp_all"),
+    (device_passes, "adjust"),
+    (device_passes, "smooth"),
 )
 for owner, kernel in KERNELS:
     setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))

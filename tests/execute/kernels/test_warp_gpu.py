@@ -24,8 +24,8 @@ BINS = 31
 
 def warped(image: torch.Tensor, stage: Fixed) -> torch.Tensor:
     """An interleaved image uint8 [C, H, W] by the kernel of warps."""
-    from gpuflow.execute.device_stream import DeviceStream
-    from gpuflow.execute.gpu_passes import interleaved, offsets_of, plan_of
+    from gpuflow.execute.gpu.device_passes import interleaved, offsets_of, plan_of
+    from gpuflow.execute.gpu.device_stream import DeviceStream
     from gpuflow.execute.kernels.warp import warp_all
 
     part = stage.parts()[0]

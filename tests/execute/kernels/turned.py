@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.header import stored
-from gpuflow.execute.chunk_scan import pixel_steps
+from gpuflow.execute.gpu.chunk_scan import pixel_steps
 
 __all__ = ["in_memory"]
 

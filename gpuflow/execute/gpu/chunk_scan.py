@@ -1,0 +1,279 @@
+"""Prepares a chunk for a GPU: reads headers, draws random parameters, and makes tables for nvJPEG and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.arrays import Bools, Ints
+from gpuflow.decode.chunk_files import Headers, Rewritten, read_headers
+from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
+from gpuflow.execute.gpu.passes import Pass, draw_passes
+from gpuflow.execute.tables import resampling_plan_of, table_of
+from gpuflow.pipeline.program import Resampling, Warping, any_misfit
+from gpuflow.pipeline.stage import Decoder, Keys
+from gpuflow.pipeline.views import Output
+from gpuflow.sources import SPARE_BYTES, Payload
+
+ROW_BYTES = (1 << 31) - 1
+"""The most bytes from the first to the last pixel of an upright row: kernels compute them in 32 bits."""
+_FLIPS = np.array([(turn in FLIPPED_Y, turn in FLIPPED_X) for turn in range(9)])
+"""[9, 2]: for each orientation whether rows, and whether columns, are in reverse order."""
+
+
+def rows_are_short(sizes: Ints, orientations: NDArray[np.integer]) -> Bools:
+    """Return whether kernels can read interleaved images upright, [n], see `ROW_BYTES`. Arguments: as of `pixel_steps`.
+
+    They cannot if an image of more than 700 million pixels is turned by 90 degrees: an upright row then has a pixel of
+    each stored one.
+    """
+    short: Bools = (orientations < SWAPPED) | (3 * sizes.prod(axis=1) <= ROW_BYTES)
+    return short
+
+
+def pixel_steps(sizes: Ints, channels: int, orientations: NDArray[np.integer] | None = None) -> Ints:
+    """Return the steps that read interleaved uint8 images upright, [n, 3], in bytes: from the first byte to the upper
+    left pixel, and from there to the next row's and the next column's.
+
+    sizes [n, 2]: height and width as stored, one row after the other. orientations [n]: as EXIF counts them; by default
+    nothing is turned.
+    """
+    if orientations is None or (orientations == 1).all():
+        return table_of(len(sizes), [0, sizes[:, 1] * channels, channels])
+    stored = table_of(len(sizes), [sizes[:, 1] * channels, channels])
+    swapped = orientations >= SWAPPED
+    steps = np.where(swapped[:, None], stored[:, ::-1], stored)
+    ends = np.where(swapped[:, None], sizes[:, ::-1], sizes) - 1  # the last row and column of the upright image
+    flips = _FLIPS[orientations]
+    starts = (ends * steps * flips).sum(axis=1)
+    return np.column_stack([starts, np.where(flips, -steps, steps)])
+
+
+class Regions(NamedTuple):
+    """Holds which part of each of n images is decoded.
+
+    x, y, width, height [n]: of the part in the stored image. steps [n, 3]: how to read the upright image if memory
+    holds this part alone, see `pixel_steps`; the upper left pixel may be outside.
+    """
+
+    x: Ints
+    y: Ints
+    width: Ints
+    height: Ints
+    steps: Ints
+
+    @classmethod
+    def whole(cls, sizes: Ints, channels: int, orientations: NDArray[np.integer]) -> Regions:
+        """All of each image. Arguments: as of `pixel_steps`."""
+        zeros = np.zeros(len(sizes), np.int64)
+        return cls(zeros, zeros, sizes[:, 1], sizes[:, 0], pixel_steps(sizes, channels, orientations))
+
+    @classmethod
+    def around(
+        cls,
+        boxes: Sequence[Ints],
+        sizes: Ints,
+        channels: int,
+        orientations: NDArray[np.integer],
+    ) -> Regions:
+        """The smallest part that has all pixels of some boxes, and one pixel at least.
+
+        boxes: each [n, 4], y, x, height, width in the upright images. Other arguments: as of `pixel_steps`.
+        """
+        stored = sizes.T
+        swapped, is_turned = orientations >= SWAPPED, bool((orientations != 1).any())
+        upright = np.where(swapped, stored[::-1], stored) if is_turned else stored
+        starts, ends = [], []
+        for axis in (0, 1):
+            start, end = boxes[0][:, axis], boxes[0][:, axis] + boxes[0][:, axis + 2]
+            for box in boxes[1:]:
+                start, end = np.minimum(start, box[:, axis]), np.maximum(end, box[:, axis] + box[:, axis + 2])
+            starts.append(np.maximum(np.minimum(start, upright[axis] - 1), 0))
+            ends.append(np.maximum(np.minimum(end, upright[axis]), starts[axis] + 1))
+        (top, left), (bottom, right) = starts, ends
+        y, x, height, width = top, left, bottom - top, right - left
+        if is_turned:
+            flipped_y, flipped_x = _FLIPS[orientations].T
+            y, x = np.where(flipped_y, upright[0] - bottom, top), np.where(flipped_x, upright[1] - right, left)
+            y, x = np.where(swapped, x, y), np.where(swapped, y, x)
+            height, width = np.where(swapped, width, height), np.where(swapped, height, width)
+        parts = table_of(len(sizes), [height, width])
+        steps = pixel_steps(parts, channels, orientations if is_turned else None)
+        steps[:, 0] -= top * steps[:, 1] + left * steps[:, 2]
+        return cls(x, y, width, height, steps)
+
+
+_ALIGN = 256
+
+
+class ChunkTables(NamedTuple):
+    """Of n files that nvJPEG decodes.
+
+    entries [n, 7]: as `JpegBatch.of` takes them, but where a file begins in the payload instead of its address.
+    samplings, pixels, spaces [n]: as `Undecoded` takes them. steps [n, 3]: the `pixel_steps` of what is decoded.
+    plans: for each output the plan of its first pass (`resampling_plan_of`), where the first column is the first one of
+        `steps` and the last one 0; None if the pass is no resampling, or if its results differ in size.
+    """
+
+    entries: Ints
+    samplings: Ints
+    pixels: Ints
+    spaces: Ints
+    steps: Ints
+    plans: list[Ints | None]
+
+    @classmethod
+    def of(
+        cls,
+        headers: Headers,
+        rows: Ints,
+        files: Sequence[Ints],
+        draws: Sequence[Resampling | Warping],
+        fixed: Sequence[bool],
+        *,
+        channels: int,
+        with_regions: bool,
+    ) -> ChunkTables:
+        """The tables for these rows [n] of a chunk.
+
+        Args:
+            headers: of all its files.
+            files: where each row's file begins in the payload and how many bytes of it nvJPEG gets, [n] each.
+            draws, fixed: for each output the random parameters of its first pass, and whether its results are of one
+                size.
+            channels: of the decoded images.
+            with_regions: whether only the parts of images are decoded that the first passes read.
+        """
+        sizes, orientations = headers.sizes[rows], headers.orientations[rows]
+        if with_regions:
+            regions = Regions.around([draw.box for draw in draws], sizes, channels, orientations)
+        else:
+            regions = Regions.whole(sizes, channels, orientations)
+        x, y, width, height, steps = regions
+        pitches = width * channels
+        return cls(
+            entries=table_of(len(rows), [*files, pitches, x, y, width, height]),
+            samplings=headers.sampling[rows].astype(np.int64),
+            pixels=sizes[:, 0] * sizes[:, 1],
+            spaces=-(-pitches * height // _ALIGN) * _ALIGN,
+            steps=steps,
+            plans=[
+                resampling_plan_of(draw, steps, 0) if has_one_size and isinstance(draw, Resampling) else None
+                for draw, has_one_size in zip(draws, fixed, strict=True)
+            ],
+        )
+
+    def with_files(self, which: Bools, files: Rewritten, start: int) -> ChunkTables:
+        """The same if those `which` are read in their rewritten form, whose offsets count from `start`."""
+        entries, samplings = self.entries.copy(), self.samplings.copy()
+        entries[which, 0] = files.offsets + start
+        entries[which, 1] = files.sizes + SPARE_BYTES
+        samplings[which] = files.sampling
+        return self._replace(entries=entries, samplings=samplings)
+
+    def take(self, kept: Bools) -> ChunkTables:
+        """The same for some of the files."""
+        *tables, plans = self
+        entries, samplings, pixels, spaces, steps = (table[kept] for table in tables)
+        taken = [None if plan is None else plan[kept] for plan in plans]
+        return ChunkTables(entries, samplings, pixels, spaces, steps, taken)
+
+
+class ChunkScan(NamedTuple):
+    """Holds what `ChunkScanner` finds out about one chunk.
+
+    headers: of all its files.
+    rows [n]: the files that nvJPEG can decode and the stages can use.
+    progressive [n]: which of these it can decode only once they are rewritten, see `decode.baseline`.
+    draws: for each output and each of its passes the random parameters for these rows. tables: of these rows.
+    """
+
+    headers: Headers
+    rows: Ints
+    progressive: Bools
+    draws: list[list[Any]]
+    tables: ChunkTables
+
+    def take(self, kept: Bools, scanner: ChunkScanner, keys: Keys) -> ChunkScan:
+        """The same for some of the rows."""
+        rows = self.rows[kept]
+        return self._replace(
+            rows=rows,
+            progressive=self.progressive[kept],
+            draws=scanner.draw(keys, rows, self.headers.upright_sizes),
+            tables=self.tables.take(kept),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkScanner:
+    """Scans chunks for one program.
+
+    outputs: of the program. passes: for each output the passes that make it. with_regions: see `ChunkTables.of`.
+    """
+
+    decoder: Decoder
+    outputs: tuple[Output, ...]
+    passes: tuple[tuple[Pass, ...], ...]
+    with_regions: bool = False
+
+    def __call__(self, payload: Payload, keys: Keys) -> ChunkScan:
+        """Scan the files of a payload whose samples have these keys. Writes zeros after those that nvJPEG can decode,
+        because the engines read a little ahead."""
+        decoder = self.decoder
+        headers = read_headers(
+            payload,
+            max_pixels=decoder.max_pixels,
+            max_scans=decoder.max_scans,
+            orientation=None if decoder.orientation is None else decoder.orientation == "apply",
+            formats=decoder.formats,
+        )
+        short = rows_are_short(headers.sizes, headers.orientations)
+        rows = np.flatnonzero((headers.engine | headers.progressive) & short)
+        sizes = headers.upright_sizes
+        draws = self.draw(keys, rows, sizes)
+        misfit = any_misfit(chain.from_iterable(draws), len(rows))
+        if misfit.any():  # the CPU runs these, and reports what is wrong with each
+            rows = rows[~misfit]
+            draws = self.draw(keys, rows, sizes)
+        spare = _clear_after(payload, rows)
+        starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
+        tables = ChunkTables.of(
+            headers,
+            rows,
+            (starts, lengths + spare),
+            [own[0] for own in draws],
+            [own[0].result.fixed for own in self.passes],
+            channels=1 if decoder.color == "gray" else 3,
+            with_regions=self.with_regions,
+        )
+        return ChunkScan(headers, rows, headers.progressive[rows], draws, tables)
+
+    def draw(self, keys: Keys, rows: Ints, sizes: Ints) -> list[list[Any]]:
+        """For each output and each of its passes the random parameters of these rows [n] of a chunk.
+
+        keys, sizes [N, 2]: of the whole chunk; height and width of the upright images.
+        """
+        own = keys.take(rows)
+        pairs = zip(self.outputs, self.passes, strict=True)
+        return [draw_passes(passes, output.keys_of(own), sizes[rows]) for output, passes in pairs]
+
+
+def _clear_after(payload: Payload, rows: Ints) -> Ints:
+    """Write zeros after these files. Returns their number for each file, [n].
+
+    Without room after a file none are written; that occurs if `sources.lay_out` did not lay the payload out.
+    """
+    if not len(rows):
+        return rows
+    begins = np.sort(np.append(np.asarray(payload.offsets, np.int64), len(payload.buffer)))
+    ends = np.asarray(payload.offsets, np.int64)[rows] + np.asarray(payload.sizes, np.int64)[rows]
+    room = begins[np.searchsorted(begins, ends)] - ends >= SPARE_BYTES
+    if room.any():
+        payload.buffer[ends[room][:, None] + np.arange(SPARE_BYTES)] = 0
+    return np.where(room, SPARE_BYTES, 0)

@@ -1,0 +1,113 @@
+"""The first pass of each output on images that were just decoded: launched by Triton, or by C code with the decoding.
+
+The first batch is launched by Triton, which compiles the kernels. From then on C code launches them (gpu_call.py),
+where there is a compiler for it and CUDA's driver is not too old.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+
+from gpuflow.arrays import Ints
+from gpuflow.execute.gpu.canvas import Canvas
+from gpuflow.execute.gpu.device_passes import DevicePasses, Target
+from gpuflow.execute.gpu.device_stream import DeviceStream, send_array
+from gpuflow.execute.gpu.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, capture_launch
+from gpuflow.pipeline.program import Resampling, Warping
+
+_LOG = logging.getLogger(__name__)
+_ATTEMPTS = 3
+"""The number of times that a capture may fail: work of another thread can make it fail."""
+
+
+class CapturedPasses(NamedTuple):
+    """The kernels of the first passes, as C code launches them.
+
+    targets: tensors that the offsets in a plan count from, [1, C, H, W], one for each output. settings: what was
+    captured with the kernels: of each output the `_settings` of its draw and the strides of its results.
+    """
+
+    calls: GpuCalls
+    launches: list[KernelLaunch]
+    targets: list[Target]
+    settings: list[Any]
+
+    def call(self, memory: PlanMemory, plans: Sequence[Ints]) -> GpuCall:
+        """See `GpuCall`."""
+        return GpuCall(self.calls, memory, plans, self.launches)
+
+
+@final
+class FirstPasses:
+    """Runs the first passes on a loader's stream. Any thread may call any method, within `device_stream.queued()`.
+
+    calls: makes the calls of C code, if there is any.
+    """
+
+    def __init__(self, passes: Sequence[DevicePasses], device_stream: DeviceStream, calls: GpuCalls | None) -> None:
+        self._passes, self._device_stream, self._calls = tuple(passes), device_stream, calls
+        self._captured: CapturedPasses | None = None
+        self._attempts, self._lock = _ATTEMPTS, threading.Lock()
+
+    def captured(self, draws: Sequence[Any], targets: Sequence[Target]) -> CapturedPasses | None:
+        """The kernels for C code, if they are known for such draws and targets.
+
+        draws: for each output the parameters of its first pass. targets: where each puts its results.
+        """
+        captured = self._captured
+        return captured if captured is not None and captured.settings == _all_settings(draws, targets) else None
+
+    def run(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> None:
+        """Queue all first passes by Triton. plans: of each output, see `device_passes.plan_of`."""
+        sent = self._device_stream.send_all(plans)
+        for passes, draw, plan, target in zip(self._passes, draws, sent, targets, strict=True):
+            passes.queue_move(0, draw, plan, target)
+        if self._calls is not None and self._captured is None and self._lock.acquire(blocking=False):
+            try:
+                if self._attempts:
+                    self._try_to_capture(draws, plans, targets)
+            finally:
+                self._lock.release()
+
+    def _try_to_capture(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> None:
+        self._attempts -= 1
+        try:
+            self._captured = self._capture(draws, plans, targets)
+        except RuntimeError as error:
+            level = logging.DEBUG if self._attempts else logging.INFO
+            _LOG.log(level, "Python code queues the work of the GPU: %s", error)
+
+    def _capture(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> CapturedPasses | None:
+        assert self._calls is not None
+        launches: list[KernelLaunch] = []
+        own: list[Target] = []
+        for passes, draw, plan, target in zip(self._passes, draws, plans, targets, strict=True):
+            if isinstance(target, Canvas) or not len(plan):
+                return None
+            row = plan[:1].copy()
+            row[:, -1] = 0
+            sent = send_array(self._device_stream, row)
+            shape = (1, *target.shape[1:])
+            own.append(torch.empty_strided(shape, target.stride(), dtype=target.dtype, device=target.device))
+            launch = partial(passes.queue_move, 0, draw, target=own[-1])
+            launch(sent)  # compiles it for memory that is aligned as this
+            launches.append(capture_launch(self._calls.driver, self._device_stream, launch, sent))
+        return CapturedPasses(self._calls, launches, own, _all_settings(draws, own))
+
+
+def _all_settings(draws: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
+    """What the kernels depend on apart from their plans."""
+    return [
+        None if isinstance(target, Canvas) else (_settings(draw), target.stride())
+        for draw, target in zip(draws, targets, strict=True)
+    ]
+
+
+def _settings(draw: Resampling | Warping) -> Any:
+    return draw.lookup if isinstance(draw, Warping) else (draw.interpolation, draw.antialias, draw.fill)

@@ -1,0 +1,426 @@
+"""Queues a call of nvJPEG, the transfer before it and the kernels after it at once, without Python's interpreter.
+
+Each call of torch and Triton releases the interpreter and acquires it again. Each time a training that launches its
+kernels from Python waits for it: that cost a ResNet-18 a fifth of its speed (measured in experiments/ranks/NOTES.md).
+The C code of gpu_call.c makes all calls that a batch of images needs while Python's threads run.
+
+Which kernel Triton launches, and with which parameters, is read from a CUDA graph into which one launch is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.arrays import Ints
+from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
+from gpuflow.execute import packing
+from gpuflow.execute.gpu.device_stream import DeviceStream
+from gpuflow.native.library import function
+
+_LOG = logging.getLogger(__name__)
+_NON_BLOCKING, _THREAD_LOCAL, _KERNEL_NODE = 1, 1, 0
+"""CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_GRAPH_NODE_TYPE_KERNEL."""
+_MOST_PARAMETERS = 64
+"""As in gpu_call.c."""
+_STEPS = {
+    1: "nvjpegDecodeBatchedInitialize",
+    2: "nvjpegDecodeBatched",
+    8: "nvjpegDecodeParamsSetROI",
+    9: "nvjpegDecodeBatchedEx",
+}
+_CUDA_STEPS = {
+    3: "cuEventRecord",
+    4: "cuEventSynchronize",
+    5: "cuMemcpyHtoDAsync",
+    6: "cuLaunchKernel",
+    7: "cuStreamWaitEvent",
+}
+"""The function that failed, by the numbers of gpu_call.c."""
+_POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+_queue = function("gpuflow_queue", _POINTER, _POINTER, result=_INTEGER)
+
+
+class _Functions(ctypes.Structure):
+    _fields_ = [
+        (name, _POINTER)
+        for name in (
+            "wait_for_event",
+            "record_event",
+            "wait_in_stream",
+            "transfer",
+            "launch",
+            "initialize",
+            "decode",
+            "set_region",
+            "decode_regions",
+        )
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("function", _POINTER),
+        ("parameters", _POINTER),
+        ("count_of_parameters", _INTEGER),
+        ("parameter_of_plan", _INTEGER),
+        ("plan", _WORD),
+        ("blocks", _INTEGER),
+        ("threads", _INTEGER),
+        ("shared_bytes", _INTEGER),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("free", _POINTER),
+        ("source", _POINTER),
+        ("plans", _POINTER),
+        ("plans_on_device", _WORD),
+        ("bytes_of_plans", _INTEGER),
+        ("pixels", _POINTER),
+        ("pixels_on_device", _WORD),
+        ("bytes_of_pixels", _INTEGER),
+        ("handle", _POINTER),
+        ("state", _POINTER),
+        ("images", _INTEGER),
+        ("format", _INTEGER),
+        ("initialize", _INTEGER),
+        ("data", _POINTER),
+        ("lengths", _POINTER),
+        ("destinations", _POINTER),
+        ("regions", _POINTER),
+        ("parameters", _POINTER),
+        ("decoding_stream", _POINTER),
+        ("decoded", _POINTER),
+        ("stream", _POINTER),
+        ("done", _POINTER),
+        ("launches", _POINTER),
+        ("count_of_launches", _INTEGER),
+    ]
+
+
+class _KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
+
+    _fields_ = [
+        ("function", _POINTER),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("parameters", ctypes.POINTER(_POINTER)),
+        ("extra", _POINTER),
+        ("kernel", _POINTER),
+        ("context", _POINTER),
+    ]
+
+
+class Driver:
+    """The functions of CUDA's driver that this module calls, from libcuda.
+
+    Raises OSError or AttributeError if there is no driver, or one that is older than CUDA 12.4.
+    """
+
+    def __init__(self, path: str = "libcuda.so.1") -> None:
+        calls = ctypes.CDLL(path)
+        self.wait_for_event, self.record_event = calls.cuEventSynchronize, calls.cuEventRecord
+        self.wait_in_stream, self.transfer = calls.cuStreamWaitEvent, calls.cuMemcpyHtoDAsync_v2
+        self.launch = calls.cuLaunchKernel
+        self.create_stream, self.destroy_stream = calls.cuStreamCreate, calls.cuStreamDestroy_v2
+        self.begin_capture, self.end_capture = calls.cuStreamBeginCapture_v2, calls.cuStreamEndCapture
+        self.graph_nodes, self.node_type = calls.cuGraphGetNodes, calls.cuGraphNodeGetType
+        self.kernel_of_node, self.kernel_function = calls.cuGraphKernelNodeGetParams_v2, calls.cuKernelGetFunction
+        self.parameter_info, self.destroy_graph = calls.cuFuncGetParamInfo, calls.cuGraphDestroy
+
+
+@lru_cache(maxsize=1)
+def find_driver() -> Driver | None:
+    """CUDA's driver; None if there is none, or one that is too old."""
+    try:
+        return Driver()
+    except (OSError, AttributeError) as error:
+        _LOG.info("Python code queues the work of a GPU: %s", error)
+        return None
+
+
+def can_be_used() -> bool:
+    """Return whether C code can queue a GPU's work here, for which the driver must be new enough."""
+    return find_driver() is not None
+
+
+# --- a kernel and its parameters --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """A launch of a kernel that can be repeated with other plans, of any number of rows.
+
+    function: a CUfunction. parameters: the addresses of its parameters. plan: which of them is the address of the plan.
+    blocks: the number for each row of the plan. threads, shared_bytes: of a block. kept: objects that hold the memory
+    of the parameters.
+    """
+
+    function: int
+    parameters: ctypes.Array[Any]
+    plan: int
+    blocks: int
+    threads: int
+    shared_bytes: int
+    kept: object = field(repr=False)
+
+
+class _Graph:
+    """A CUgraph, or a null pointer; destroyed with this object."""
+
+    def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
+        self._driver, self.handle = driver, handle
+
+    def __del__(self) -> None:
+        if self.handle.value:
+            self._driver.destroy_graph(self.handle)
+
+
+def capture_launch(
+    driver: Driver, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
+) -> KernelLaunch:
+    """The kernel that `launch` launches for a plan of one row, int64 [1, F] on the device. It does not run.
+
+    launch: a function that has launched the same kernel before, so that it is compiled and loaded.
+
+    Raises:
+        RuntimeError: it does something else than to launch one kernel with the address of the plan, in blocks and
+            threads of one dimension; or CUDA fails.
+    """
+    graph = _captured(driver, device_stream, launch, plan)
+    graph_handle = graph.handle
+    count = ctypes.c_size_t()
+    _check("cuGraphGetNodes", driver.graph_nodes(graph_handle, None, ctypes.byref(count)))
+    nodes, kind = (_POINTER * count.value)(), ctypes.c_int(-1)
+    _check("cuGraphGetNodes", driver.graph_nodes(graph_handle, nodes, ctypes.byref(count)))
+    if count.value == 1:
+        _check("cuGraphNodeGetType", driver.node_type(_POINTER(nodes[0]), ctypes.byref(kind)))
+    if kind.value != _KERNEL_NODE:
+        raise RuntimeError(f"{count.value} operations instead of one kernel")
+    node = _KernelNode()
+    _check("cuGraphKernelNodeGetParams", driver.kernel_of_node(_POINTER(nodes[0]), ctypes.byref(node)))
+    function = _POINTER(node.function)
+    if not function.value:
+        _check("cuKernelGetFunction", driver.kernel_function(ctypes.byref(function), _POINTER(node.kernel)))
+    if node.grid[1:] != [1, 1] or node.block[1:] != [1, 1] or not node.parameters:
+        raise RuntimeError(f"a kernel with a grid of {node.grid[:]} blocks of {node.block[:]} threads")
+    parameters, address = _parameters(driver, function, node), plan.data_ptr()
+    plans = [
+        i for i, (at, size) in enumerate(parameters) if size == 8 and ctypes.c_uint64.from_address(at).value == address
+    ]
+    if len(plans) != 1:
+        raise RuntimeError(f"{len(plans)} parameters instead of one are the address of the plan")
+    return KernelLaunch(
+        function.value or 0,
+        (_POINTER * len(parameters))(*(at for at, _ in parameters)),
+        plans[0],
+        node.grid[0],
+        node.block[0],
+        node.shared_bytes,
+        (graph, launch),
+    )
+
+
+def _captured(
+    driver: Driver, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
+) -> _Graph:
+    """A CUDA graph of the work that `launch` queues, captured on a new stream.
+
+    The driver creates the stream, because torch takes streams from a pool and may return one that other code uses.
+    """
+    handle, graph = _POINTER(), _POINTER()
+    with device_stream.queued():  # which makes the device current
+        _check("cuStreamCreate", driver.create_stream(ctypes.byref(handle), _NON_BLOCKING))
+        try:
+            stream = torch.cuda.ExternalStream(handle.value, device_stream.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                _check("cuStreamBeginCapture", driver.begin_capture(handle, _THREAD_LOCAL))
+                try:
+                    launch(plan)
+                finally:
+                    status = driver.end_capture(handle, ctypes.byref(graph))
+                    captured = _Graph(driver, graph)
+            _check("cuStreamEndCapture", status)
+        finally:
+            driver.destroy_stream(handle)
+    return captured
+
+
+def _parameters(driver: Driver, function: ctypes.c_void_p, node: _KernelNode) -> list[tuple[int, int]]:
+    """The address of each parameter's value, and its size in bytes."""
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while driver.parameter_info(function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)) == 0:
+        if len(found) == _MOST_PARAMETERS:
+            raise RuntimeError(f"a kernel with more than {_MOST_PARAMETERS} parameters")
+        found.append((node.parameters[len(found)] or 0, size.value))
+    return found
+
+
+def _check(call: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"CUDA error: {call} returned {status}")
+
+
+# --- a call -----------------------------------------------------------------------------------------------------------
+
+
+class PlanMemory:
+    """Memory for the plans of one call at a time, pinned and on the device.
+
+    done: an event after the work of the call before. sources: memory that this work reads.
+    """
+
+    def __init__(self, device_stream: DeviceStream, size: int) -> None:
+        with device_stream.queued():
+            self._host = device_stream.pinned([size], torch.uint8)
+            self._device = torch.empty(size, dtype=torch.uint8, device=device_stream.device)
+        self.size, self.host, self.device = size, self._host.data_ptr(), self._device.data_ptr()
+        self.done = device_stream.record_event(blocking=True)
+        self.sources: list[object] = []
+
+
+class Transfer(NamedTuple):
+    """A copy of pinned memory to the device."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+
+
+@final
+class GpuCall:
+    """Work that is queued at once: the transfer of the plans, one for each kernel, a call of nvJPEG, and the kernels.
+
+    memory: for the plans. The calling thread sleeps until the previous work on this memory is done. transfer: queued
+    after the plans. queued: whether the work was queued.
+    """
+
+    def __init__(
+        self,
+        calls: GpuCalls,
+        memory: PlanMemory,
+        plans: Sequence[Ints],
+        launches: Sequence[KernelLaunch],
+        transfer: Transfer | None = None,
+    ) -> None:
+        starts, block = packing.in_one_block(plans)
+        used = [
+            (one, memory.device + start, one.blocks * len(plan))
+            for one, start, plan in zip(launches, starts, plans, strict=True)
+            if len(plan)
+        ]
+        self._launches = (_Launch * len(used))(
+            *(
+                _Launch(
+                    function=one.function,
+                    parameters=ctypes.addressof(one.parameters),
+                    count_of_parameters=len(one.parameters),
+                    parameter_of_plan=one.plan,
+                    plan=plan,
+                    blocks=blocks,
+                    threads=one.threads,
+                    shared_bytes=one.shared_bytes,
+                )
+                for one, plan, blocks in used
+            )
+        )
+        self._kept = memory, launches, block, transfer
+        self._calls, self.queued = calls, False
+        self._call = _Call(
+            free=memory.done.cuda_event,
+            source=block.ctypes.data,
+            plans=memory.host,
+            plans_on_device=memory.device,
+            bytes_of_plans=len(block),
+            stream=calls.stream,
+            done=memory.done.cuda_event,
+            launches=ctypes.addressof(self._launches),
+            count_of_launches=len(used),
+        )
+        if transfer is not None:
+            self._call.pixels, self._call.pixels_on_device = transfer.host.data_ptr(), transfer.device.data_ptr()
+            self._call.bytes_of_pixels = transfer.host.nbytes
+
+    def queue(self) -> None:
+        """Queue the plans and the kernels. Raises RuntimeError if CUDA fails."""
+        self._calls.queue(self._call)
+        self.queued = True
+
+    def queue_decoding(
+        self,
+        decoder: BatchedDecoder,
+        data: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+        images: NDArray[np.uint64],
+        stream: int,
+        decoded: torch.cuda.Event,
+        regions: Ints | None = None,
+    ) -> None:
+        """Queue the plans, a call of nvJPEG and the kernels.
+
+        Args:
+            data, lengths, images, stream, regions: as `BatchedDecoder.decode` has them.
+            decoded: an event after the last call that used the decoder; recorded after this one, even if it fails.
+
+        Raises:
+            NvjpegError: see `BatchedDecoder.decode`. No kernel is queued then.
+            RuntimeError: CUDA failed.
+        """
+        call = self._call
+        call.images, call.decoding_stream, call.decoded = len(data), stream, decoded.cuda_event
+        call.data, call.lengths, call.destinations = data.ctypes.data, lengths.ctypes.data, images.ctypes.data
+
+        if regions is not None:
+            parameters = decoder.parameters(len(data))
+            call.regions, call.parameters = regions.ctypes.data, ctypes.addressof(parameters)
+
+        def queue(handle: int, state: int, form: int, *, initialize: bool) -> None:
+            call.handle, call.state, call.format, call.initialize = handle, state, form, initialize
+            self.queue()
+
+        decoder.decode_by(queue, len(data))
+
+
+@final
+class GpuCalls:
+    """Queues the work of one loader's stream through C code. Any thread may call any method.
+
+    stream: a cudaStream_t.
+    """
+
+    def __init__(self, driver: Driver, library: NvjpegLibrary, stream: int) -> None:
+        self.driver = driver
+        names = ("wait_for_event", "record_event", "wait_in_stream", "transfer", "launch")
+        decoding = library.initialize, library.decode, library.set_region, library.decode_regions
+        functions = [*(getattr(driver, name) for name in names), *decoding]
+        self._functions = _Functions(*(ctypes.cast(function, _POINTER) for function in functions))
+        self.stream = stream
+
+    @classmethod
+    def find(cls, device_stream: DeviceStream, library: NvjpegLibrary) -> GpuCalls | None:
+        """Return one for a loader's stream; None, logged, without a driver that is new enough."""
+        if device_stream.device.type != "cuda":
+            return None
+        driver = find_driver()
+        return None if driver is None else cls(driver, library, device_stream.stream.cuda_stream)
+
+    def queue(self, call: _Call) -> None:
+        failure: int = _queue(ctypes.addressof(self._functions), ctypes.addressof(call))
+        if not failure:
+            return
+        step, status = failure >> 32, failure & 0xFFFFFFFF
+        if step in _STEPS:
+            raise NvjpegError(_STEPS[step], status)
+        _check(_CUDA_STEPS[step], status)
