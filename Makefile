@@ -32,7 +32,7 @@ pytest_by = OMP_WAIT_POLICY=passive $(1)/bin/python -m pytest --numprocesses $(W
 PYTEST := $(call pytest_by,.venv)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-oldest test-integrations test-wheel test-ray
+.PHONY: help demo test test-slow test-experiments test-portable test-platforms check collect docs bench chaos mutants fuzz test-latest test-oldest test-integrations test-wheel test-ray
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -42,11 +42,15 @@ demo: $(NATIVE)  ## make sample photographs, train on them, compare loaders
 	$(BIN)/gpuflow train configs/demo.yaml --force
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --workloads pipeline --against dataloader --out plots/out
 
-test: $(NATIVE)  ## run the tests but the slow ones, files side by side
-	$(PYTEST) -m "not slow and not integrations"
+# What experiments/ holds answers a question once; its tests run in a job of their own in .github/workflows/ci.yml.
+test: $(NATIVE)  ## run the tests but the slow ones and those of experiments, files side by side
+	$(PYTEST) --ignore tests/experiments -m "not slow and not integrations"
 
 test-slow: $(NATIVE)  ## run the slow tests, files side by side
-	$(PYTEST) -m "slow and not integrations"
+	$(PYTEST) --ignore tests/experiments -m "slow and not integrations"
+
+test-experiments: $(NATIVE)  ## run the tests of experiments, files side by side
+	$(PYTEST) tests/experiments
 
 test-portable: $(NATIVE)  ## run the tests of the native code as on a processor without AVX2
 	GPUFLOW_NATIVE=portable $(BIN)/python -m pytest -m "not slow" tests/laws/test_output_hashes.py \
@@ -64,8 +68,8 @@ check: $(NATIVE)  ## lint, formatting, types, which package imports which, the s
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python .ci/size.py
 
-collect: $(NATIVE)  ## import all tests once, so that the processes of `make test` find them compiled
-	@$(BIN)/python -m pytest --collect-only -qq > .venv/collected || { cat .venv/collected; exit 1; }
+collect: $(NATIVE)  ## import the tests once, so that the processes of `make test` find them compiled
+	@$(BIN)/python -m pytest --ignore tests/experiments --collect-only -qq > .venv/collected || { cat .venv/collected; exit 1; }
 
 docs: .venv/.installed  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

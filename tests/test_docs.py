@@ -150,11 +150,19 @@ def test_bounds_are_those_that_the_makefile_runs() -> None:
 
 
 def test_every_test_runs_in_the_workflow() -> None:
-    """Those that .ci/run leaves out run in the other job."""
-    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    assert jobs["slow-tests"]["steps"][-1] == {"run": "make test-slow"}
-    left_out, taken = (MAKEFILE.split(f"\n{target}:")[1].split("\n\n")[0] for target in ("test", "test-slow"))
-    assert '-m "not slow and not integrations"' in left_out and '-m "slow and not integrations"' in taken
+    """Those that .ci/run leaves out run in another job."""
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["other-tests"]
+    assert job["steps"][-1] == {"run": "make ${{ matrix.target }}"}
+    assert job["strategy"]["matrix"] == {"target": ["test-slow", "test-experiments"]}
+    recipes = {
+        target: MAKEFILE.split(f"\n{target}:")[1].split("\n\n")[0].partition("$(PYTEST) ")[2]
+        for target in ("test", "test-slow", "test-experiments")
+    }
+    assert recipes == {
+        "test": '--ignore tests/experiments -m "not slow and not integrations"',
+        "test-slow": '--ignore tests/experiments -m "slow and not integrations"',
+        "test-experiments": "tests/experiments",
+    }
 
 
 def test_hooks_of_pre_commit_run_the_checks_and_download_nothing() -> None:
