@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -79,6 +80,8 @@ def kill_with_workers(agent: subprocess.Popen[bytes]) -> None:
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
+NEW_NODE_SECONDS = 25
+"""Ray Train looks for new nodes every 20 s. A training that starts before that does without them."""
 
 
 @contextmanager
@@ -127,6 +130,7 @@ def by_ray(job: Job, cluster: Any) -> None:
 
     (Path(job.folder) / "logs").mkdir(parents=True)
     with second_node(cluster):
+        time.sleep(NEW_NODE_SECONDS)
         TorchTrainer(
             train_by_ray,
             train_loop_config=asdict(replace(job, safe=ray.get_runtime_context().get_node_id())),

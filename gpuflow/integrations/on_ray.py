@@ -35,6 +35,8 @@ except ImportError as error:
     raise MissingExtra("--on ray", "Ray with ray.data and ray.serve", "ray") from error
 
 
+_RETRIES = 5
+"""How often a part is predicted again whose process or node was lost. Ray Data itself has no limit."""
 _SAME = "every node needs the same gpuflow, and the file, the model and the images at the same path, or at a URL"
 
 
@@ -91,14 +93,14 @@ def predict_parts(
 ) -> Iterator[tuple[range, list[Row]]]:
     """Yield parts of the samples with their rows, in the order in which actors of Ray Data finish them.
 
-    A part whose actor or node is lost is predicted again, until that succeeds.
+    A part whose process or node is lost is predicted again, up to `_RETRIES` times.
 
     Args:
         predictor: of this process, which the actors must agree with.
         options: the arguments of RowPredictor in the actors.
 
     Raises:
-        LoaderError: a node has other files or another gpuflow, or a part fails.
+        LoaderError: a node has other files or another gpuflow, or a part fails or ends its process each time.
     """
     if not parts:
         return
@@ -112,7 +114,12 @@ def predict_parts(
     listed = [{"start": part.start, "stop": part.stop} for part in parts]
     answers = ray.data.from_items(listed, override_num_blocks=len(parts)).map_batches(
         _PartPredictor,
-        fn_constructor_args=(f"gpuflow {__version__}\n{predictor.identity}", os.getcwd(), options),
+        fn_constructor_args=(
+            secrets.token_hex(8),
+            f"gpuflow {__version__}\n{predictor.identity}",
+            os.getcwd(),
+            options,
+        ),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=len(parts), initial_size=max(1, min(room, len(parts)))),
         **resources,
@@ -133,8 +140,8 @@ def predict_parts(
 class _PartPredictor:
     """Predicts parts in an actor. It answers with its failure, whose reason Ray would hide."""
 
-    def __init__(self, identity: str, folder: str, options: Mapping[str, Any]) -> None:
-        self._fault = ""
+    def __init__(self, run: str, identity: str, folder: str, options: Mapping[str, Any]) -> None:
+        self._run, self._fault = run, ""
         try:
             os.chdir(folder)
             self._predictor = RowPredictor(**options)
@@ -144,14 +151,23 @@ class _PartPredictor:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         part = range(int(batch["start"][0]), int(batch["stop"][0]))
-        answer: list[dict[str, Any]] | str = self._fault
-        if not self._fault:
+        answer: list[dict[str, Any]] | str = self._fault or self._fault_of_tries(part)
+        if not answer:
             try:
                 ((_, rows),) = self._predictor.predict_parts([part])
                 answer = [asdict(row) for row in rows]
             except Exception as error:
                 answer = _on_node(error)
         return {**batch, "rows": [json.dumps(answer)]}
+
+    def _fault_of_tries(self, part: range) -> str:
+        """Count the tries of this part, in all processes. Return what is wrong if there were too many."""
+        key = f"gpuflow predict {self._run} {part.start}"
+        lost = int(internal_kv._internal_kv_get(key) or 0)
+        internal_kv._internal_kv_put(key, str(lost + 1))
+        if lost <= _RETRIES:
+            return ""
+        return f"samples {part.start} to {part.stop - 1} ended their process {lost} times; predict them without Ray"
 
 
 # --- serve ------------------------------------------------------------------------------------------------------------

@@ -106,6 +106,15 @@ def test_after_a_killed_worker_each_sample_has_one_row(
     assert predicted(config, tmp_path / "out") == 0
 
 
+def kill_always(**progress: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_part_that_ends_its_process_each_time_is_given_up(cluster: Any, config: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoaderError, match=r"^samples \d+ to \d+ ended their process 6 times; "):
+        predicted(config, tmp_path / "out", progress=kill_always)
+
+
 def note_node(folder: str, **progress: Any) -> None:
     """Write down that an actor of this node works, slowly."""
     import ray
