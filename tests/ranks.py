@@ -27,7 +27,7 @@ from torch import nn
 
 import gpuflow
 from gpuflow.config import read_config
-from gpuflow.execute.gpu.file_checks import KnownFiles
+from gpuflow.execute.gpu.chunk_scan import KnownFiles
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.stages import STAGES
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents

@@ -23,8 +23,8 @@ import torch
 from gpuflow.decode.chunk_files import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
+from gpuflow.execute.gpu.chunk_scan import FileChecks
 from gpuflow.execute.gpu.device_stream import DeviceStream
-from gpuflow.execute.gpu.file_checks import FileChecks
 from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
 from gpuflow.sources import Payload
 from gpuflow.tools.bench import row, write_results

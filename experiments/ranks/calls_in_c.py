@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.nvjpeg import BatchedDecoder, find_nvjpeg
-from gpuflow.execute.gpu.first_passes import FirstPasses
+from gpuflow.execute.gpu.launches import FirstPasses
 
 SOURCE = Path(__file__).with_suffix(".c")
 _FUNCTIONS = ("cudaSetDevice", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventSynchronize")

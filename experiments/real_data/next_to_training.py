@@ -29,7 +29,7 @@ PARTS = {
     "gpuflow.loader.read.ChunkReader.read_chunk": "read and prepare",
     "gpuflow.loader.read.ChunkReader.read": "  read",
     "gpuflow.execute.gpu.runner.GpuRunner.prepare": "  prepare",
-    "gpuflow.execute.gpu.file_checks.FileChecks.complete": "    check new files",
+    "gpuflow.execute.gpu.chunk_scan.FileChecks.complete": "    check new files",
     "gpuflow.execute.cpu.decode_pool.CpuDecodePool.begin": "    begin to decode on the CPU",
     "gpuflow.execute.gpu.runner.GpuRunner.launch": "launch",
     "gpuflow.execute.gpu.runner.GpuRunner._place": "  wait for the CPU's images",
@@ -160,7 +160,7 @@ def main() -> None:
             sys.setswitchinterval(interval / 1e3)
             measure(f"later, threads switch after {interval:g} ms", training, loader, options)
         if options.check_again:
-            known_files = "gpuflow.execute.gpu.file_checks.KnownFiles"
+            known_files = "gpuflow.execute.gpu.chunk_scan.KnownFiles"
             with patch(f"{known_files}.known", knows_none), patch(f"{known_files}.have", knows_none):
                 for _ in range(SETTLING_STEPS):
                     training.fed_step(loader)

@@ -17,7 +17,7 @@ import numpy as np
 from measure import _ANSWER, _caller, _first_requests, _images, _rate
 from run import CONFIG, make_photographs, models
 
-from gpuflow.execute.gpu.file_checks import FileChecks
+from gpuflow.execute.gpu.chunk_scan import FileChecks
 from gpuflow.execute.gpu.nvjpeg_decoders import NvjpegDecoderPool
 from gpuflow.execute.gpu.runner import GpuRunner
 from gpuflow.sources import Payload

@@ -32,7 +32,7 @@ from gpuflow.decode.header import OPENCV_FLAGS
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, is_system_fault, reason_of
-from gpuflow.execute.cpu.one_image import run_filters, run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_filters, run_pointwise
 from gpuflow.execute.cpu.runner import call_opaque, header_of
 from gpuflow.execute.warp import OPENCV_BORDERS
 from gpuflow.migration.library_transforms import LibraryTransform, library_transform

@@ -18,7 +18,7 @@ from gpuflow.config import Config, ModelSpec
 from gpuflow.engines import Engine, class_names, open_engine, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
 from gpuflow.errors import BadSampleError, ConfigError, GpuflowError, MissingExtra, Problem, did_you_mean
-from gpuflow.execute.cpu.one_image import run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.parity.images import Encoded, ParityImage
 from gpuflow.parity.measure import Differences, Scale, Tally, differences, levels_apart
 from gpuflow.parity.others import NAIVE, Library, is_library

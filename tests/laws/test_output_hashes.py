@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
 from gpuflow.errors import BadSampleError, ConfigError
-from gpuflow.execute.cpu.mask_maps import mask_maps
+from gpuflow.execute.cpu.masks import mask_maps
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program

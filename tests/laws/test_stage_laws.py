@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gpuflow.errors import ConfigError
-from gpuflow.execute.cpu.one_image import run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import OpaqueStep, WarpStep
 from gpuflow.stages import (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from gpuflow.execute.cpu.mask_maps import MaskMap, mask_maps
+from gpuflow.execute.cpu.masks import MaskMap, mask_maps
 from gpuflow.pipeline.moves import Crop, Flip, Move, Pad, Resize, Warp, forward
 from gpuflow.pipeline.records import Field, Ragged
 from gpuflow.pipeline.stage import Keys, StageKeys

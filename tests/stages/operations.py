@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError
-from gpuflow.execute.cpu.one_image import run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.pipeline import stage as s
 from tests.images import photo
 from tests.running import RGB, keys_of

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
-from gpuflow.execute.cpu.one_image import run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.validate import trace
 from gpuflow.stages import CenterCrop, ColorJitter, Decode, Normalize

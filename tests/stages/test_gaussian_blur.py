@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow.execute.cpu.one_image import run_filters
+from gpuflow.execute.cpu.native_chunk import run_filters
 from gpuflow.stages import GaussianBlur
 from tests.images import photo
 from tests.running import keys_of, levels_apart

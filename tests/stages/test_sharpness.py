@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow.execute.cpu.one_image import run_filters
+from gpuflow.execute.cpu.native_chunk import run_filters
 from gpuflow.stages import Sharpness
 from tests.running import keys_of
 from tests.stages.operations import check_draws, check_refuses, pictures

@@ -17,6 +17,7 @@ from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.native.pool import NativePool, using
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.pointwise import Filters, Operations
 from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
@@ -225,3 +226,27 @@ def _address_of(array: Array) -> int:
 def _place_of(slots: Array) -> tuple[int, int]:
     """The address of slots [N, ...], and the bytes from one to the next."""
     return _address_of(slots), slots.strides[0]
+
+
+def run_pointwise(image: Bytes, operations: Operations, i: int, table: Array | None, *, planes: bool) -> Array:
+    """Run sample i's operations on its image [H, W, C], then look levels up in a table, if there is one.
+
+    Args:
+        image: is not changed. C is 1, or 3: red, green, blue.
+        operations: of all samples.
+        table: [C, 256] in the result's dtype.
+        planes: the result of the table is [C, H, W], and [H, W, C] otherwise.
+    """
+    records, shape = Records(), image.shape
+    records.add_operations(operations)
+    if table is None:
+        return run_records(records, i, image, np.empty(shape, np.uint8))
+    records.add_table(table, planes)
+    return run_records(records, i, image, np.empty((shape[2], *shape[:2]) if planes else shape, table.dtype))
+
+
+def run_filters(image: Bytes, filters: Filters, i: int) -> Bytes:
+    """Return sample i's result for its image [H, W, C], which is not changed."""
+    records = Records()
+    records.add_filters(filters)
+    return run_records(records, i, image, np.empty(image.shape, np.uint8))

@@ -10,8 +10,7 @@ import cv2
 import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Ints
-from gpuflow.execute.cpu.mask_maps import MaskMap, mask_maps
-from gpuflow.execute.cpu.masks import Instance, decode_mask, draw_instance, mask_fault
+from gpuflow.execute.cpu.masks import Instance, MaskMap, decode_mask, draw_instance, mask_fault, mask_maps
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Ragged, Records, taken

@@ -35,15 +35,13 @@ from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute import packing
 from gpuflow.execute.cpu.decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.gpu.canvas import Canvas, Tiles, tiles_of
-from gpuflow.execute.gpu.chunk_scan import ChunkScan, ChunkScanner, ChunkTables
+from gpuflow.execute.gpu.chunk_scan import ChunkScan, ChunkScanner, ChunkTables, FileChecks
 from gpuflow.execute.gpu.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
 from gpuflow.execute.gpu.decode_calls import AHEAD, DecodeCall, LaterResults, LaterRows, Undecoded, plan_calls
 from gpuflow.execute.gpu.device_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots, send_array
-from gpuflow.execute.gpu.file_checks import FileChecks
-from gpuflow.execute.gpu.first_passes import FirstPasses
 from gpuflow.execute.gpu.gpu_call import GpuCalls, Transfer
-from gpuflow.execute.gpu.image_copies import ImageCopies, ImageRows
+from gpuflow.execute.gpu.launches import FirstPasses, ImageCopies, ImageRows
 from gpuflow.execute.gpu.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.gpu.passes import Pass
 from gpuflow.pipeline import stage as s

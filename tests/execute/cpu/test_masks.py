@@ -19,9 +19,8 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 from gpuflow.arrays import Ints
-from gpuflow.execute.cpu import mask_maps as mask_maps_module
-from gpuflow.execute.cpu.mask_maps import mask_maps
-from gpuflow.execute.cpu.masks import decode_mask, instance_mask, mask_fault
+from gpuflow.execute.cpu import masks as masks_module
+from gpuflow.execute.cpu.masks import decode_mask, instance_mask, mask_fault, mask_maps
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.records import Field, MaskFile, Polygons, Records, Rle
@@ -321,7 +320,7 @@ def test_masks_of_more_pixels_than_32_bits_count_are_mapped_alike(monkeypatch: p
     for name in ("turns", "turns of two borders"):
         program, results = program_of(Decode(color="gray"), *PROGRAMS[name]), []
         for most in (2**31, 0):
-            monkeypatch.setattr(mask_maps_module, "_MOST_IN_INT32", most)
+            monkeypatch.setattr(masks_module, "_MOST_IN_INT32", most)
             results += [one.apply(mask, 9) for one in mask_maps(program, keys_of(1), np.array([mask.shape]))]
         np.testing.assert_array_equal(results[0], results[1])
 

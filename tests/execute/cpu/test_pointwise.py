@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.execute.cpu import native_chunk
-from gpuflow.execute.cpu.one_image import run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline.pointwise import Operation, Operations
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.execute.gpu import first_passes, image_copies
+from gpuflow.execute.gpu import launches
 from gpuflow.execute.gpu.gpu_call import GpuCalls, KernelLaunch
 
 __all__ = ["DONE", "STREAM", "FakeDriver", "copy_images", "use_c_code"]
@@ -145,9 +145,8 @@ def use_c_code(monkeypatch: Any, copy: Callable[[torch.Tensor], None], driver_of
         return launch_of
 
     monkeypatch.setattr(GpuCalls, "find", classmethod(lambda cls, stream, library: driver_of(library).code()))
-    monkeypatch.setattr(image_copies, "copy_images", copy)
-    for module in (first_passes, image_copies):
-        monkeypatch.setattr(module, "capture_launch", capture)
+    monkeypatch.setattr(launches, "copy_images", copy)
+    monkeypatch.setattr(launches, "capture_launch", capture)
 
 
 def copy_images(plan: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 import gpuflow
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute.gpu import backend as gpu_backend
-from gpuflow.execute.gpu.file_checks import KnownFiles
+from gpuflow.execute.gpu.chunk_scan import KnownFiles
 from gpuflow.execute.gpu.gpu_call import GpuCalls
 from gpuflow.execute.gpu.nvjpeg_decoders import NvjpegDecoder
 from tests import images

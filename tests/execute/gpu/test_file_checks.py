@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_files import find_complete, read_headers
 from gpuflow.decode.codecs import MAX_SCANS
-from gpuflow.execute.gpu import file_checks
-from gpuflow.execute.gpu.file_checks import FileChecks
+from gpuflow.execute.gpu import chunk_scan
+from gpuflow.execute.gpu.chunk_scan import FileChecks
 from gpuflow.sources import Payload
 from tests.images import jpeg, photo, with_restarts
 
@@ -33,7 +33,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append([payload.sizes[row] for row in rows])
         return find_complete(rows, payload, *arguments)
 
-    monkeypatch.setattr(file_checks, "find_complete", find)
+    monkeypatch.setattr(chunk_scan, "find_complete", find)
     return found
 
 

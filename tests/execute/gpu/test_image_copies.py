@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpuflow.execute.gpu.gpu_call import Transfer
-from gpuflow.execute.gpu.image_copies import ImageCopies, ImageRows
+from gpuflow.execute.gpu.launches import ImageCopies, ImageRows
 from tests.execute.gpu.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.host_stream import HostStream
 
@@ -70,6 +70,6 @@ def test_a_kernel_that_cannot_be_captured(driver: FakeDriver, monkeypatch: pytes
     def fail(*arguments: Any) -> None:
         raise RuntimeError("no graph")
 
-    monkeypatch.setattr("gpuflow.execute.gpu.image_copies.capture_launch", fail)
+    monkeypatch.setattr("gpuflow.execute.gpu.launches.capture_launch", fail)
     whole = ImageRows.of(torch.zeros(1, 3, 4, 8), np.array([0]))
     assert not copies_of(driver).queue([(whole, whole)])

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from gpuflow.execute.cpu.one_image import run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.execute.kernels import color
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 from gpuflow.execute.packing import send_all

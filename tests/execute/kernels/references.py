@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.execute.cpu.native_chunk import Records, run_records
-from gpuflow.execute.cpu.one_image import run_filters, run_pointwise
+from gpuflow.execute.cpu.native_chunk import Records, run_filters, run_pointwise, run_records
 from gpuflow.pipeline.pointwise import Filters, Operations
 from gpuflow.pipeline.program import Warping
 

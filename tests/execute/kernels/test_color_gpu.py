@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.execute.cpu.one_image import run_pointwise
+from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.execute.packing import send_all
 from gpuflow.pipeline.stage import Keys, Operations
 from gpuflow.stages import ColorJitter, Normalize
