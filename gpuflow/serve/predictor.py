@@ -41,7 +41,8 @@ from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.serve.matrices import matrices_of, require_known_moves
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
-from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked, unchanged
+from gpuflow.torchpipe.request_queue import unchanged
+from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked
 
 if TYPE_CHECKING:
     from gpuflow.config import Config, ModelSpec, ServeSpec

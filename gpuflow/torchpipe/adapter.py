@@ -29,7 +29,7 @@ import importlib.util
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +177,9 @@ class Pipe:
         self._pipe = _omniback.pipe({name: dict(parameters) for name, parameters in nodes.items()})
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pipe))  # never freed, also not when the interpreter ends
 
-    def start(self, item: Mapping[str, Any]) -> None:
-        """Queue an item and return at once. The nodes report its result."""
-        self._pipe(_omniback.Dict({**item, "event": _omniback.Event()}))
+    def start(self, requests: Sequence[object]) -> None:
+        """Queue an item of these requests and return at once. The nodes answer them."""
+        self._pipe(_omniback.Dict({"data": b"", "requests": requests, "event": _omniback.Event()}))
 
     def run(self, item: Mapping[str, Any]) -> Any:
         """Run an item and wait. Returns its `result`, a tensor for `torch.from_dlpack`. Raises what a node raises."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,7 +27,7 @@ from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
 from gpuflow.torchpipe.preprocessors import CpuPreprocessor
-from gpuflow.torchpipe.request_queue import Request, RequestQueue
+from gpuflow.torchpipe.request_queue import Request, RequestQueue, unchanged
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -37,20 +38,24 @@ Item = MutableMapping[str, Any]
 _FILE_THREADS = 16
 """The largest number of threads that check or rewrite the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
-_EMPTY, _CANCELLED = torch.empty(0, device="cpu"), PredictorError("cancelled")
+_EMPTY = torch.empty(0, device="cpu")
 
 
-class Preprocessor(Protocol):
-    """Preprocesses several images at a time. Any thread may call any method."""
-
-    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
-        """Each file's image [1, C, H, W], or why it is bad. What else one of the files raises is raised for all."""
-        ...
+class SessionPart(Protocol):
+    """A part of a running graph that a session checks and closes. Any thread may call any method."""
 
     def check(self) -> None:
-        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
+        """Raise DecoderError or PredictorError if this part does not work."""
 
     def close(self) -> None: ...
+
+
+class Preprocessor(SessionPart, Protocol):
+    """Preprocesses several images at a time. Any thread may call any method. `check` decodes gpuflow's test image."""
+
+    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        """Return each file's image [1, C, H, W], or why it is bad. Raise what else one of the files raises."""
+        ...
 
 
 class Session:
@@ -69,10 +74,10 @@ class Session:
         self.engines = tuple(engines)
         self.batches: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._nodes: list[ModelNode] = []
+        self._parts: list[SessionPart] = []
 
-    def add_node(self, node: ModelNode) -> None:
-        self._nodes.append(node)
+    def add(self, part: SessionPart) -> None:
+        self._parts.append(part)
 
     def count_batch(self, images: int) -> None:
         with self._lock:
@@ -84,22 +89,25 @@ class Session:
             self.preprocessor = self.preprocessor or make()
 
     def check(self) -> None:
-        """Have the preprocessor decode gpuflow's own test image. Raises DecoderError if that fails, and PredictorError
-        if an instance of the model keeps failing."""
-        for node in tuple(self._nodes):
-            node.check()
+        """Have what decodes decode gpuflow's own test image.
+
+        Raises:
+            DecoderError: that fails. PredictorError: an instance of the model keeps failing.
+        """
+        for part in tuple(self._parts):
+            part.check()
         if (preprocessor := self.preprocessor) is not None:
             preprocessor.check()
 
     def close(self) -> None:
         """Release engines and buffers; no item may be in flight. torchpipe never frees the nodes themselves."""
-        for node in self._nodes:
-            node.release()
+        for part in self._parts:
+            part.close()
         for engine in self.engines:
             engine.close()
         if self.preprocessor is not None:
             self.preprocessor.close()
-        self._nodes.clear()
+        self._parts.clear()
         self.engines, self.preprocessor = (), None
 
 
@@ -164,43 +172,34 @@ class PreprocessNode:
         return self._batch
 
     def forward(self, items: Sequence[Item]) -> None:
-        items, queue = list(items), self._session.undecoded
-        if queue is not None:
-            for item in items:
-                item["result"] = _EMPTY
-            queue.work([item["requests"] for item in items], self._decode)
+        items = list(items)
+        parts = [_requests_of(item) for item in items]
+        if (queue := self._session.undecoded) is not None:
+            queue.work(parts, self._decode_for_model)
             return
-        wanted = []
-        for item in items:
-            data = item["request"].take_data() if "request" in item else item["data"]
-            if data is not None:
-                wanted.append((item, data))
-            else:
-                _write(item, _CANCELLED)
-        for (item, _), image in zip(wanted, self.images([data for _, data in wanted]), strict=True):
-            if "request" in item:
-                item["request"].release_data()
-            if isinstance(image, Exception):
-                if "request" in item:
-                    item["request"].fault = image
-                if self._raises:
-                    raise image
-            _write(item, image)
+        self.decode([request for (request,) in parts])
+        for item, (request,) in zip(items, parts, strict=True):
+            if (image := request.take_image()) is not None:
+                item["result"] = image
+            elif self._raises:
+                request.future.result(timeout=0)
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        """Decode requests and queue them for the model. An error is the answer to its request."""
-        queue = self._session.queue
-        assert queue is not None
-        files = {request: data for request in requests if (data := request.take_data()) is not None}
+    def _decode_for_model(self, requests: Sequence[Request]) -> None:
+        self.decode(requests)
+        assert self._session.queue is not None
+        self._session.queue.add_decoded([request for request in requests if request.image is not None])
+
+    def decode(self, requests: Sequence[Request]) -> None:
+        """Set the image of each request. An error is the answer to its request. Cancelled requests are left out."""
+        files = {request: data for request in requests if (data := request.begin_decoding()) is not None}
         for request, image in zip(files, self.images(list(files.values())), strict=True):
             request.image = None if isinstance(image, Exception) else image
-            request.release_data()
+            request.end_decoding()
             if isinstance(image, Exception):
                 request.set_result(image)
-        queue.add_decoded([request for request in files if not request.ended])
 
     def images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | Exception]:
-        """Each file's image [1, C, H, W], or its error. Raises nothing.
+        """Return each file's image [1, C, H, W], or its error. Raise nothing.
 
         If several files at a time raise an exception, each half of them is run again, so that only the file that raises
         it gets it. Such a file is bad if it is so on the CPU.
@@ -249,13 +248,15 @@ class ModelNode:
     in batches of half the size.
     """
 
+    _preprocess: PreprocessNode | None = None
+
     def init(self, params: Any, options: object = None) -> None:
         parameters = dict(params.items())
         keep_thread_state()
         use_torch_threads(1)  # an engine that needs more sets it in `run`
         program = _program(parameters)
         self._session = _session(parameters, program)
-        self._session.add_node(self)
+        self._session.add(self)
         engines, self._batch = self._session.engines, int(parameters["batch"])
         self._engine = engines[int(parameters["_independent_index"])] if engines else None
         self._device, self._result = torch.device(parameters["device"]), program.result
@@ -272,68 +273,44 @@ class ModelNode:
 
     def forward(self, items: Sequence[Item]) -> None:
         items = list(items)
-        queue = self._session.queue
-        if queue is None:
-            self._run_items(items)
-        else:
-            for item in items:
-                item["result"] = _EMPTY
-            queue.work([item["requests"] for item in items], self._run_measured, seconds=self._patience)
+        parts = [_requests_of(item) for item in items]
+        if (queue := self._session.queue) is not None:
+            queue.work(parts, self._run_batch, seconds=self._patience)
+            return
+        if self._preprocess is None:
+            for item, (request,) in zip(items, parts, strict=True):
+                request.image = None if "error" in item else from_dlpack(item["data"])
+        self._run_batch([request for (request,) in parts])
 
-    def _run_items(self, items: Sequence[Item]) -> None:
-        """A batch that torchpipe formed."""
-        images = [_fault_of(item) if "error" in item else from_dlpack(item["data"]) for item in items]
-        requests = [item["request"] if "request" in item else None for item in items]  # noqa: SIM401  # not a dict
-        for item, answer in zip(items, self.answer(images, requests), strict=True):
-            _write(item, answer)
-
-    def _run_measured(self, batch: Sequence[Request]) -> None:
+    def _run_batch(self, batch: Sequence[Request]) -> None:
         queue, begun = self._session.queue, time.monotonic()
-        self._run_batch(batch)
+        if self._preprocess is not None:
+            self._preprocess.decode(batch)
+        self.answer(batch)
         if queue is not None:
             queue.measured(len(batch), time.monotonic() - begun)
 
-    def _run_batch(self, batch: Sequence[Request]) -> None:
-        """Run the model on requests that another node decoded."""
-        images = []
-        for request in batch:
-            image, request.image = request.image, None
-            images.append(_CANCELLED if image is None else image)
-        self.answer(images, batch)
+    def answer(self, batch: Sequence[Request]) -> None:
+        """Answer each request that has an image: with logits [K], or the image [C, H, W] if it wants that; or an error.
 
-    def answer(
-        self, images: Sequence[torch.Tensor | Exception], requests: Sequence[Request | None]
-    ) -> list[torch.Tensor | Exception]:
-        """Each image's logits [K], or the image [C, H, W] if its request wants that, or its error.
-
-        Also sets the results of the requests.
+        Requests without an image have an answer already, or are cancelled.
         """
-        begun = [request is None or request.begin() for request in requests]
-        wanted = [image if begins else _CANCELLED for image, begins in zip(images, begun, strict=True)]
-        answers = self._answers(wanted, [request is not None and request.wants_image for request in requests])
-        for request, answer in zip(requests, answers, strict=True):
-            if request is not None:
-                request.set_result(answer)
-        return answers
-
-    def _answers(
-        self, images: Sequence[torch.Tensor | Exception], as_images: Sequence[bool]
-    ) -> list[torch.Tensor | Exception]:
-        good = {row: image for row, image in enumerate(images) if isinstance(image, torch.Tensor)}
-        found: Sequence[torch.Tensor | Exception] = ()
+        images = {
+            request: image for request in batch if (image := request.take_image()) is not None and request.begin()
+        }
+        if not images:
+            return
+        answers: Sequence[torch.Tensor | Exception]
         try:
-            if good:
-                found = self._run(list(good.values()), [as_images[row] for row in good])
+            answers = self._run(list(images.values()), [request.wants_image for request in images])
             self._failures = 0
-        except BaseException as error:  # a caller waits for each item, so every error becomes an answer
+        except BaseException as error:  # a caller waits for each request, so every error becomes an answer
             self._failures, self._failed_at, self._fault = self._failures + 1, time.monotonic(), repr(error)
-            failed = PredictorError(f"the model failed on a batch of {len(good)}: {error!r}")
+            failed = PredictorError(f"the model failed on a batch of {len(images)}: {error!r}")
             failed.__cause__ = error
-            found = [failed] * len(good)
-        answers = list(images)
-        for row, answer in zip(good, found, strict=True):
-            answers[row] = answer
-        return answers
+            answers = [failed] * len(images)
+        for request, answer in zip(images, answers, strict=True):
+            request.set_result(answer)
 
     @torch.no_grad()
     def _run(self, images: Sequence[torch.Tensor], as_images: Sequence[bool]) -> list[torch.Tensor]:
@@ -375,7 +352,7 @@ class ModelNode:
         if self._failures >= _MOST_FAILURES and time.monotonic() - self._failed_at < _FAILED_SECONDS:
             raise PredictorError(f"the model failed on the last {self._failures} batches: {self._fault}")
 
-    def release(self) -> None:
+    def close(self) -> None:
         self._engine = None
 
 
@@ -387,31 +364,21 @@ class PredictNode(ModelNode):
         self._preprocess.init(params)
         super().init(params)
 
-    def _run_items(self, items: Sequence[Item]) -> None:
-        images = self._preprocess.images([item["data"] for item in items])
-        for item, answer in zip(items, self.answer(images, [None] * len(items)), strict=True):
-            _write(item, answer)
 
-    def _run_batch(self, batch: Sequence[Request]) -> None:
-        """Decode a batch of requests, run the model and set their results. Those that were dropped are not decoded."""
-        files = {request: data for request in batch if (data := request.take_data()) is not None}
-        images = dict(zip(files, self._preprocess.images(list(files.values())), strict=True))
-        for request in files:
-            request.release_data()
-        del files
-        self.answer([images.get(request, _CANCELLED) for request in batch], batch)
+def _requests_of(item: Item) -> Sequence[Request]:
+    """Return the requests of a `RunningGraph` that an item stands for. Any other item becomes a request, whose answer
+    is written into it."""
+    item["result"] = _EMPTY
+    if "requests" in item:
+        requests: Sequence[Request] = item["requests"]
+        return requests
+    request = Request(item["data"], lambda request: None, wrap=unchanged)
+    request.future.add_done_callback(partial(_write, item))
+    return [request]
 
 
-def _write(item: Item, answer: torch.Tensor | Exception) -> None:
-    if isinstance(answer, Exception):
-        item["error"], item["result"] = str(answer), _EMPTY
+def _write(item: Item, answer: Future[torch.Tensor]) -> None:
+    if (error := answer.exception()) is not None:
+        item["error"] = str(error)
     else:
-        item["result"] = answer
-
-
-def _fault_of(item: Item) -> Exception:
-    """The exception that the previous node raised for an item; without a request, an error of the same text."""
-    if "request" in item and item["request"].fault is not None:
-        fault: Exception = item["request"].fault
-        return fault
-    return PredictorError(item["error"])
+        item["result"] = answer.result()

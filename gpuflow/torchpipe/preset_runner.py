@@ -18,7 +18,8 @@ from gpuflow.pipeline.stage import Geometry, Keys, Mixing, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.sources import Payload
 from gpuflow.torchpipe.graph import chain
-from gpuflow.torchpipe.running_graph import RunningGraph, unchanged
+from gpuflow.torchpipe.request_queue import unchanged
+from gpuflow.torchpipe.running_graph import RunningGraph
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,11 @@ _NEW_SHARE = 0.3
 """The weight of a batch that took longer than those before it in the mean."""
 
 
+def unchanged(image: torch.Tensor) -> torch.Tensor:
+    """Return the image: the `wrap` of requests that want an image as the graph has it."""
+    return image
+
+
 class RequestGroup:
     """Requests that the model gets as one batch, such as those of a list or of a form.
 
@@ -58,7 +63,7 @@ class RequestGroup:
 
 
 class Request:
-    """One image that a graph processes; the item that torchpipe carries has it as `request`.
+    """One image that a graph processes; the item that torchpipe carries has it in `requests`.
 
     A request that is cancelled ends at once, unless it is being decoded or the model runs on it. So a caller that
     has gone keeps no memory and no place while the graph is busy.
@@ -69,10 +74,8 @@ class Request:
     done: called once, before the future has its result, when the graph has finished with the request or dropped it.
     group, row: the group that it belongs to, and its place there; without one it is a batch alone.
     ends_call: whether its caller waits for no later request, so that with its answer the caller may send again.
-    held_bytes: size of the encoded image while it is in memory.
     image: what the model gets, once a node that only decodes has finished.
     answered: whether `set_result` was called. ended: whether `done` was.
-    fault: what a node raised for it; torchpipe passes on only its text.
     """
 
     def __init__(
@@ -93,8 +96,6 @@ class Request:
         self.group, self.row, self.ends_call = group, row, ends_call
         self.image: torch.Tensor | None = None
         self.answered = self.ended = False
-        self.fault: Exception | None = None
-        self.held_bytes = len(data)
         self._data: bytes | None = data
         self._is_decoding = False
         self._wrap, self._done = wrap, done
@@ -104,20 +105,29 @@ class Request:
         dropped = weakref.WeakMethod(self._drop)
         self.future.add_done_callback(lambda future: _drop_cancelled(future, dropped))
 
-    def take_data(self) -> bytes | None:
-        """The encoded image, for the node that decodes it and then calls `release_data`; None if it was dropped."""
-        with self._lock:
-            data, self._data = self._data, None
-            self._is_decoding = data is not None
-        return data
+    @property
+    def held_bytes(self) -> int:
+        """Return the size of the encoded image, or 0 once it is no longer in memory."""
+        data = self._data
+        return 0 if data is None else len(data)
 
-    def release_data(self) -> None:
-        """Record that the image is decoded, and its bytes are no longer in memory. Ends a cancelled request."""
+    def begin_decoding(self) -> bytes | None:
+        """Return the encoded image, which stays in memory until `end_decoding`; None if it was dropped."""
         with self._lock:
-            self._is_decoding = False
-        self.held_bytes = 0
+            self._is_decoding = self._data is not None
+            return self._data
+
+    def end_decoding(self) -> None:
+        """Drop the encoded image. Ends a cancelled request."""
+        with self._lock:
+            self._is_decoding, self._data = False, None
         if self.future.cancelled():
             self._drop()
+
+    def take_image(self) -> torch.Tensor | None:
+        """Return the decoded image, and forget it; None if there is none."""
+        image, self.image = self.image, None
+        return image
 
     def begin(self) -> bool:
         """Mark the request as running, after which it cannot be cancelled. Returns False if it was cancelled before."""
@@ -147,16 +157,15 @@ class Request:
     def drop(self) -> None:
         """Answer with a PredictorTimeout, because the deadline cannot be met."""
         self.dropped = True
-        self._data, self.held_bytes = None, 0
+        self._data = None
         self.set_result(PredictorTimeout("the answer would come too late; ask again later, or allow more time"))
 
     def _drop(self) -> None:
-        """Free the memory and the place of a cancelled request, unless it is being decoded: `release_data` does it."""
+        """Free the memory and the place of a cancelled request, unless it is being decoded: `end_decoding` does it."""
         with self._lock:
             if self._is_decoding:
                 return
             self._data = self.image = None
-        self.held_bytes = 0
         self.begin()
         self._end()
 
@@ -315,12 +324,12 @@ class RequestQueue:
         instances: of the node.
         batch: its largest batch.
 
-    arrived: how many parts have been added so far.
+    batch: the same as the argument. arrived: how many parts have been added so far.
     """
 
     def __init__(self, start: Callable[[Sequence[Request]], object], *, instances: int, batch: int) -> None:
         self.arrived = 0
-        self._start, self._free, self._batch = start, instances, batch
+        self._start, self._free, self.batch = start, instances, batch
         self._started = 0  # items that torchpipe has and no instance yet
         self._backlog = Backlog()
         self._arrival, self._awaited = threading.Condition(), set[int]()
@@ -330,7 +339,7 @@ class RequestQueue:
 
         Drops those whose deadline has passed. Raises what `start` does.
         """
-        assert all(1 <= len(part) <= self._batch for part in parts)
+        assert all(1 <= len(part) <= self.batch for part in parts)
         now, wanted, starting = time.monotonic(), deque[Sequence[Request]](), list[list[Request]]()
         for part in parts:
             if min(request.deadline for request in part) >= now:
@@ -342,13 +351,13 @@ class RequestQueue:
             while wanted and self._started < self._free:
                 share = math.ceil(sum(map(len, wanted)) / (self._free - self._started))
                 batch = list(wanted.popleft())
-                while wanted and len(batch) + len(wanted[0]) <= min(share, self._batch):
+                while wanted and len(batch) + len(wanted[0]) <= min(share, self.batch):
                     batch += wanted.popleft()
                 starting.append(batch)
                 self._started += 1
             for part in wanted:
                 self._backlog.add(part)
-            if min(self._awaited, default=math.inf) <= self.arrived or len(self._backlog) >= self._batch:
+            if min(self._awaited, default=math.inf) <= self.arrived or len(self._backlog) >= self.batch:
                 self._arrival.notify_all()
         while starting:
             try:
@@ -398,7 +407,7 @@ class RequestQueue:
         seconds: for which callers with an answer may send again before the next batch is run.
         """
         self.mark_started(len(parts))
-        *first, batch = joined(parts, self._batch)
+        *first, batch = joined(parts, self.batch)
         for each in first:
             run(each)
         while batch:
@@ -419,10 +428,10 @@ class RequestQueue:
         """
         with self._arrival:
             self._awaited.add(arrived)
-            self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._backlog) >= self._batch, seconds)
+            self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._backlog) >= self.batch, seconds)
             self._awaited.discard(arrived)
         while True:
-            batch = self._backlog.take(self._batch)
+            batch = self._backlog.take(self.batch)
             with self._arrival:
                 if batch or not self._backlog:
                     self._free += not batch

@@ -27,7 +27,7 @@ from gpuflow.torchpipe.adapter import (
     turn_off_batching,
     unique_prefix,
 )
-from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph
+from gpuflow.torchpipe.graph import OURS, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
 from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, RequestQueue
 
@@ -45,11 +45,6 @@ _WORKS_SECONDS = 10.0
 _open: weakref.WeakSet[RunningGraph] = weakref.WeakSet()
 _loaded_in: set[int] = set()
 """The ids of the processes that have loaded a predictor: this one, and those that it was forked from."""
-
-
-def unchanged(image: torch.Tensor) -> torch.Tensor:
-    """The `wrap` of requests that want an image as the graph has it."""
-    return image
 
 
 def register() -> None:
@@ -89,13 +84,104 @@ def _close_session(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
-def _queue(pipe: Pipe, node: Mapping[str, str]) -> RequestQueue:
-    """The queue before a node that `pipe` begins with, and that takes requests from there."""
+def _open_pipe(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> Pipe:
+    try:
+        return Pipe(nodes)
+    except Exception as error:
+        raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
 
-    def start(requests: Sequence[Request]) -> None:
-        pipe.start({"data": b"", "requests": requests})
 
-    return RequestQueue(start, instances=int(node["instance_num"]), batch=int(node["batch"]))
+def _open_nodes(graph: Graph, nodes: Mapping[str, dict[str, str]], session: Session) -> RequestQueue:
+    """Start nodes of gpuflow, each with a queue in the session. Return the queue of the first one.
+
+    torchpipe does not connect them: its own batching between two nodes would not keep the images of a list together.
+    """
+    queues = []
+    for name, node in nodes.items():
+        node.pop("next", None)
+        node.setdefault("patience", node["batching_timeout"])
+        turn_off_batching(node)  # requests start an instance, or wait in the RequestQueue
+        pipe = _open_pipe({name: node}, graph)
+        queues.append(RequestQueue(pipe.start, instances=int(node["instance_num"]), batch=int(node["batch"])))
+    session.queue = queues[-1]
+    if len(queues) > 1:
+        session.undecoded = queues[0]
+    return queues[0]
+
+
+def _open_native_nodes(graph: Graph, nodes: Mapping[str, dict[str, str]], session: Session) -> RequestQueue:
+    """Start nodes of which some run torchpipe's own operators, as a part of the session. Return their queue."""
+    import_operators()
+    native = NativeNodes(graph, _open_pipe(nodes, graph))
+    session.add(native)
+    return native.queue
+
+
+class NativeNodes:
+    """Nodes of which some run torchpipe's own operators. These answer no requests, and an error reaches only the thread
+    that waits in the call. So each image is a call of its own.
+
+    queue: takes requests, one by one.
+    """
+
+    def __init__(self, graph: Graph, pipe: Pipe) -> None:
+        self._pipe, self._preset = pipe, graph.preset
+        self._decoded_at = -math.inf
+        self._running = set[Request]()
+        count = min(graph.at_once, _MAX_CALLERS)
+        callers = self._callers = DaemonPool(count, "serve")
+        self.queue = RequestQueue(lambda part: callers.submit(self._work, part), instances=count, batch=1)
+
+    def _work(self, requests: Sequence[Request]) -> None:
+        """Run a request, then those that wait."""
+        self.queue.work([requests], self._run)
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        (request,) = requests
+        # torchpipe's operators get the data in the item; a node of gpuflow takes them from the request.
+        data = b"" if self._preset is None else request.begin_decoding()
+        if data is None:
+            return
+        self._running.add(request)
+        answer: torch.Tensor | Exception
+        try:
+            if self._preset is not None:
+                self._preset.check(np.frombuffer(data, np.uint8))
+            answer = from_dlpack(self._pipe.run({"data": data, "requests": requests})).float().cpu().flatten()
+            self._decoded_at = time.monotonic()
+        except BadSampleError as fault:
+            answer = fault
+        except Exception as error:
+            if self._preset is not None:
+                answer = BadSampleError(self._preset.stage_name, CANNOT_DECODE)
+                answer.__cause__ = error
+            else:
+                answer = PredictorError(f"torchpipe: {str(error).strip().splitlines()[-1]}")
+        self._running.discard(request)
+        request.end_decoding()
+        if not request.answered:
+            request.set_result(answer)
+
+    def check(self) -> None:
+        """Have a preset decode gpuflow's own test image. While requests wait, the image would wait for those before it;
+        then an answer of the last seconds is enough.
+
+        Raises:
+            DecoderError: it fails.
+        """
+        busy = self._running and time.monotonic() - self._decoded_at < _WORKS_SECONDS
+        if self._preset is None or busy:
+            return
+        try:
+            self._pipe.run({"data": self_test.JPEG.tobytes()})  # through the model, too
+        except Exception as error:  # torchpipe's operators raise any exception
+            raise DecoderError(
+                "torchpipe does not decode gpuflow's test image; end this process and start another one"
+            ) from error
+
+    def close(self) -> None:
+        """End the threads. No request may be in flight."""
+        self._callers.shutdown()
 
 
 class RunningGraph:
@@ -111,49 +197,23 @@ class RunningGraph:
 
     def __init__(self, graph: Graph, engines: Sequence[Engine] = ()) -> None:
         register()
-        if graph.native:
-            import_operators()
+        self._pid = os.getpid()
+        self._idle, self._closed = threading.Condition(), False
+        self._requests: set[Request] = set()
+        self._rate = AnswerRate(graph.at_once)
         name = unique_prefix()
         nodes = graph.as_dict(f"{name}.")
         for node in nodes.values():
             if node["backend"] in OURS:
                 node["session"] = name
-            if node["backend"] in (MODEL, PREDICT) and not graph.native:
-                node.setdefault("patience", node["batching_timeout"])
-                turn_off_batching(node)  # requests start an instance, or wait in the RequestQueue
-        self._pid = os.getpid()
-        self._idle, self._closed = threading.Condition(), False
-        self._requests: set[Request] = set()
-        self._decoded_at = -math.inf  # by torchpipe's operators
         self._session = SESSIONS[name] = Session(engines)
-        head, last = (nodes[f"{name}.{node.name}"] for node in (graph.nodes[0], graph.nodes[-1]))
-        # A list becomes one batch of the model, which torchpipe's own batching between two nodes would not ensure.
-        in_two = not graph.native and head["backend"] == PREPROCESS
-        if in_two:
-            del head["next"]
-            turn_off_batching(head)
+        start = _open_native_nodes if graph.native else _open_nodes
         try:
-            if in_two:
-                (first, second) = ({key: node} for key, node in nodes.items())
-                self._pipe, model = Pipe(first), Pipe(second)
-            else:
-                self._pipe = model = Pipe(nodes)
-        except Exception as error:
+            self._head = start(graph, nodes, self._session)
+        except BaseException:
             del SESSIONS[name]
-            raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
-        self._rate = AnswerRate(graph.at_once)
-        self._native_head = head["backend"] not in OURS
-        self._batch = 1 if graph.native else int(last["batch"])
-        self._callers: DaemonPool | None = None
-        if graph.native:  # an error of torchpipe's operators reaches only the thread that waits in the call
-            count = min(graph.at_once, _MAX_CALLERS)
-            callers = self._callers = DaemonPool(count, "serve")
-            self._head = RequestQueue(lambda part: callers.submit(self._call, part), instances=count, batch=1)
-        else:
-            self._session.queue = self._head = _queue(model, last)
-        if in_two:
-            self._session.undecoded = self._head = _queue(self._pipe, head)
-        self._preset = graph.preset
+            raise
+        self._batch = (self._session.queue or self._head).batch
         # An unreferenced graph has no request in flight, so its session can be closed.
         self._release = weakref.finalize(self, _close_session, name)
         self._release.atexit = False
@@ -224,35 +284,6 @@ class RunningGraph:
             raise
         return [request.future for request in requests]
 
-    def _call(self, requests: Sequence[Request]) -> None:
-        """Run a request, then those that wait. For graphs with torchpipe's own operators, which answer no requests."""
-        self._head.work([requests], self._run)
-
-    def _run(self, requests: Sequence[Request]) -> None:
-        (request,) = requests
-        # A node of gpuflow's own takes the data from the request.
-        data = request.take_data() if self._native_head else b""
-        if data is None or request.ended:
-            return
-        answer: torch.Tensor | Exception
-        try:
-            if self._preset is not None:
-                self._preset.check(np.frombuffer(data, np.uint8))
-            answer = from_dlpack(self._pipe.run({"data": data, "request": request}))
-        except BadSampleError as fault:
-            answer = fault
-        except Exception as error:
-            if self._preset is not None:
-                answer = BadSampleError(self._preset.stage_name, CANNOT_DECODE)
-                answer.__cause__ = error
-            else:
-                answer = request.fault or PredictorError(f"torchpipe: {str(error).strip().splitlines()[-1]}")
-        request.release_data()
-        if not isinstance(answer, Exception):
-            self._decoded_at = time.monotonic()
-        if not request.answered:
-            request.set_result(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
-
     def check(self) -> None:
         """Have what decodes decode gpuflow's own test image.
 
@@ -260,14 +291,6 @@ class RunningGraph:
             DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
         """
         self._session.check()
-        busy = bool(self._requests) and time.monotonic() - self._decoded_at < _WORKS_SECONDS
-        if self._preset is not None and not busy:  # the test image would wait for the images before it
-            try:
-                self._pipe.run({"data": self_test.JPEG.tobytes()})  # through the model, too
-            except Exception as error:  # torchpipe's operators raise any exception
-                raise DecoderError(
-                    "torchpipe does not decode gpuflow's test image; end this process and start another one"
-                ) from error
 
     def _done(self, request: Request) -> None:
         self._head.remove(request)
@@ -333,6 +356,4 @@ class RunningGraph:
         if wait(futures, max(0.0, deadline - time.monotonic())).not_done:  # each is set just after its request is done
             return False
         self._release()
-        if self._callers is not None:
-            self._callers.end(max(0.0, deadline - time.monotonic()))
         return True

@@ -142,9 +142,23 @@ def test_a_node_that_raises_takes_one_image_at_a_time(on_thread: OnThread) -> No
 def test_a_cancelled_request_is_not_decoded(on_thread: OnThread) -> None:
     made, done = request()
     made.future.cancel()
-    item = item_of(GOOD, request=made)
+    item = item_of(b"", requests=[made])
     on_thread(preprocess_node(on_thread).forward, [item])
-    assert (item["error"], item["result"].numel(), done) == ("cancelled", 0, [made])
+    assert (item["result"].numel(), done) == (0, [made])
+
+
+def test_an_image_of_a_running_graph_is_the_items_result_and_a_fault_the_requests_answer(on_thread: OnThread) -> None:
+    node = preprocess_node(on_thread, on_error="raise")
+    made, done = request()
+    item = item_of(b"", requests=[made])
+    on_thread(node.forward, [item])
+    assert item["result"].shape == (1, 3, 16, 16)
+    assert (made.answered, made.held_bytes, done) == (False, 0, []), "the model's node has its turn"
+    bad = Request(b"", done.append, wrap=lambda value: value)
+    with pytest.raises(BadSampleError) as caught:
+        on_thread(node.forward, [item_of(b"", requests=[bad])])
+    assert bad.future.exception(0) is caught.value
+    assert done == [bad]
 
 
 def test_one_torch_thread_for_the_nodes_thread_and_other_threads_unchanged(on_thread: OnThread) -> None:
@@ -187,18 +201,20 @@ def test_a_bad_item_leaves_the_batch_and_its_neighbours_are_served() -> None:
     batch = torch.randn(2, 3, 16, 16)
     bad = item_of(torch.empty(0), error="decode: truncated: 1: 2")
     items = [item_of(batch[:1]), bad, item_of(batch[1:])]
-    requests = [request() for _ in items]
-    for item, (made, _) in zip(items, requests, strict=True):
-        item["request"] = made
-    requests[1][0].fault = BadSampleError("decode", "truncated: 1: 2")  # as the previous node leaves it
     model_node(engine).forward(items)
     assert engine.counts == [2]
     assert torch.equal(torch.stack([items[0]["result"], items[2]["result"]]), mean_color(batch))
-    fault = requests[1][0].future.exception(0)
-    assert isinstance(fault, BadSampleError)
-    assert (fault.stage, fault.reason, str(fault)) == ("decode", "truncated: 1: 2", "decode: truncated: 1: 2")
-    assert torch.equal(requests[2][0].future.result(0), items[2]["result"])
+    assert (bad["error"], bad["result"].numel()) == ("decode: truncated: 1: 2", 0)
+
+
+def test_a_request_gets_the_answer_and_its_item_none() -> None:
+    batch = torch.randn(2, 3, 16, 16)
+    requests = [request() for _ in batch]
+    items = [item_of(image[None], requests=[made]) for image, (made, _) in zip(batch, requests, strict=True)]
+    model_node(FakeEngine()).forward(items)
+    assert torch.equal(torch.stack([made.future.result(0) for made, _ in requests]), mean_color(batch))
     assert all(done == [made] for made, done in requests)
+    assert all(item["result"].numel() == 0 for item in items)
 
 
 def test_a_batch_of_nothing_but_bad_items_does_not_run() -> None:
@@ -212,13 +228,13 @@ def test_a_batch_of_nothing_but_bad_items_does_not_run() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3)], ids=repr)
 def test_a_model_that_fails_fails_every_request_of_the_batch(error: BaseException) -> None:
     node = model_node(FakeEngine(before=Break(error)))
-    items = [item_of(torch.randn(1, 3, 16, 16), request=request()[0]) for _ in range(2)]
+    made, _ = request()
+    items = [item_of(torch.randn(1, 3, 16, 16), requests=[made]), item_of(torch.randn(1, 3, 16, 16))]
     node.forward(items)
-    for item in items:
-        fault = item["request"].future.exception(0)
-        assert isinstance(fault, PredictorError)
-        assert str(fault) == item["error"] == f"the model failed on a batch of 2: {error!r}"
-        assert fault.__cause__ is error
+    fault = made.future.exception(0)
+    assert isinstance(fault, PredictorError)
+    assert str(fault) == items[1]["error"] == f"the model failed on a batch of 2: {error!r}"
+    assert fault.__cause__ is error
 
 
 class Clock:
@@ -282,10 +298,11 @@ def test_a_request_for_the_image_gets_it_and_the_others_run() -> None:
     engine = FakeEngine()
     batch = torch.randn(3, 3, 16, 16)
     items = [item_of(image[None]) for image in batch]
-    items[1]["request"] = Request(GOOD, lambda request: None, wrap=lambda value: value, wants_image=True)
+    wanted = Request(GOOD, lambda request: None, wrap=lambda value: value, wants_image=True)
+    items[1]["requests"] = [wanted]
     model_node(engine).forward(items)
     assert engine.counts == [2]
-    assert torch.equal(items[1]["result"], batch[1])
+    assert torch.equal(wanted.future.result(0), batch[1])
     assert torch.equal(items[2]["result"], mean_color(batch)[2])
 
 
@@ -334,7 +351,7 @@ def test_behind_torchpipes_operators_the_model_gets_the_memory_format_of_the_sta
 
 def test_a_cancelled_request_gets_no_answer_but_is_done() -> None:
     made, done = request()
-    item = item_of(torch.randn(1, 3, 16, 16), request=made)
+    item = item_of(torch.randn(1, 3, 16, 16), requests=[made])
     made.future.cancel()
     model_node(FakeEngine()).forward([item])
     assert made.future.cancelled()

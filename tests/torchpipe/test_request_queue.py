@@ -28,7 +28,7 @@ class Started:
     def __call__(self, requests: Sequence[Request]) -> None:
         if self.refuses:
             raise RuntimeError("no")
-        self.given.append(b"".join(request.take_data() or b"" for request in requests))
+        self.given.append(b"".join(request.begin_decoding() or b"" for request in requests))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def group_of(data: bytes, *, ends_call: bool = True) -> list[Request]:
 
 
 def next_batch(queue: RequestQueue, *, arrived: int = 0, seconds: float = 0.0) -> list[bytes]:
-    return [request.take_data() or b"" for request in queue.next_batch(arrived=arrived, seconds=seconds)]
+    return [request.begin_decoding() or b"" for request in queue.next_batch(arrived=arrived, seconds=seconds)]
 
 
 def test_a_request_starts_a_free_instance(started: Started) -> None:
@@ -241,7 +241,7 @@ def test_a_cancelled_image_leaves_its_list(started: Started) -> None:
 
 def test_parts_that_torchpipe_joins_are_batches_of_whole_parts() -> None:
     parts = [group_of(data) for data in (b"ab", b"c", b"de", b"fghi", b"j")]
-    batches = [b"".join(request.take_data() or b"" for request in batch) for batch in joined(parts, 4)]
+    batches = [b"".join(request.begin_decoding() or b"" for request in batch) for batch in joined(parts, 4)]
     assert batches == [b"abc", b"de", b"fghi", b"j"]
 
 
@@ -296,7 +296,7 @@ def test_a_request_that_cannot_be_answered_in_time_is_dropped_before_it_runs() -
     assert backlog.take(4) == [requests[0], requests[3]]
     assert [is_dropped(request) for request in requests] == [False, True, True, False]
     assert len(backlog) == 0
-    assert requests[1].take_data() is None
+    assert requests[1].begin_decoding() is None
     assert requests[1].held_bytes == 0
 
 
@@ -391,17 +391,17 @@ def test_a_cancelled_request_leaves_the_queue_and_memory_at_once(started: Starte
         queue.add([request])
     assert requests[1].future.cancel()
     assert [request.held_bytes for request in requests] == [100, 0, 100]
-    assert requests[1].take_data() is None
+    assert requests[1].begin_decoding() is None
     assert next_batch(queue) == [b"A" * 100, b"C" * 100]
 
 
 def test_a_request_that_is_being_decoded_keeps_its_bytes_until_then() -> None:
     done: list[Request] = []
     request = Request(b"abc", done.append, wrap=lambda value: value)
-    assert request.take_data() == b"abc"
+    assert request.begin_decoding() == b"abc"
     assert request.future.cancel(), "the model has not started"
     assert (request.held_bytes, done) == (3, [])
-    request.release_data()
+    request.end_decoding()
     request.set_result(torch.zeros(1))
     assert (request.held_bytes, done) == (0, [request])
 
@@ -409,9 +409,9 @@ def test_a_request_that_is_being_decoded_keeps_its_bytes_until_then() -> None:
 def test_a_decoded_request_that_is_cancelled_ends_at_once() -> None:
     done: list[Request] = []
     request = Request(b"abc", done.append, wrap=lambda value: value)
-    assert request.take_data()
+    assert request.begin_decoding()
     request.image = torch.zeros(1)
-    request.release_data()
+    request.end_decoding()
     assert request.future.cancel()
     assert done == [request]
     assert vars(request)["image"] is None

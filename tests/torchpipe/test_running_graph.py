@@ -21,6 +21,7 @@ import torch
 from gpuflow.decode.preset import CANNOT_DECODE, Preset
 from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.torchpipe.adapter import Pipe
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
 from gpuflow.torchpipe.preprocessors import CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph, register
@@ -459,15 +460,14 @@ def test_torchpipes_operators_that_are_busy_work_while_they_answer(monkeypatch: 
     monkeypatch.setattr("gpuflow.torchpipe.running_graph.time", SimpleNamespace(monotonic=lambda: now))
     running, gate, checks = preset(), Gate(), []
 
-    class BusyPipe:
-        def run(self, item: dict[str, Any]) -> torch.Tensor:
-            if "request" not in item:
-                checks.append(now)
-            elif item["data"] == DATA[1]:
-                gate(1)
-            return torch.zeros(3)
+    def busy(pipe: Pipe, item: dict[str, Any]) -> torch.Tensor:
+        if "requests" not in item:
+            checks.append(now)
+        elif item["data"] == DATA[1]:
+            gate(1)
+        return torch.zeros(3)
 
-    monkeypatch.setattr(running, "_pipe", BusyPipe())
+    monkeypatch.setattr(Pipe, "run", busy)
     running.check()
     assert checks == [1000.0], "while nothing waits"
     submit(running, DATA[0]).result(timeout=20)
