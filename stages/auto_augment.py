@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
+from gpuflow.pipeline.parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import (
     OPERATIONS,
     AugmentPolicy,

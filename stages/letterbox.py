@@ -11,8 +11,7 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Size, size_pair
-from gpuflow.pipeline.warp_parameters import Fill, check_fill
+from gpuflow.pipeline.parameters import Fill, Size, check_fill, size_pair
 from gpuflow.stages.resize import Interpolation
 
 

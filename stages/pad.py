@@ -10,8 +10,7 @@ import numpy as np
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS
-from gpuflow.pipeline.parameters import Padding, sides_of
-from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_mirrors, levels_of
+from gpuflow.pipeline.parameters import Border, Fill, Padding, check_fill, check_mirrors, levels_of, sides_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

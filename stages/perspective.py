@@ -10,8 +10,7 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability
-from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.pipeline.parameters import Border, Fill, Probability, WarpInterpolation, check_fill, lookup_of
 
 _LARGEST = 1e12
 """The last number of a map is 1. In one with a larger number than this it is 0 but for rounding."""

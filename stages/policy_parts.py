@@ -17,7 +17,7 @@ import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.pipeline.parameters import Fill, WarpInterpolation, check_fill, lookup_of
 from gpuflow.stages.sharpness import Sharpness
 
 OPERATIONS = (

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
+from gpuflow.pipeline.parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import (
     OPERATIONS,
     AugmentPolicy,

@@ -11,7 +11,7 @@ import numpy as np
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.warp_parameters import (
+from gpuflow.pipeline.parameters import (
     Angle,
     Border,
     Center,

@@ -11,9 +11,8 @@ import numpy as np
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Size, size_pair
-from gpuflow.pipeline.record_values import LARGEST, independent
-from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.pipeline.parameters import Border, Fill, Size, WarpInterpolation, check_fill, lookup_of, size_pair
+from gpuflow.pipeline.records import LARGEST, independent
 
 _Row = tuple[float, float, float]
 _Point = tuple[float, float]

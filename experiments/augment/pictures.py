@@ -131,7 +131,7 @@ def program(name: str, parameters: Parameters, side: int) -> Program:
 
 def on_cpu(folded: Program, image: Pixels, keys: Keys) -> Pixels:
     from gpuflow.execute.cpu.runner import CpuRunner
-    from gpuflow.pipeline.image_spec import slot_shape
+    from gpuflow.pipeline.views import slot_shape
 
     slots = np.empty((1, *slot_shape(folded.result)), np.uint8)
     (fault,) = CpuRunner(folded).run_images([image], keys, slots)

@@ -26,8 +26,8 @@ def decode_on(folder: str, path: str, number: int) -> None:
     """Body of one process: counts the images that it has decoded, until it is killed."""
     from gpuflow.config import read_config
     from gpuflow.execute.cpu.runner import CpuRunner
-    from gpuflow.pipeline.image_spec import STORAGE, slot_shape
     from gpuflow.pipeline.stage import Keys
+    from gpuflow.pipeline.views import STORAGE, slot_shape
     from gpuflow.runtime.buffers import BytePool
     from gpuflow.sources import open_source
     from gpuflow.stages import STAGES

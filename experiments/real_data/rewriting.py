@@ -22,8 +22,8 @@ from gpuflow.config import read_config
 from gpuflow.decode.chunk_files import rewrite_progressive
 from gpuflow.decode.codecs import CpuDecoder, probe
 from gpuflow.execute.cpu.runner import CpuRunner
-from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import STORAGE, slot_shape
 from gpuflow.sources import Payload
 from gpuflow.tools.bench import row, write_results
 

@@ -36,9 +36,9 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.sampler import ShuffledOrder, Steps
-from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.rng import Keys
+from gpuflow.pipeline.views import as_batch, slot_shape
 from gpuflow.sources import Source, open_source
 
 __all__ = ["ARMS"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpuflow.config.models import Config
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem
-from gpuflow.pipeline.record_values import RecordValue, field_problems_of
+from gpuflow.pipeline.records import RecordValue, field_problems_of
 from gpuflow.pipeline.stage import Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import Source, SourceSpec, fields_of

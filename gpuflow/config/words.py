@@ -11,7 +11,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict
 
 from gpuflow.errors import Key, Problem, dotted, suggest
-from gpuflow.pipeline.record_values import FromRecord
+from gpuflow.pipeline.records import FromRecord
 
 
 def problems_of(

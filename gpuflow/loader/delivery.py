@@ -18,10 +18,9 @@ from gpuflow.loader.batch import Assembly
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.records import Blocks, RecordMapper, to_tensors
-from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Mixture
-from gpuflow.pipeline.views import ViewSlots, ViewsProgram, as_images
+from gpuflow.pipeline.views import ViewSlots, ViewsProgram, as_batch, as_images
 from gpuflow.sources import Source, fields_of, has_one_class
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.sampler import Order, Steps
 from gpuflow.loader.turned_images import TurnedImages
-from gpuflow.pipeline.record_values import RecordValue
+from gpuflow.pipeline.records import RecordValue
 from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
 

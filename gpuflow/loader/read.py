@@ -8,8 +8,7 @@ from dataclasses import replace
 from gpuflow.arrays import Bytes
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.pipeline.record_values import values_of
-from gpuflow.pipeline.records import Records
+from gpuflow.pipeline.records import Records, values_of
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool

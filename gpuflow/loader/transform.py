@@ -24,8 +24,7 @@ from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.execute.gpu.passes import Pass, passes_of
 from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields, without_tensors
 from gpuflow.loader.records import target_mapper, to_tensors
-from gpuflow.pipeline.record_values import RecordValue, values_of
-from gpuflow.pipeline.records import Column, Records
+from gpuflow.pipeline.records import Column, Records, RecordValue, values_of
 from gpuflow.pipeline.rng import epoch_number
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of

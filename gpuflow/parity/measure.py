@@ -14,9 +14,9 @@ from gpuflow.arrays import Bytes
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import GpuflowError
 from gpuflow.execute.cpu.runner import CpuRunner
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Pointwise
+from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.sources import Payload
 
 Differences = Bytes | NDArray[np.float32]

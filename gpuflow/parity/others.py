@@ -39,7 +39,6 @@ from gpuflow.migration.library_transforms import LibraryTransform, library_trans
 from gpuflow.parity.images import Encoded, hostile_images
 from gpuflow.parity.ways import Prefix, Result, Results, Serving, Training, Way, missing_gpu, missing_torchpipe, served
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,
@@ -51,6 +50,7 @@ from gpuflow.pipeline.program import (
     fold,
 )
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import as_batch, slot_shape
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ class Bounds:
     words: str = ""
 
     def broken_rule(self, value: Any) -> str:
-        """The rule that a number or a tuple of numbers, or of tuples, breaks; empty if it breaks none.
+        """Return the rule that a number or a tuple of numbers, or of tuples, breaks; empty if it breaks none.
 
         Integers are compared as integers: they may be too large for a float.
         """
@@ -62,19 +62,19 @@ class Bounds:
 
     @property
     def lowest(self) -> float | None:
-        """The smallest allowed value; None if there is none, or an exclusive lower limit."""
+        """Return the smallest allowed value; None if there is none, or an exclusive lower limit."""
         if self.limit is not None and self.least is None and self.above is None:
             return -self.limit
         return self.least
 
     @property
     def highest(self) -> float | None:
-        """The largest allowed value; None if there is none."""
+        """Return the largest allowed value; None if there is none."""
         return self.limit if self.most is None else self.most
 
     @property
     def rule(self) -> str:
-        """The rule as text: `must be within [0, 1]`."""
+        """Return the rule as text: `must be within [0, 1]`."""
         return f"must be {self.words or self._words}"
 
     @property
@@ -91,7 +91,7 @@ class Bounds:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """What a value holds: itself, or the items of a tuple, those of tuples in it included."""
+    """Yield what a value holds: itself, or the items of a tuple, those of tuples in it included."""
     if isinstance(value, tuple):
         for item in value:
             yield from _numbers(item)
@@ -109,12 +109,15 @@ def out_of_bounds(values: object) -> Iterator[Problem]:
 
 @functools.lru_cache(maxsize=1024)
 def field_types(kind: Any, *, include_extras: bool = False) -> dict[str, Any]:
-    """The types of a dataclass's fields, as `typing.get_type_hints` gives them."""
+    """Return the types of a dataclass's fields, as `typing.get_type_hints` gives them."""
     return typing.get_type_hints(kind, include_extras=include_extras)
 
 
 def _broken_rule(hint: Any, value: Any) -> str:
-    """The broken rule, or empty. Bounds in one alternative of a union apply to values of its form: number or list."""
+    """Return the rule that a value breaks; empty if it breaks none.
+
+    Bounds in one alternative of a union apply to values of its form: number or list.
+    """
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         if _is_numeric(value) and _takes(parts[0], value):
@@ -131,7 +134,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _takes(hint: Any, value: Any) -> bool:
-    """Whether a type has an alternative of the value's form."""
+    """Return True if a type has an alternative of the value's form."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_takes(part, value) for part in typing.get_args(hint))
     return (typing.get_origin(hint) is tuple) == isinstance(value, tuple)

@@ -39,13 +39,13 @@ class Mixture:
 
     @property
     def changed(self) -> Bools:
-        """Which samples have other pixels than before, [N]."""
+        """Return which samples have other pixels than before, [N]."""
         takes: Bools = (self.weights != 1) | self.boxes[:, 2:].all(axis=1)
         other: Bools = self.partners != np.arange(len(takes))
         return np.logical_and(takes, other)
 
     def among(self, kept: Bools) -> Mixture:
-        """The same, but samples that are not among `kept` [N], or whose partner is not, stay as they are."""
+        """Return the mixture in which a sample stays as it is if it, or its partner, is not among `kept` [N]."""
         own = np.arange(len(kept))
         stays = ~(kept & kept[self.partners]) | (self.partners == own)
         return dataclasses.replace(
@@ -106,7 +106,7 @@ def draw_mixture(
 
 
 def _drawn_by(mode: MixMode, own: Ints, partners: Ints) -> Ints:
-    """The row whose random numbers each sample uses."""
+    """Return the row whose random numbers each sample uses."""
     match mode:
         case "batch":
             return np.zeros_like(own)
@@ -119,7 +119,7 @@ def _drawn_by(mode: MixMode, own: Ints, partners: Ints) -> Ints:
 
 
 def symmetric_beta(alpha: Floats, first: Floats, second: Floats) -> Floats:
-    """Numbers from Beta(alpha, alpha) for any alpha > 0, each from two uniform numbers in [0, 1).
+    """Draw numbers from Beta(alpha, alpha) for any alpha > 0, each from two uniform numbers in [0, 1).
 
     Exact, without rejection: if T has Student's distribution with 2 * alpha degrees of freedom, which Bailey's polar
     method gives, then (1 + T / sqrt(2 * alpha + T^2)) / 2 has the distribution Beta(alpha, alpha) (Devroye, "Random
@@ -134,7 +134,7 @@ def symmetric_beta(alpha: Floats, first: Floats, second: Floats) -> Floats:
 
 
 def _boxes(shares: Floats, height: int, width: int, row: Floats, column: Floats) -> Ints:
-    """Boxes that cover 1 - share of the image, around a uniform pixel, clipped to the image: [N, 4]."""
+    """Return boxes [N, 4] that cover 1 - share of the image, around a uniform pixel, clipped to the image."""
     side = np.sqrt(1 - shares)
     ends = []
     for size, number in ((height, row), (width, column)):

@@ -90,7 +90,7 @@ Move = Crop | Flip | Resize | Pad | Warp
 
 
 def forward(move: Move, height: Ints, width: Ints) -> tuple[Matrices, Ints, Ints]:
-    """Where a move takes the points of images of these sizes [N].
+    """Return where a move takes the points of images of these sizes [N].
 
     Returns:
         the maps [N, 3, 3] from a point of the input to the point of the output, and the output's height and width [N].

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from gpuflow.arrays import Floats
+from gpuflow.arrays import Floats, Ints
+from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.bounds import Bounds
+from gpuflow.pipeline.moves import MIRRORS
 from gpuflow.pipeline.rng import StageKeys
 
 LONGEST = 65_535
@@ -55,12 +57,12 @@ Shift = (
 
 
 def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(height, width) from an int or [height, width]."""
+    """Return (height, width) from an int or [height, width]."""
     return (size, size) if isinstance(size, int) else size
 
 
 def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of a `Padding`."""
+    """Return left, top, right, bottom of a `Padding`."""
     if isinstance(padding, int):
         return (padding,) * 4
     x, y, *rest = padding
@@ -68,28 +70,29 @@ def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tupl
 
 
 def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:
-    """The range that a `Factor` or, with `neutral` 0, a `Shift` is drawn from, as torchvision's ColorJitter has it."""
+    """Return the range that a `Factor`, or with `neutral` 0 a `Shift`, is drawn from, as in ColorJitter of torchvision.
+    Return the range that a `Factor`, or with `neutral` 0 a `Shift`, is drawn from, as in ColorJitter of torchvision."""
     if isinstance(value, tuple):
         return value
     return (max(neutral - value, 0.0) if neutral else -value), neutral + value
 
 
 def is_random(probability: float, bounds: tuple[float, float] | None = None, *, neutral: float = 1.0) -> bool:
-    """Whether an operation is random: it changes only some samples, or its factor varies."""
+    """Return True if an operation changes only some samples, or if its factor varies."""
     low, high = bounds if bounds is not None else (0.0, 0.0)
     changes = bounds is None or not low == high == neutral
     return probability > 0 and (low != high or (probability < 1 and changes))
 
 
 def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, float] = (0, 0)) -> Floats:
-    """For N samples whether each is changed, 1 or 0, and its factor, uniform within the bounds: [N, 2]."""
+    """Draw for N samples whether each is changed, 1 or 0, and its factor, uniform within the bounds: [N, 2]."""
     numbers = keys.uniform(2)
     low, high = bounds
     return np.array([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)]).T
 
 
 def adjustment(name: str, bounds: tuple[float, float], probability: float) -> Any:
-    """torchvision's transform for a stage of this name, whose function is adjust_<name>."""
+    """Return torchvision's transform for a stage of this name, whose function is adjust_<name>."""
     from torchvision.transforms import v2
     from torchvision.transforms.v2 import functional
 
@@ -100,7 +103,95 @@ def adjustment(name: str, bounds: tuple[float, float], probability: float) -> An
 
 
 def with_probability(transform: Any, probability: float) -> Any:
-    """torchvision's transform, applied with this probability."""
+    """Return torchvision's transform, applied with this probability."""
     from torchvision.transforms import v2
 
     return transform if probability == 1 else v2.RandomApply([transform], p=probability)
+
+
+Angle = (
+    Annotated[float, Bounds(least=0, limit=3600, words=">= 0 or [low, high]")]
+    | Annotated[tuple[float, float], Bounds(limit=3600, ascending=True)]
+)
+"""Degrees: v stands for [-v, v]."""
+Center = Annotated[tuple[float, float], Bounds(limit=1_000_000)]
+"""A point [x, y] in pixels from the left and the top edge of the image."""
+WarpInterpolation = Literal["nearest", "bilinear"]
+Border = Literal["constant", "edge", "reflect", "symmetric"]
+Level = Annotated[int, Bounds(least=0, most=255)]
+Fill = Level | Annotated[tuple[int, int, int], Bounds(least=0, most=255)]
+"""The levels of pixels outside the image, one for all channels or one for each."""
+
+
+def angle_range(value: float | tuple[float, float]) -> tuple[float, float]:
+    """Return [low, high] of an angle in degrees."""
+    return value if isinstance(value, tuple) else (-value, value)
+
+
+def lookup_of(interpolation: str, border: str, fill: int | tuple[int, int, int]) -> s.Lookup:
+    """Return the filter of a warp; its fill counts only where the border is constant."""
+    levels = fill if isinstance(fill, tuple) else (fill,)
+    return s.Lookup(interpolation, border, levels if border == "constant" else (0,))
+
+
+def check_fill(fill: int | tuple[int, int, int], spec: s.ImageSpec) -> None:
+    """Raise ValueError if the fill has another number of levels than the image has channels."""
+    if isinstance(fill, tuple) and len(fill) != spec.shape[2]:
+        raise ValueError(f"fills with {len(fill)} levels but gets {spec}; give one level")
+
+
+def levels_of(fill: int | tuple[int, int, int]) -> tuple[int, ...]:
+    """Return the levels of a padding. Black is one level, so that it equals the fill of a crop beyond the image."""
+    levels = fill if isinstance(fill, tuple) else (fill,)
+    return levels if any(levels) else (0,)
+
+
+def check_mirrors(border: str, padding: tuple[int, int, int, int], spec: s.ImageSpec) -> None:
+    """Raise ValueError if an image of this spec has too few pixels to be mirrored for this padding on its sides."""
+    left, top, right, bottom = padding
+    for side, most in zip(spec.shape[:2], (max(top, bottom), max(left, right)), strict=True):
+        if border not in MIRRORS or side is None:
+            continue
+        if most > (limit := side - MIRRORS[border]):
+            raise ValueError(f"mirrors {most} of {side} pixels; pad at most {limit}, or with border: edge")
+
+
+def about_center(linear: Floats, height: Ints, width: Ints, center: tuple[float, float] | None = None) -> s.Matrices:
+    """Return maps of points [N, 3, 3] that map the vectors from a point by linear maps [N, 2, 2].
+
+    center: that point, by default the centre of each image, whose sizes are given.
+    """
+    matrix = np.zeros((len(linear), 3, 3))
+    matrix[:, :2, :2], matrix[:, 2, 2] = linear, 1
+    fixed = np.stack([width, height], axis=1) / 2 if center is None else np.broadcast_to(center, (len(linear), 2))
+    matrix[:, :2, 2] = fixed - (linear @ fixed[:, :, None])[:, :, 0]
+    return matrix
+
+
+def rotation(degrees: Floats, height: Ints, width: Ints, center: tuple[float, float] | None = None) -> s.Matrices:
+    """Return maps [N, 3, 3] from the output to the input of images of these sizes, turned by these angles [N]."""
+    angle = np.radians(degrees)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return about_center(np.stack([cos, -sin, sin, cos], axis=1).reshape(-1, 2, 2), height, width, center)
+
+
+def expanded_rotation(degrees: Floats, height: Ints, width: Ints) -> tuple[s.Matrices, Ints, Ints]:
+    """As `rotation`, to results that just hold the whole turned images, as torchvision computes them.
+
+    Returns:
+        the maps, and the heights and widths of the results [N].
+    """
+    matrix = rotation(degrees, height, width)
+    half = np.stack([width, height], axis=1) / 2
+    corners = half[:, None] * np.array([[-1, -1], [-1, 1], [1, 1], [1, -1]])
+    ends = corners @ matrix[:, :2, :2].swapaxes(1, 2) + half[:, None]
+    low, high = (np.trunc(end * _STEPS) / _STEPS for end in (ends.min(axis=1), ends.max(axis=1)))
+    size = (np.ceil(high) - np.floor(low)).astype(np.int64)
+    quarter = np.mod(degrees, 180) == 90
+    size[quarter] = np.stack([height, width], axis=1)[quarter]
+    matrix[:, :2, 2] = half - (matrix[:, :2, :2] @ (size[:, :, None] / 2))[:, :, 0]
+    return matrix, size[:, 1], size[:, 0]
+
+
+_STEPS = 10_000
+"""Corners are cut to this part of a pixel, so that rounding errors add no pixel."""

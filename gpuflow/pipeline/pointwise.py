@@ -50,7 +50,7 @@ class Operation(enum.IntEnum):
 
     @property
     def needs_statistic(self) -> bool:
-        """Whether the result for a pixel depends on all pixels of the image."""
+        """Return True if the result for a pixel depends on all pixels of the image."""
         return self in (Operation.CONTRAST, Operation.AUTOCONTRAST, Operation.EQUALIZE)
 
 
@@ -88,7 +88,7 @@ class Operations:
         tables: Bytes | None = None,
         values: Floats | None = None,
     ) -> Operations:
-        """Operations of any kinds; see the fields."""
+        """Return operations of any kinds, with arrays as C code reads them; see the fields."""
         return cls(
             codes=np.ascontiguousarray(codes, np.int64),  # C code reads all of these
             factors=np.ascontiguousarray(factors, np.float64),
@@ -100,7 +100,7 @@ class Operations:
 
     @classmethod
     def one(cls, operation: Operation, active: Bools, factors: ArrayLike = 0.0) -> Operations:
-        """One operation for each of N samples.
+        """Return one operation for each of N samples.
 
         Args:
             operation: one without data: any but TABLE, MATRIX and ERASE.
@@ -113,7 +113,7 @@ class Operations:
 
     @classmethod
     def table(cls, active: Bools, levels: Bytes) -> Operations:
-        """A table of levels for each of N samples.
+        """Return a table of levels for each of N samples.
 
         Args:
             active: which samples [N] it changes.
@@ -125,7 +125,8 @@ class Operations:
 
     @classmethod
     def matrix(cls, active: Bools, matrices: Floats) -> Operations:
-        """A colour matrix for each of N samples: each channel is a sum of (red, green, blue, 1) with a row's weights.
+        """Return a colour matrix for each of N samples: each channel is a sum of (red, green, blue, 1) with a row's
+        weights.
 
         It is computed in float32, rounded to the nearest level (a half up) and clamped to 0-255. A gray image has equal
         red, green and blue, and gets the first row's result.
@@ -139,7 +140,7 @@ class Operations:
 
     @classmethod
     def erase(cls, active: Bools, boxes: Ints, colors: Floats) -> Operations:
-        """A box for each of N samples that is filled with a colour.
+        """Return a box for each of N samples that is filled with a colour.
 
         Args:
             active: which samples [N] it changes.
@@ -153,7 +154,7 @@ class Operations:
 
     @classmethod
     def join(cls, count: int, parts: Iterable[Operations]) -> Operations:
-        """The operations of several stages on `count` samples, one stage after the other."""
+        """Join the operations of several stages on `count` samples, one stage after the other."""
         joined = list(parts)
         if not joined:
             return cls.of(np.empty((count, 0), np.int64), np.empty((count, 0)), kinds=())
@@ -179,7 +180,7 @@ class Operations:
 
 
 def _rows(operation: Operation, active: Bools, count: int) -> tuple[Ints, Floats]:
-    """Codes and factors [N, 1] of an operation whose data has a row for each sample, or one for all."""
+    """Return codes and factors [N, 1] of an operation whose data has a row for each sample, or one for all."""
     assert count in (1, len(active)), "there is a row of data for each sample, or one for all"
     codes = np.where(active, int(operation), int(Operation.NONE))[:, None]
     rows = np.zeros(len(active)) if count == 1 else np.arange(len(active), dtype=np.float64)

@@ -46,7 +46,7 @@ class Misfit:
     larger: str = "crop"
 
     def fault(self, i: int) -> BadSampleError | None:
-        """Why sample i is bad, or None."""
+        """Return why sample i is bad, or None."""
         if not self.where[i]:
             return None
         height, width = self.sizes[i].tolist()
@@ -57,7 +57,7 @@ class Misfit:
 
 
 def too_large(stage: str, height: int, width: int, max_pixels: int) -> BadSampleError:
-    """Why a sample is bad whose resized image would have more than `max_pixels` pixels."""
+    """Return the error of a sample whose resized image would have more than `max_pixels` pixels."""
     reason = (
         f"the resized image would have {width}x{height} = {width * height:,} pixels, "
         f"more than max_pixels = {max_pixels:,}"
@@ -93,7 +93,7 @@ class Resampling:
 
     @property
     def size(self) -> tuple[Ints, Ints]:
-        """Height and width [N] of the results."""
+        """Return height and width [N] of the results."""
         return self.window[:, 2], self.window[:, 3]
 
 
@@ -119,7 +119,7 @@ class Warping:
 
     @property
     def size(self) -> tuple[Ints, Ints]:
-        """Height and width [N] of the results."""
+        """Return height and width [N] of the results."""
         return self.height, self.width
 
 
@@ -148,7 +148,7 @@ class ResamplingStep:
     max_pixels: int
 
     def draw(self, keys: s.Keys, height: Ints, width: Ints) -> Resampling:
-        """The resampling for samples whose images have these sizes [N]."""
+        """Draw the resampling for samples whose images have these sizes [N]."""
         builder = _ResamplingBuilder(height, width)
         for stage, move in _draw_moves(self, keys, builder):
             match move:
@@ -177,7 +177,7 @@ class WarpStep:
     lookup: s.Lookup
 
     def draw(self, keys: s.Keys, height: Ints, width: Ints) -> Warping:
-        """The warp for samples whose images have these sizes [N]."""
+        """Draw the warp for samples whose images have these sizes [N]."""
         builder = _WarpBuilder(height, width)
         for stage, move in _draw_moves(self, keys, builder):
             match move:
@@ -213,7 +213,7 @@ class PointwiseStep:
         return self.stages[-1].table()
 
     def draw(self, keys: s.Keys, height: Ints, width: Ints) -> s.Operations:
-        """The operations of samples whose images have these sizes [N]."""
+        """Draw the operations of samples whose images have these sizes [N]."""
         parts = []
         for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
             drawn = stage.draw(keys.stage(stage.key_name, occurrence))
@@ -231,7 +231,7 @@ class ApplyStep:
     after: s.ImageSpec
 
     def draw(self, keys: s.Keys) -> Floats:
-        """The coefficients of each sample, [N, K]."""
+        """Draw the coefficients of each sample, [N, K]."""
         return self.stage.draw(keys.stage(self.stage.key_name, self.occurrence))
 
 
@@ -243,7 +243,7 @@ class LocalStep:
     occurrence: int
 
     def draw(self, keys: s.Keys) -> s.Filters:
-        """The filters of each sample."""
+        """Draw the filters of each sample."""
         return self.stage.filters(self.stage.draw(keys.stage(self.stage.key_name, self.occurrence)))
 
 
@@ -258,7 +258,7 @@ class OpaqueStep:
     max_pixels: int
 
     def draw(self, keys: s.Keys) -> Ints:
-        """A 62-bit seed for each sample, [N]."""
+        """Draw a 62-bit seed for each sample, [N]."""
         halves = (keys.stage(self.stage.key_name, self.occurrence).uniform(2) * 2.0**31).astype(np.int64)
         return halves[:, 0] << 31 | halves[:, 1]
 
@@ -273,7 +273,7 @@ class MixingStep:
     width: int
 
     def draw(self, keys: s.Keys, valid: Bools) -> s.Mixture:
-        """The mixture of a batch. valid [N]: false where a sample was wrapped around."""
+        """Draw the mixture of a batch. valid [N]: false where a sample was wrapped around."""
         stage_keys = keys.stage(self.stage.key_name, self.occurrence)
         return self.stage.draw(stage_keys, self.height, self.width, valid)
 
@@ -286,7 +286,7 @@ NativeStep = ResamplingStep | WarpStep | PointwiseStep | LocalStep
 def _draw_moves(
     step: ResamplingStep | WarpStep, keys: s.Keys, builder: _ResamplingBuilder | _WarpBuilder
 ) -> Iterator[tuple[s.Geometry, s.Move]]:
-    """Each stage's moves in order. A stage draws once the builder has taken all moves before its own."""
+    """Yield each stage's moves in order. A stage draws once the builder has taken all moves before its own."""
     for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
         for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
             yield stage, move
@@ -415,16 +415,16 @@ class _WarpBuilder:
         self._shown = self._whole()
 
     def _matrices(self) -> s.Matrices:
-        """The maps [N, 3, 3] of all moves so far, from the result to the image or, once a box is known, to that."""
+        """Return the maps [N, 3, 3] of all moves so far, from the result to the box; without one, to the image."""
         return np.broadcast_to(np.eye(3), (len(self._shown), 3, 3)) if self._matrix is None else self._matrix
 
     def _whole(self) -> Ints:
-        """The whole image as a box."""
+        """Return the whole image as a box."""
         height, width = self.size
         return np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
 
     def _fix_box(self) -> None:
-        """Before the first warp: the region that was cropped so far, to which the matrix refers from now on."""
+        """Fix the region that was cropped before the first warp. The matrix refers to it from then on."""
         if self._box is not None:
             return
         self._box = self._whole()
@@ -448,7 +448,7 @@ class _WarpBuilder:
 
 
 def _moved(boxes: Ints, matrix: s.Matrices) -> Ints:
-    """Where matrices that mirror and shift whole pixels take boxes [N, 4]."""
+    """Map boxes [N, 4] by matrices that mirror and shift whole pixels."""
     y, x, height, width = boxes.T
     corners = np.array([[x, x + width], [y, y + height], [np.ones_like(x)] * 2], np.float64)
     ends = np.sort(np.einsum("nij,jkn->nik", matrix, corners).astype(np.int64), axis=2)
@@ -457,7 +457,7 @@ def _moved(boxes: Ints, matrix: s.Matrices) -> Ints:
 
 
 def _as_crop(move: s.Pad, height: Ints, width: Ints) -> s.Crop:
-    """A padding of images of these sizes [N] as a crop that extends outside them."""
+    """Return the crop, which extends outside images of these sizes [N], that equals a padding of them."""
     sides = (move.top, move.bottom, move.left, move.right)
     margin = max(int(side.max(initial=0)) for side in sides)
     size = height + move.top + move.bottom, width + move.left + move.right
@@ -465,7 +465,7 @@ def _as_crop(move: s.Pad, height: Ints, width: Ints) -> s.Crop:
 
 
 def _outside(move: s.Crop, stage: str, height: Ints, width: Ints) -> list[Misfit]:
-    """The samples whose images are too small for a crop."""
+    """Return the samples whose images are too small for a crop."""
     outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
     outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
     outside = outside_y | outside_x
@@ -473,13 +473,13 @@ def _outside(move: s.Crop, stage: str, height: Ints, width: Ints) -> list[Misfit
 
 
 def _too_large(stage: str, height: Ints, width: Ints, max_pixels: int) -> list[Misfit]:
-    """The samples whose results have more than `max_pixels` pixels."""
+    """Return the samples whose results have more than `max_pixels` pixels."""
     large = height.astype(np.float64) * width > max_pixels
     return [Misfit(stage, large, np.array([height, width]).T, max_pixels)] if large.any() else []
 
 
 def _overlap(a: Ints, b: Ints) -> Ints:
-    """The intersection of boxes [N, 4]; its sides are 0 if it is empty."""
+    """Return the intersection of boxes [N, 4]; its sides are 0 if it is empty."""
     start = np.maximum(a[:, :2], b[:, :2])
     end = np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:])
     return np.concatenate([start, np.maximum(end - start, 0)], axis=1)
@@ -507,7 +507,7 @@ class Program:
 
     @property
     def record_values(self) -> tuple[s.RecordValue, ...]:
-        """What its stages take from each sample's record, each once."""
+        """Return what its stages take from each sample's record, without repetitions."""
         return tuple(dict.fromkeys(self.pipeline.record_values.values()))
 
 
@@ -522,7 +522,7 @@ class _Run:
         self._resized = self._padded = self._mirrored = False
 
     def takes(self, stage: s.Geometry) -> bool:
-        """Whether this stage can be part of the run."""
+        """Return True if this stage can be part of the run."""
         if self._stages and not (stage.folds and self._stages[-1][0].folds):
             return False
         if stage.warps is not None:
@@ -544,7 +544,7 @@ class _Run:
             self._padded, self._fill = True, stage.padding_fill
 
     def steps(self) -> list[Step]:
-        """Its step; none if it has no stages."""
+        """Return the step of the run; an empty list if it has no stages."""
         if not self._stages:
             return []
         stages, occurrences = zip(*self._stages, strict=True)

@@ -24,14 +24,16 @@ from numpy.typing import ArrayLike
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import show
 from gpuflow.native.library import INTEGER, POINTER, WORD, function
-from gpuflow.pipeline.record_values import RecordValue
+from gpuflow.pipeline.records import RecordValue
 
 T = TypeVar("T")
 
 
 def epoch_number(epoch: object, bits: int) -> int:
-    """An epoch as an `int`, also where it is an integer of numpy or a tensor. Raises ValueError unless it is an integer
-    from 0 to 2**bits - 1."""
+    """Return an epoch as an `int`, also where it is an integer of numpy or a tensor.
+
+    Raises ValueError unless it is an integer from 0 to 2**bits - 1.
+    """
     try:
         number = operator.index(epoch)  # type: ignore[arg-type]
     except TypeError:
@@ -56,7 +58,7 @@ _permute = _function("gpuflow_permute", POINTER, INTEGER, WORD, WORD, WORD, WORD
 
 
 def key64(*parts: object) -> int:
-    """A 64-bit key from any printable parts, the same in every process (BLAKE2b)."""
+    """Hash any printable parts to a 64-bit key, which is the same in every process (BLAKE2b)."""
     text = "\x1f".join(str(part) for part in parts)
     data = text.encode("utf-8", "surrogatepass")  # names of files that are not UTF-8 hold surrogates
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -100,7 +102,7 @@ class StageKeys:
     """What `once` has made, by its name."""
 
     def uniform(self, count: int) -> Floats:
-        """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count].
+        """Draw `count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count].
 
         They are the first ones of the same sequence in every call.
         """
@@ -109,14 +111,14 @@ class StageKeys:
         return self._drawn[0][:, :count].copy()
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, which is called only if nothing of this name was made for these samples yet."""
+        """Return what `make` returned for these samples under this name. It is called at the first use."""
         if name not in self._made:
             self._made[name] = make()
         made: T = self._made[name]
         return made
 
     def _draw(self, blocks: int) -> Floats:
-        """The first numbers of each sample, four in a block, [N, 4 * blocks]."""
+        """Draw the first numbers of each sample, four in a block, [N, 4 * blocks]."""
         positions = np.ascontiguousarray(self.positions, np.int64)
         numbers = np.empty((len(positions), 4 * blocks))
         shape = len(positions), blocks
@@ -126,7 +128,7 @@ class StageKeys:
 
 @lru_cache(maxsize=1024)
 def _key_of_stage(seed: int, name: str, occurrence: int, view: tuple[str, int] | tuple[()]) -> int:
-    """The key of a stage's numbers, which each batch asks for."""
+    """Return the key of a stage's numbers. Each batch asks for it, so it is cached."""
     return key64("stage", seed, name, occurrence, *view)
 
 
@@ -146,7 +148,7 @@ class Keys:
     _stages: dict[tuple[str, int], StageKeys] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stage(self, name: str, occurrence: int) -> StageKeys:
-        """The keys of one stage: the same object in every call, which remembers what was drawn."""
+        """Return the keys of one stage. Every call returns the same object, which remembers what was drawn."""
         known = self._stages.get((name, occurrence))
         if known is None:
             key = _key_of_stage(self.seed, name, occurrence, self.view)
@@ -154,18 +156,18 @@ class Keys:
         return known
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what was drawn, which another process draws again."""
+        """Leave out what was drawn, which another process draws again."""
         return Keys, (self.seed, self.epoch, self.positions, self.view, self.values)
 
     def of_view(self, name: str, number: int) -> Keys:
-        """The keys of the same samples for one view."""
+        """Return the keys of the same samples for one view."""
         return dataclasses.replace(self, view=(name, number))
 
     def take(self, rows: Ints | slice) -> Keys:
-        """The keys of some of the samples."""
+        """Return the keys of some of the samples."""
         values = {value: numbers[rows] for value, numbers in self.values.items()}
         return Keys(self.seed, self.epoch, self.positions[rows], self.view, values)
 
     def __getitem__(self, i: int) -> Keys:
-        """The keys of sample i only (N = 1)."""
+        """Return the keys of sample i only (N = 1)."""
         return self.take(slice(i, i + 1))

@@ -1,4 +1,4 @@
-"""The stage kinds, and a pipeline of stages: values only.
+"""The kinds of stages, the spec of the images between them, and a pipeline of stages: values only.
 
 A stage declares, before anything runs, its output spec for an input `ImageSpec`. It is of one kind, so that the engine
 never asks which stage it is:
@@ -20,18 +20,17 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from gpuflow.arrays import Array, Bools, Bytes, Floats, Ints
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
-from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
 from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp
 from gpuflow.pipeline.pointwise import Filters, Operation, Operations
-from gpuflow.pipeline.record_values import FromRecord, RecordValue
+from gpuflow.pipeline.records import FromRecord, RecordValue
 from gpuflow.pipeline.rng import Keys, StageKeys
 
 if TYPE_CHECKING:
@@ -72,6 +71,51 @@ __all__ = [
 ]
 
 
+Dtype = Literal["uint8", "float16", "bfloat16", "float32"]
+
+Layout = Literal["encoded", "hwc", "nchw", "nhwc"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpec:
+    """The form of an image at one place in a pipeline.
+
+    shape: (height, width, channels), in this order for every layout; None for a side that varies between samples.
+    color: the meaning of the channels: `rgb`, `bgr` or `gray`.
+    layout: `encoded` (bytes), `hwc` (rows of pixels), `nchw` (planes) or `nhwc` (planes in channels_last memory).
+    shorter: length in pixels of the shorter side, if it is known although the shape is not.
+    """
+
+    shape: tuple[int | None, int | None, int]
+    dtype: Dtype = "uint8"
+    layout: Layout = "hwc"
+    device: str = "cpu"
+    color: str = "rgb"
+    shorter: int | None = None
+
+    def __str__(self) -> str:
+        if self.layout == "encoded":
+            return "encoded bytes"
+        height, width, channels = ("?" if side is None else side for side in self.shape)
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.dtype} {height}x{width}x{channels} {self.layout}{where}"
+
+    @property
+    def fixed(self) -> bool:
+        """Return True if all samples have the same shape, so that a batch can hold them."""
+        return self.layout != "encoded" and None not in self.shape
+
+    def replace(self, **changes: Any) -> ImageSpec:
+        """Return a copy with these fields changed. A changed shape resets `shorter` unless that is given too."""
+        if "shape" in changes:
+            changes.setdefault("shorter", None)
+        return dataclasses.replace(self, **changes)
+
+
+ENCODED = ImageSpec(shape=(None, None, 0), layout="encoded")
+"""The spec of the encoded bytes that a source delivers and a pipeline starts from."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One named step of a pipeline: a frozen value that validates itself when it is constructed.
@@ -110,7 +154,7 @@ class Stage:
 
     @classmethod
     def examples(cls) -> tuple[Stage, ...]:
-        """Instances that the tests run every law on, with images of 45 to 131 pixels a side.
+        """Return instances that the tests run every law on. Images have 45 to 131 pixels a side.
 
         Each parameter has two values among them that can be exchanged for one another.
         """
@@ -118,7 +162,7 @@ class Stage:
 
     @classmethod
     def entry_for(cls, name: str) -> str:
-        """The entry by which this stage runs another library's transform of this name; empty if it does not.
+        """Return the entry by which this stage runs another library's transform of this name; empty if it does not.
 
         For hints, where no stage has the name. name: in lower case, letters and digits alone.
         """
@@ -134,33 +178,36 @@ class Stage:
 
     @property
     def random(self) -> bool:
-        """Whether the result depends on the sample's random keys."""
+        """Return True if the result depends on the sample's random keys."""
         return False
 
     @property
     def record_values(self) -> Mapping[str, RecordValue]:
-        """What it takes from each sample's record, by the parameters that say so; `draw` finds it in the keys."""
+        """Return what the stage takes from each sample's record, by parameter. `draw` finds the values in its keys."""
         return {}
 
     @property
     def key_name(self) -> str:
-        """The name by which its random numbers are drawn: its own, or that of the policy that it is a part of."""
+        """Return the name that its random numbers are drawn by. The parts of a policy use the policy's name."""
         return self.stage_name
 
     def output(self, spec: ImageSpec) -> ImageSpec:
-        """The output spec for an input spec. Raises ValueError with the reason if the stage cannot take the input."""
+        """Return the output spec for an input spec. Raises ValueError, with the reason, if the stage cannot take it."""
         raise NotImplementedError
 
     def torchvision(self) -> Any:
-        """The torchvision v2 transform of a PIL image or uint8 tensor that equals this stage; None for a decoder."""
+        """Return the torchvision v2 transform of a PIL image or uint8 tensor that equals this stage.
+
+        A decoder returns None.
+        """
         raise NotImplementedError
 
     def module(self) -> Any:
-        """The stage as a torch module of uint8 [N, C, H, W] that a model can contain; None if it has no such form."""
+        """Return the stage as a torch module of uint8 [N, C, H, W] that a model can contain; None if there is none."""
         return None
 
     def params(self) -> dict[str, Any]:
-        """The parameters that affect the pixels, defaults included."""
+        """Return the parameters that affect the pixels, defaults included."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in self.late_fields}
         return {
@@ -195,7 +242,7 @@ class Decoder(Stage):
 
     @property
     def library(self) -> str | None:
-        """A text that names the library behind this class's own `decode`; None if the engine decodes."""
+        """Return a text that names the library behind this class's own `decode`; None if the engine decodes."""
         return None
 
     def decode(self, data: Bytes) -> Bytes:
@@ -235,7 +282,8 @@ class Geometry(Stage):
 
     @property
     def pads(self) -> bool:
-        """Whether a crop of this stage may extend outside the image, or it returns a `Pad` of border `constant`."""
+        """Return True if a crop of this stage may extend outside the image, or it returns a `Pad` of border `constant`.
+        Return True if a crop of this stage may extend outside the image, or it returns a `Pad` of border `constant`."""
         return False
 
     def pads_image(self, spec: ImageSpec) -> bool:
@@ -244,22 +292,27 @@ class Geometry(Stage):
 
     @property
     def padding_fill(self) -> tuple[float, ...]:
-        """The levels outside the image, where the stage pads: black unless it returns a `Pad`."""
+        """Return the levels outside the image, where the stage pads: black unless it returns a `Pad`."""
         return (0,)
 
     @property
     def warps(self) -> Lookup | None:
-        """How the stage's warps look pixels up; None if it returns none. A `Pad` of another border is a nearest one."""
+        """Return how the stage's warps look pixels up; None if it returns none.
+
+        A `Pad` whose border is not constant is a warp that looks up the nearest pixel.
+        """
         return None
 
     @property
     def mirrors(self) -> bool:
-        """Whether it returns a `Pad` that mirrors the image. It has a step without other warps: what lies outside is
-        the mirrored image as it is here, and not the one before them."""
+        """Return True if the stage returns a `Pad` that mirrors the image.
+
+        Such a stage shares no step with warps before it: they would change the image that is mirrored.
+        """
         return False
 
     def draw(self, keys: StageKeys, height: Ints, width: Ints) -> tuple[Move, ...]:
-        """The moves of each sample, whose images have these sizes [N] in pixels."""
+        """Draw the moves of samples whose images have these sizes [N] in pixels."""
         raise NotImplementedError
 
 
@@ -272,19 +325,19 @@ class Pointwise(Stage):
     """
 
     def draw(self, keys: StageKeys) -> Floats:
-        """The coefficients of N samples, [N, K]; K may be 0."""
+        """Draw the coefficients of N samples, [N, K]; K may be 0."""
         return np.empty((len(keys.positions), 0))
 
     def operations(self, coefficients: Floats, height: Ints, width: Ints) -> Operations | None:
-        """What to do to uint8 images of these sizes [N] in pixels, for coefficients [N, K]; N may be 0."""
+        """Return what to do to uint8 images of these sizes [N] in pixels, for coefficients [N, K]; N may be 0."""
         return None
 
     def table(self) -> Array | None:
-        """The result for each level: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
+        """Return the result for each level: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
         return None
 
     def apply(self, image: Array, coefficients: Floats, out: Array | None) -> Array:
-        """One image with its coefficients [K], of a stage without `operations` and `table`.
+        """Run a stage without `operations` and `table` on one image with its coefficients [K].
 
         Writes to `out`, if given, and returns it.
         """
@@ -295,11 +348,11 @@ class Local(Stage):
     """Maps the neighbourhood of each pixel to a pixel, with coefficients for each sample from `draw`."""
 
     def draw(self, keys: StageKeys) -> Floats:
-        """The coefficients of N samples, [N, K]."""
+        """Draw the coefficients of N samples, [N, K]."""
         raise NotImplementedError
 
     def filters(self, coefficients: Floats) -> Filters:
-        """The filters for coefficients [N, K]; N may be 0."""
+        """Return the filters for coefficients [N, K]; N may be 0."""
         raise NotImplementedError
 
 
@@ -310,7 +363,7 @@ class Policy(Stage):
     """
 
     def parts(self) -> tuple[Stage, ...]:
-        """The stages, geometry, pointwise or local ones, in the order in which they run."""
+        """Return the stages, geometry, pointwise or local ones, in the order in which they run."""
         raise NotImplementedError
 
 
@@ -330,19 +383,19 @@ class Opaque(Stage):
 
     @property
     def moves_pixels(self) -> bool:
-        """Whether what stands at a pixel may come from another place, so that boxes and masks cannot follow."""
+        """Return True if what stands at a pixel may come from another place, so that boxes and masks cannot follow."""
         return True
 
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
-        """The reference form: one image, a CHW tensor in any memory format. `seed` has 62 bits."""
+        """Run the stage on one image, a CHW tensor in any memory format. `seed` has 62 bits."""
         raise NotImplementedError
 
     def result_size(self, image: torch.Tensor, seed: int) -> tuple[int, int] | None:
-        """The height and width of `apply`'s result, found without making it; None if only `apply` can tell."""
+        """Return the height and width of `apply`'s result, found without making it; None if only `apply` can tell."""
         return None
 
     def apply_batch(self, images: torch.Tensor, seeds: Ints) -> torch.Tensor:
-        """The same for images [N, C, H, W] on any device with seeds [N]; in one call if the stage is not random."""
+        """Run `apply` on images [N, C, H, W] on any device with seeds [N]; in one call if the stage is not random."""
         if not self.random:
             return self.apply(images, 0)
         import torch
@@ -363,7 +416,7 @@ class Mixing(Stage):
     label_smoothing: float
 
     def draw(self, keys: StageKeys, height: int, width: int, valid: Bools) -> Mixture:
-        """What each of the N samples of a batch takes from its partner; a sample that is not valid is no partner."""
+        """Draw what each of N samples of a batch takes from its partner. A sample that is not valid is no partner."""
         raise NotImplementedError
 
 
@@ -395,7 +448,7 @@ def _require_decoded(stage: Stage, spec: ImageSpec) -> None:
 
 
 def _canonical(value: Any) -> Any:
-    """A value whose text is the same for values that compare equal: 1 for 1.0 and for True."""
+    """Return a value whose text is the same for values that compare equal: 1 for 1.0 and for True."""
     if isinstance(value, tuple):
         return tuple(map(_canonical, value))
     return int(value) if isinstance(value, (bool, float)) and value == value // 1 else value
@@ -413,7 +466,7 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that affects the pixels, in 16 hex digits; not of the name or of where stages run."""
+        """Return a hash of everything that affects the pixels (SHA-256, 16 hex digits), but not of the name."""
         digest = hashlib.sha256()
         for stage in self.stages:
             values = [(name, _canonical(value)) for name, value in stage.params().items()]
@@ -422,7 +475,7 @@ class Pipeline:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The parameters that the fingerprint covers, as text: one line per stage, defaults included."""
+        """Return the parameters that the fingerprint covers, as text: one line per stage, defaults included."""
         lines = []
         for stage in self.stages:
             values = stage.params().items()
@@ -432,7 +485,7 @@ class Pipeline:
 
     @property
     def record_values(self) -> dict[tuple[int, str, str], RecordValue]:
-        """What stages take from each sample's record, by a stage's number and name and the parameter that says so."""
+        """Return what stages take from each sample's record, by the stage's number, its name and the parameter."""
         return {
             (i, self.stages[i].stage_name, parameter): value
             for i, part, _ in self.parts()
@@ -440,7 +493,7 @@ class Pipeline:
         }
 
     def parts(self) -> list[tuple[int, Stage, int]]:
-        """The stages that run, policies as their parts: each with its number in `stages` and its occurrence."""
+        """Return the stages that run, policies as their parts: each with its number in `stages` and its occurrence."""
         return [
             (i, part, occurrence)
             for i, (stage, occurrence) in enumerate(zip(self.stages, self.occurrences(), strict=True))
@@ -448,7 +501,7 @@ class Pipeline:
         ]
 
     def occurrences(self) -> list[int]:
-        """For each stage, how many stages of the same name precede it."""
+        """Return, for each stage, how many stages of the same name precede it."""
         seen: dict[str, int] = {}
         counts = []
         for stage in self.stages:

@@ -59,7 +59,7 @@ class PlacedMove:
 
     @classmethod
     def of(cls, move: Move, height: Ints, width: Ints) -> PlacedMove:
-        """A move of images of these sizes [N]."""
+        """Return a move of images of these sizes [N]."""
         matrix, *after = forward(move, height, width)
         mirrors = move.horizontal if isinstance(move, Flip) else np.zeros(len(height), bool)
         match move:
@@ -75,12 +75,12 @@ class PlacedMove:
 
     @property
     def warps(self) -> bool:
-        """Whether pixels are looked up for it; other moves select pixels, or resize them."""
+        """Return True if the move looks pixels up; other moves select pixels, or resize them."""
         return isinstance(self.move, Warp) or (isinstance(self.move, Pad) and self.move.border != "constant")
 
 
 def moves_of(program: Program, keys: s.Keys, sizes: Ints) -> list[PlacedMove]:
-    """The moves of N samples, in order, drawn again from the same keys. sizes [N, 2]: of the upright images."""
+    """Draw the moves of N samples again, in order, from the same keys. sizes [N, 2]: of the upright images."""
     placed: list[PlacedMove] = []
     height, width = sizes.T
     for step in program.steps:
@@ -92,7 +92,7 @@ def moves_of(program: Program, keys: s.Keys, sizes: Ints) -> list[PlacedMove]:
 
 
 def _with_one_warp(moves: Sequence[PlacedMove]) -> list[PlacedMove]:
-    """The moves of a `WarpStep`, all from the first warp to the last one as one."""
+    """Join the moves of a `WarpStep` from its first warp to its last one."""
     warps = [i for i, placed in enumerate(moves) if placed.warps]
     if len(warps) < 2:
         return list(moves)
@@ -105,7 +105,10 @@ def _with_one_warp(moves: Sequence[PlacedMove]) -> list[PlacedMove]:
 
 
 def moves_of_stages(stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height: Ints, width: Ints) -> list[PlacedMove]:
-    """Each move of stages, each with the number of stages of its name before it, on images of these sizes [N]."""
+    """Draw the moves of stages on images of these sizes [N].
+
+    stages: each with its occurrence, the number of stages of the same name before it.
+    """
     placed: list[PlacedMove] = []
     for stage, occurrence in stages:
         if isinstance(stage, s.Geometry):
@@ -116,7 +119,7 @@ def moves_of_stages(stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height:
 
 
 def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...] = ()) -> Problem | None:
-    """Why a pipeline cannot carry these fields: the first stage that may move pixels without saying where to.
+    """Return why a pipeline cannot carry these fields: the first stage that may move pixels without saying where to.
 
     at: the keys that lead to the list of stages.
     """
@@ -132,7 +135,7 @@ def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...]
 
 
 def unsaid_move(pipeline: s.Pipeline) -> int | None:
-    """The place of the first stage that may move pixels without saying where to; None if there is none."""
+    """Return the place of the first stage that may move pixels without saying where to; None if there is none."""
     for i, stage in enumerate(pipeline.stages):
         if (isinstance(stage, s.Opaque) and stage.moves_pixels) or (
             isinstance(stage, s.Decoder) and stage.library is not None
@@ -142,7 +145,7 @@ def unsaid_move(pipeline: s.Pipeline) -> int | None:
 
 
 def views_carry_problem(fields: Sequence[Field]) -> Problem | None:
-    """Why a pipeline with views cannot carry these fields: each view moves the pixels elsewhere."""
+    """Return why a pipeline with views cannot carry these fields: each view moves the pixels elsewhere."""
     names = [field.name for field in fields if field.type in GEOMETRIC]
     if not names:
         return None
@@ -155,7 +158,8 @@ def views_carry_problem(fields: Sequence[Field]) -> Problem | None:
 
 
 def sizes_at_fault(given: Ints, sizes: Ints, *, upright: bool) -> Iterator[tuple[int, str]]:
-    """Samples whose image has another size [N, 2] than the source's file gives, and why: their boxes lie elsewhere.
+    """Yield samples whose image has another size [N, 2] than the source's file gives, and why: their boxes lie
+    elsewhere.
 
     given: these sizes, zeros where there is none. upright: whether `decode` applies orientations.
     """
@@ -167,7 +171,7 @@ def sizes_at_fault(given: Ints, sizes: Ints, *, upright: bool) -> Iterator[tuple
 
 
 def boxes_at_fault(name: str, boxes: Ragged, sizes: Ints) -> Iterator[tuple[int, str]]:
-    """Samples with a box that is none, or that lies outside its image of these sizes [N, 2], and why."""
+    """Yield samples with a box that is none, or that lies outside its image of these sizes [N, 2], and why."""
     x1, y1, x2, y2 = boxes.values.astype(np.float64).T
     height, width = sizes[_samples_of(boxes)].T
     unknown: Bools = ~np.all(np.isfinite(boxes.values), axis=1)
@@ -187,7 +191,7 @@ def boxes_at_fault(name: str, boxes: Ragged, sizes: Ints) -> Iterator[tuple[int,
 
 
 def keypoints_at_fault(name: str, keypoints: Ragged, flip_pairs: Pairs = ()) -> Iterator[tuple[int, str]]:
-    """Samples with a keypoint whose coordinates are not numbers, or without one of the pairs, and why."""
+    """Yield samples with a keypoint whose coordinates are not numbers, or without one of the pairs, and why."""
     needed, count = 1 + max(chain((-1,), *flip_pairs)), keypoints.values.shape[1]
     if needed > count:
         for sample in np.flatnonzero(np.diff(keypoints.offsets)).tolist():
@@ -210,7 +214,7 @@ def _numbers(values: NDArray[np.float32]) -> str:
 
 
 def _samples_of(rows: Ragged) -> Ints:
-    """The sample that each row belongs to."""
+    """Return the sample that each row belongs to."""
     return np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
 
 
@@ -226,17 +230,17 @@ class MappedBoxes:
     offsets: Ints
 
     def kept_of(self, i: int) -> Bools:
-        """Which boxes of sample i are kept."""
+        """Return which boxes of sample i are kept."""
         kept: Bools = self.kept[self.offsets[i] : self.offsets[i + 1]]
         return kept
 
     def select(self, rows: Ragged) -> Ragged:
-        """What belongs to the kept boxes, of a column with a row for each of the M boxes."""
+        """Return what belongs to the kept boxes, of a column with a row for each of the M boxes."""
         return Ragged(rows.values[self.kept], self.boxes.offsets)
 
 
 def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: Ints, rules: TargetRules) -> MappedBoxes:
-    """Boxes [M, 4] of N samples through their moves. sizes [N, 2]: of the images before the first move."""
+    """Map boxes [M, 4] of N samples by their moves. sizes [N, 2]: of the images before the first move."""
     sample = _samples_of(boxes)
     now, visible = boxes.values.astype(np.float64), np.ones(len(sample))
     height, width = sizes[:, 0], sizes[:, 1]
@@ -255,7 +259,7 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: Ints, rules: Ta
 
 
 def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: Ints, flip_pairs: Pairs = ()) -> Ragged:
-    """Keypoints [M, K, 3] of N samples through their moves. One that leaves the image gets the visibility 0.
+    """Map keypoints [M, K, 3] of N samples by their moves. One that leaves the image gets the visibility 0.
 
     flip_pairs: keypoints that change places in horizontal flips.
     """
@@ -294,7 +298,7 @@ def _map_points(matrix: Matrices, points: Floats, *, is_shape: bool) -> Floats:
 
 
 def _clamp(now: Floats, visible: Floats, height: Ints, width: Ints, where: Bools) -> tuple[Floats, Floats]:
-    """Boxes clamped to their images where [M] says so, and the part of each that is visible after that."""
+    """Clamp boxes to their images where [M] says so. Return them, and the part of each that is visible then."""
     before = _area(now)
     limits = np.stack([width, height, width, height], axis=1)
     now = np.where(where[:, None], np.clip(now, 0, limits), now)

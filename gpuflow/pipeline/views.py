@@ -14,12 +14,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuflow.arrays import Array
-from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
 from gpuflow.pipeline.program import MixingStep, Program
-from gpuflow.pipeline.stage import Decoder, Keys, Pipeline, RecordValue
+from gpuflow.pipeline.stage import Decoder, ImageSpec, Keys, Pipeline, RecordValue
 
 if TYPE_CHECKING:
     import torch
+
+
+STORAGE = {"uint8": np.uint8, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
+"""The numpy dtype that stores each dtype; 16-bit floats are stored as their bits."""
+
+
+def slot_shape(spec: ImageSpec) -> tuple[int, int, int]:
+    """Return the shape of one image in a batch's memory: [C, H, W] for `nchw`; [H, W, C] for `nhwc` and `hwc`."""
+    height, width, channels = spec.shape
+    assert height is not None and width is not None
+    return (channels, height, width) if spec.layout == "nchw" else (height, width, channels)
+
+
+def as_batch(slots: Array, spec: ImageSpec) -> torch.Tensor:
+    """View slots [N, *slot_shape] as a tensor with axes N, C, H, W that shares memory; channels_last unless `nchw`."""
+    import torch
+
+    tensor = torch.from_numpy(slots)
+    if tensor.dtype == torch.uint16:
+        tensor = tensor.view(getattr(torch, spec.dtype))
+    return tensor if spec.layout == "nchw" else tensor.permute(0, 3, 1, 2)
 
 
 _ALIGN = 16
@@ -46,18 +66,18 @@ class ViewsPipeline:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Each view in a line: its name, how often it is drawn, and its stages."""
+        """Return each view in a line: its name, how often it is drawn, and its stages."""
         return tuple(f"{view.name} x {view.count} ({repr(view.pipeline).partition(': ')[2]})" for view in self.views)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that affects the pixels, in 16 hex digits; the order of the views does not."""
+        """Return a hash of everything that affects the pixels (SHA-256, 16 hex digits). The order of views does not."""
         parts = sorted((view.name, view.count, view.pipeline.fingerprint) for view in self.views)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The parameters that the fingerprint covers, as text: one line per stage of each view."""
+        """Return the parameters that the fingerprint covers, as text: one line per stage of each view."""
         return tuple(f"{view.name} x {view.count}: {line}" for view in self.views for line in view.pipeline.lines)
 
 
@@ -74,22 +94,22 @@ class ViewsProgram:
 
     @property
     def results(self) -> tuple[tuple[View, ImageSpec], ...]:
-        """Each view with the spec of its images in a batch."""
+        """Return each view with the spec of its images in a batch."""
         return tuple((view, one.result) for view, one in zip(self.pipeline.views, self.programs, strict=True))
 
     @property
     def record_values(self) -> tuple[RecordValue, ...]:
-        """What the stages of all views take from each sample's record, each once."""
+        """Return what the stages of all views take from each sample's record, without repetitions."""
         return tuple(dict.fromkeys(value for one in self.programs for value in one.record_values))
 
     @property
     def mixings(self) -> tuple[MixingStep, ...]:
-        """None: no view may have mixing stages."""
+        """Return an empty tuple: no view may have mixing stages."""
         return ()
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of one sample: all its views."""
+        """Return how many bytes all views of one sample take."""
         return sum(_bytes_of(view, result) for view, result in self.results)
 
 
@@ -97,7 +117,7 @@ AnyProgram = Program | ViewsProgram
 
 
 def programs_of(program: AnyProgram) -> tuple[Program, ...]:
-    """The program itself, or those of its views."""
+    """Return the program itself, or those of its views."""
     return program.programs if isinstance(program, ViewsProgram) else (program,)
 
 
@@ -113,12 +133,12 @@ class Output:
     number: int = 0
 
     def keys_of(self, keys: Keys) -> Keys:
-        """The samples' keys that it is drawn with."""
+        """Return the keys that this output of the samples is drawn with."""
         return keys if self.view is None else keys.of_view(self.view.name, self.number)
 
 
 def outputs_of(program: AnyProgram) -> tuple[Output, ...]:
-    """Every number of every view, in the order of `split`."""
+    """Return the outputs of a program, in the order of `split`."""
     if not isinstance(program, ViewsProgram):
         return (Output(),)
     views = enumerate(program.pipeline.views)
@@ -137,31 +157,32 @@ class ViewSlots:
     views: tuple[Any, ...]
 
     def __getitem__(self, rows: slice) -> ViewSlots:
-        """The slots of some samples."""
+        """Return the slots of some samples."""
         return ViewSlots(self.memory, tuple(view[:, rows] for view in self.views))
 
 
 def _bytes_of(view: View, result: ImageSpec) -> int:
-    """Memory of one sample's images of a view, a multiple of what any dtype is aligned to."""
+    """Return how many bytes one sample's images of a view take, a multiple of what any dtype is aligned to."""
     size = view.count * math.prod(slot_shape(result)) * np.dtype(STORAGE[result.dtype]).itemsize
     return -(-size // _ALIGN) * _ALIGN
 
 
 def slot_of(program: AnyProgram) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """The shape and dtype of one sample's memory in a batch's."""
+    """Return the shape and dtype of one sample's memory in a batch's."""
     if isinstance(program, ViewsProgram):
         return (program.slot_bytes,), np.dtype(np.uint8)
     return slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
 
 
 def slot_bytes_of(program: AnyProgram) -> int:
-    """The size of one sample's memory in a batch's, in bytes."""
+    """Return the size of one sample's memory in a batch's, in bytes."""
     shape, dtype = slot_of(program)
     return math.prod(shape) * dtype.itemsize
 
 
 def slots_of(program: AnyProgram, memory: Array | torch.Tensor) -> Any:
-    """The slots in a batch's memory [B, ...]: the array itself, of a tensor its images [B, C, H, W], or `ViewSlots`.
+    """Return the slots in a batch's memory [B, ...]: the array itself, of a tensor its images [B, C, H, W], or
+    `ViewSlots`.
 
     Each view has one block of the memory, so that its images of all samples are contiguous.
     """
@@ -180,7 +201,7 @@ def slots_of(program: AnyProgram, memory: Array | torch.Tensor) -> Any:
 
 
 def split(slots: Any) -> list[Any]:
-    """The slots [N, ...] of each of `outputs_of` their program."""
+    """Return the slots [N, ...] of each output, see `outputs_of`."""
     if not isinstance(slots, ViewSlots):
         return [slots]
     return [view[number] for view in slots.views for number in range(len(view))]

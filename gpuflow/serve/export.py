@@ -39,10 +39,10 @@ from gpuflow.errors import (
 )
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.assemble import open_split
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import ImageSpec, Keys, Pipeline
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.runtime.files import atomic_write, replaced_file
 from gpuflow.sources import Payload
 from gpuflow.sources.choose import images_below, spread

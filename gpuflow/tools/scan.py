@@ -18,7 +18,7 @@ from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.targets import TargetMapper
-from gpuflow.pipeline.record_values import RecordValue, values_of
+from gpuflow.pipeline.records import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Source, left_out_of, records_of
 

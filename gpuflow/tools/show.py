@@ -16,8 +16,8 @@ from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.parity.measure import Scale
 from gpuflow.parity.report import data_uri
-from gpuflow.pipeline.image_spec import ImageSpec
 from gpuflow.pipeline.records import Field
+from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.pipeline.views import AnyProgram, View, ViewsProgram
 from gpuflow.sources import fields_of, has_labels
 

@@ -22,9 +22,9 @@ from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import workers
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.cpu.workers import DecodeRequest, Setup
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.runtime.buffers import BytePool, SlotPool
 from gpuflow.runtime.memory import heap, shared
 from gpuflow.runtime.threads import use_torch_threads

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuflow.config import Config, read_config
-from gpuflow.pipeline.image_spec import STORAGE, slot_shape
+from gpuflow.pipeline.views import STORAGE, slot_shape
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import lower, program_from_json, to_toml
 from tests.datasets import python

@@ -23,11 +23,20 @@ from gpuflow.errors import ConfigError
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoder
 from gpuflow.loader.placement import explain_gpu
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Keys, Pipeline
 from gpuflow.pipeline.validate import trace
-from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram, as_images, slot_of, slots_of
+from gpuflow.pipeline.views import (
+    STORAGE,
+    View,
+    ViewsPipeline,
+    ViewsProgram,
+    as_batch,
+    as_images,
+    slot_of,
+    slot_shape,
+    slots_of,
+)
 from gpuflow.sources import Payload
 from gpuflow.stages import STAGES
 from gpuflow.tools.explain import explain

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpuflow.pipeline.record_values import RecordValue, values_of
-from gpuflow.pipeline.records import Column, Ragged, Records
+from gpuflow.pipeline.records import Column, Ragged, Records, RecordValue, values_of
 from gpuflow.pipeline.stage import Keys
 
 MATRIX, POINTS = RecordValue("a", "matrix"), RecordValue("a", "points")

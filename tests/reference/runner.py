@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.image_spec import slot_shape
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,
@@ -24,7 +23,7 @@ from gpuflow.pipeline.program import (
     Warping,
     WarpStep,
 )
-from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of
+from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of, slot_shape
 from tests.reference.coloring import colored, looked_up
 from tests.reference.filtering import filtered
 from tests.reference.resampling import resampled

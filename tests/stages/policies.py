@@ -13,7 +13,7 @@ from torchvision.transforms.v2.functional import _geometry
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
+from gpuflow.pipeline.parameters import Fill, WarpInterpolation
 from gpuflow.stages import CenterCrop, Decode
 from gpuflow.stages.policy_parts import OPERATIONS, AugmentPolicy, Drawn, Range
 from tests.images import photo, png

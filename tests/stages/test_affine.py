@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as tv
 from torchvision.transforms.v2.functional._geometry import _get_inverse_affine_matrix
 
 from gpuflow.errors import ConfigError
-from gpuflow.pipeline.warp_parameters import Border
+from gpuflow.pipeline.parameters import Border
 from gpuflow.stages import Affine, CenterCrop, Decode
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of

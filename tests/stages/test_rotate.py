@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.warp_parameters import Border
+from gpuflow.pipeline.parameters import Border
 from gpuflow.stages import CenterCrop, Decode, Letterbox, Normalize, Rotate
 from tests.images import photo, png
 from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run

@@ -35,7 +35,6 @@ from gpuflow.execute.cpu.native_chunk import (
 )
 from gpuflow.native.pool import NativePool
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.image_spec import STORAGE, as_batch
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,
@@ -51,7 +50,7 @@ from gpuflow.pipeline.program import (
     misfits_of,
     too_large,
 )
-from gpuflow.pipeline.views import AnyProgram, outputs_of, programs_of, split
+from gpuflow.pipeline.views import STORAGE, AnyProgram, as_batch, outputs_of, programs_of, split
 from gpuflow.runtime.threads import DaemonPool, stop_flag, use_stop_flag, use_torch_threads
 from gpuflow.sources import Payload
 

@@ -17,7 +17,7 @@ import torch
 
 from gpuflow.arrays import Ints
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
-from gpuflow.pipeline.image_spec import ImageSpec
+from gpuflow.pipeline.stage import ImageSpec
 
 CALL_IMAGES = 128
 """The largest number of images in one nvJPEG call. nvJPEG and the decode buffers need memory for all of them; with 64

@@ -26,7 +26,6 @@ from gpuflow.execute.kernels.resample import resample_all
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.tables import resampling_plan_of
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,
@@ -38,6 +37,7 @@ from gpuflow.pipeline.program import (
     WarpStep,
     misfits_of,
 )
+from gpuflow.pipeline.views import as_batch, slot_shape
 
 Target = torch.Tensor | Canvas
 """Where a pass puts its results: slots [n, C, H, W], or a canvas while they differ in size."""

@@ -14,7 +14,7 @@ import torch
 from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute import packing
-from gpuflow.pipeline.image_spec import slot_shape
+from gpuflow.pipeline.views import slot_shape
 
 if TYPE_CHECKING:
     from gpuflow.errors import BadSampleError

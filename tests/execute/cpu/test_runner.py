@@ -14,7 +14,7 @@ import torch
 from gpuflow.errors import LoaderError
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.runtime.threads import StopFlag, stop_flag, use_stop_flag
 from gpuflow.sources import Payload
 from gpuflow.stages import (

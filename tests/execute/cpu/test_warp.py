@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gpuflow.pipeline.parameters import Border
 from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
-from gpuflow.pipeline.warp_parameters import Border
 from tests.execute.kernels.references import warp_reference
 from tests.images import photo
 from tests.running import warped

@@ -19,8 +19,8 @@ from gpuflow.execute.gpu import canvas, device_passes
 from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
 from gpuflow.execute.gpu.device_stream import allocate_slots
 from gpuflow.execute.gpu.passes import passes_of
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from tests import images
 from tests.datasets import Entries, program
 from tests.execute.kernels.quick_interpreter import use_large_tiles

@@ -36,11 +36,10 @@ from gpuflow.execute.gpu import canvas, decode_calls, device_passes
 from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
 from gpuflow.execute.gpu.passes import Pass, passes_of, passes_of_each
 from gpuflow.execute.gpu.runner import GpuRunner, Prepared
-from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.stage import FromRecord, Keys, Opaque, Pipeline, Stage
+from gpuflow.pipeline.stage import FromRecord, ImageSpec, Keys, Opaque, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
-from gpuflow.pipeline.views import slot_of, slots_of, split
+from gpuflow.pipeline.views import STORAGE, as_batch, slot_of, slot_shape, slots_of, split
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
     Affine,

@@ -15,9 +15,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 from gpuflow.execute.gpu.canvas import Canvas, tiles_of
 from gpuflow.execute.gpu.device_passes import plan_of
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
+from gpuflow.pipeline.parameters import Border
 from gpuflow.pipeline.program import WarpStep
 from gpuflow.pipeline.stage import Geometry, Keys
-from gpuflow.pipeline.warp_parameters import Border
 from gpuflow.stages import Affine, CenterCrop, Flip, Pad, Perspective, RandomCrop, Rotate, WarpAffine
 from tests.execute.kernels.interpret_color import fma
 from tests.execute.kernels.quick_interpreter import use_large_tiles

@@ -24,9 +24,9 @@ from triton.runtime.jit import JITFunction
 from gpuflow.execute import kernels
 from gpuflow.execute.kernels import color, copy, interleave, local, resample, warp
 from gpuflow.execute.tables import FIELDS as RESAMPLING_FIELDS
+from gpuflow.pipeline.parameters import Border
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
-from gpuflow.pipeline.warp_parameters import Border
 
 MOST = 65_535
 """The largest size of a grid's second and third axis; that of the first one is 2^31 - 1."""
