@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from gpuflow.loader.loader import Loader
     from gpuflow.loader.metrics_server import serve_metrics
     from gpuflow.loader.transform import Transform
-    from gpuflow.migration.dataset import bytes_loader
-    from gpuflow.migration.transforms import TensorToTensor, cv2_resize
-    from gpuflow.migration.wrap import WrappedLoader
+    from gpuflow.migration.dataloader import bytes_loader
+    from gpuflow.migration.wrap import TensorToTensor, WrappedLoader, cv2_resize
     from gpuflow.runtime.preemption import Preemption
     from gpuflow.training.checkpoint import save_checkpoint
 
@@ -85,11 +84,11 @@ _MODULES = {
     "Batch": "gpuflow.loader.batch",
     "Loader": "gpuflow.loader.loader",
     "Preemption": "gpuflow.runtime.preemption",
-    "TensorToTensor": "gpuflow.migration.transforms",
+    "TensorToTensor": "gpuflow.migration.wrap",
     "Transform": "gpuflow.loader.transform",
     "WrappedLoader": "gpuflow.migration.wrap",
-    "bytes_loader": "gpuflow.migration.dataset",
-    "cv2_resize": "gpuflow.migration.transforms",
+    "bytes_loader": "gpuflow.migration.dataloader",
+    "cv2_resize": "gpuflow.migration.wrap",
     "save_checkpoint": "gpuflow.training.checkpoint",
     "serve_metrics": "gpuflow.loader.metrics_server",
 }

@@ -1,24 +1,32 @@
-"""Which reader takes a source that a user names, such as `timm:resnet50.a1_in1k`."""
+"""Reads sources that a user names, such as `timm:resnet50.a1_in1k`; writes them as YAML; runs them for parity."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+import json
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.migration.from_albumentations import read_albumentations
 from gpuflow.migration.from_huggingface import read_huggingface
-from gpuflow.migration.from_timm import read_timm
+from gpuflow.migration.from_timm import data_config, read_timm
 from gpuflow.migration.from_torchpipe import read_torchpipe
 from gpuflow.migration.from_torchvision import read_transform
-from gpuflow.migration.imported import Entry, Imported, gap, named_transform
-from gpuflow.migration.yaml_text import to_yaml
+from gpuflow.migration.imported import Entry, Imported, gap, named_transform, needs, read_document
 from gpuflow.pipeline.program import Program, WarpStep
 from gpuflow.pipeline.stage import Stage
 from gpuflow.version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 _READERS = {
     "timm": read_timm,
@@ -78,17 +86,17 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
         raise ConfigError(
             [Problem(f"{' '.join(sources)}:", rule, action="import them one by one", code="import.source")]
         )
-    text = to_yaml(found, version=__version__)
+    text = to_yaml(found)
     config = _checked(text, " ".join(sources), table)
     if partial and not isinstance(config, Config) and any(problem.code == "stage.size" for problem in config):
         found = list(map(_of_one_size, found))
-        text = to_yaml(found, version=__version__)
+        text = to_yaml(found)
         config = _checked(text, " ".join(sources), table)
     problems = tuple(problem for one in found for problem in one.gaps)
     if not isinstance(config, Config):
         raise ConfigError(problems + config)
     if any(map(_has_one_warp_for_several, config.programs.values())):
-        text = to_yaml([replace(one, matches=(*one.matches, _ONE_WARP)) for one in found], version=__version__)
+        text = to_yaml([replace(one, matches=(*one.matches, _ONE_WARP)) for one in found])
     if problems and not partial:
         raise ConfigError(problems)
     return Written(text, problems)
@@ -125,3 +133,206 @@ def _checked(text: str, sources: str, table: Mapping[str, type[Stage]]) -> Confi
             return read_config(path, table)
         except ConfigError as error:
             return tuple(replace(problem, place=f"{sources}, as YAML:") for problem in error.problems)
+
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+_COLUMN, _WIDTH = 40, 118
+_BATCH = {"train": "{size: 64, drop_last: true}", "val": "{size: 64}"}
+
+
+def to_yaml(found: Sequence[Imported]) -> str:
+    """Return what was imported as a YAML file with comments, which `gpuflow check` accepts.
+
+    Of two sources, one gives the pipeline `train` and the other `val`.
+    """
+    text = "\n".join((*_header(found), *_body(found))) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # names of files, in comments, need not be text
+
+
+def _header(found: Sequence[Imported]) -> Iterator[str]:
+    yield f"# Imported by gpuflow {__version__}: gpuflow import {' '.join(one.source for one in found)}"
+    yield "#"
+    for sentence in dict.fromkeys(sentence for one in found for sentence in one.matches):
+        yield from _comment(sentence)
+    if gaps := [problem for one in found for problem in one.gaps]:
+        yield "#"
+        yield "# Not carried over:"
+        for problem in gaps:
+            yield from _comment(f"- {problem}", hang="  ")
+    yield "#"
+    yield "# Edit the source and the batch sizes; add serve.model when there is a model."
+    for one in found:
+        if "val" in one.pipelines:
+            against = f" --against {one.source}" if one.preset is None else ""
+            yield f"# Prove it on images of yours: gpuflow parity FILE{against}"
+    yield ""
+
+
+def _comment(text: str, hang: str = "") -> Iterator[str]:
+    lines = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False, subsequent_indent=hang)
+    return (f"# {line}" for line in lines)
+
+
+def _body(found: Sequence[Imported]) -> Iterator[str]:
+    pipelines = {name: (one, entries) for one in found for name, entries in one.pipelines.items()}
+    both = len(pipelines) == 2
+    parts = "split: {train: 0.9, val: 0.1}, " if both else ""
+    yield f"source: {{folder: data/photos, {parts}seed: 0}}"
+    if "val" in pipelines:
+        entries = pipelines["val"][1]
+        yield f"preprocess: &eval{'' if entries else ' []':24}# shared by val and serve: cannot diverge"
+        yield from _entries(entries, "  ")
+    yield "pipelines:"
+    if "train" in pipelines:
+        one, entries = pipelines["train"]
+        yield "  train:"
+        yield from _preset(one, "    ")
+        yield "    stages:" if entries else "    stages: []"
+        yield from _entries(entries, "      ")
+        yield f"    batch: {_BATCH['train']}"
+        yield "    shuffle: true"
+    if "val" in pipelines:
+        one, _ = pipelines["val"]
+        yield "  val:"
+        yield from _preset(one, "    ")
+        yield "    stages: *eval"
+        yield f"    batch: {_BATCH['val']}"
+        yield "serve:"
+        yield from _preset(one, "  ")
+        yield "  stages: *eval"
+        if one.model is not None:
+            yield f"  model: {_flow(one.model)}"
+
+
+def _preset(one: Imported, indent: str) -> Iterator[str]:
+    if one.preset is not None:
+        for key in ("preset", "height", "width", "color"):
+            yield f"{indent}{key}: {_flow(getattr(one.preset, key))}"
+
+
+def _entries(entries: Sequence[Entry], indent: str) -> Iterator[str]:
+    for entry in entries:
+        line = f"{indent}- {entry.stage}: {_flow(entry.parameters)}" if entry.parameters else f"{indent}- {entry.stage}"
+        yield f"{line:{_COLUMN}}  # {entry.comment}" if entry.comment else line
+
+
+def _flow(value: Any) -> str:
+    """A value on one line of YAML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+# --- other libraries' transforms, to compare with: `gpuflow parity --against SOURCE` ----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryTransform:
+    """A transform of a PIL image to a tensor [C, H, W]. about: what runs, with versions.
+
+    converts: whether it converts images to RGB itself, so that it gets what Image.open gives; else it gets what
+    Image.open(path).convert("RGB") gives, as the loaders of torchvision and timm do.
+    other: another implementation of it, with the name that tells them apart, such as `slow`.
+    """
+
+    run: Callable[[Any], torch.Tensor]
+    about: str
+    converts: bool = False
+    other: tuple[str, LibraryTransform] | None = None
+
+
+def library_transform(source: str) -> LibraryTransform:
+    """Return the transform of a source as a function that runs.
+
+    Raises:
+        ConfigError: there is no such source. MissingLibrary: its library is not installed.
+    """
+    library, _, name = source.partition(":")
+    if library not in _OPENERS:
+        action = f"known: {', '.join(f'{known}:...' for known in _OPENERS)}"
+        raise ConfigError([Problem("--against:", "names no library to run", source, action, code="import.source")])
+    return _OPENERS[library](name)
+
+
+def _torchvision(name: str) -> LibraryTransform:
+    return LibraryTransform(_to_tensor(named_transform(name)), f"{name} on PIL images, {_version('torchvision')}")
+
+
+def _timm(name: str) -> LibraryTransform:
+    config, _ = data_config(name)
+    timm = needs("timm.data", f"timm:{name}")
+    return LibraryTransform(
+        _to_tensor(timm.create_transform(**dataclasses.asdict(config))),
+        f"create_transform on PIL images, {_version('timm')}",
+    )
+
+
+def _huggingface(name: str) -> LibraryTransform:
+    transformers, path = needs("transformers", f"hf:{name}"), Path(name)
+    document = read_document(str(path / "preprocessor_config.json" if path.is_dir() else path))
+    backends = ("torchvision", "pil")
+    if int(transformers.__version__.partition(".")[0]) >= 5:
+        choices: tuple[dict[str, Any], ...] = tuple({"backend": backend} for backend in backends)
+    else:
+        choices = ({"use_fast": True}, {"use_fast": False})
+    folder = str(Path(document.path).parent)
+    fast, slow = (
+        transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True, **choice) for choice in choices
+    )
+
+    def run(processor: Any) -> Callable[[Any], torch.Tensor]:
+        return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+    version = _version("transformers")
+    return LibraryTransform(
+        run(fast),
+        f"{type(fast).__name__}, the fast processor, {version}",
+        True,
+        ("slow", LibraryTransform(run(slow), f"{type(slow).__name__}, the slow processor, {version}", True)),
+    )
+
+
+def _albumentations(name: str) -> LibraryTransform:
+    albumentations = needs("albumentations", f"albumentations:{name}")
+    import numpy as np
+    import torch
+
+    transform = albumentations.from_dict(json.loads(json.dumps(read_document(name).data)))
+
+    def run(image: Any) -> torch.Tensor:
+        found = transform(image=np.array(image))["image"]
+        if isinstance(found, torch.Tensor):
+            return found
+        return torch.from_numpy(np.atleast_3d(found)).permute(2, 0, 1)  # a gray image may have no axis of channels
+
+    return LibraryTransform(run, f"{_version('albumentations')}, OpenCV's resize")
+
+
+_OPENERS: dict[str, Callable[[str], LibraryTransform]] = {
+    "torchvision": _torchvision,
+    "timm": _timm,
+    "hf": _huggingface,
+    "albumentations": _albumentations,
+}
+
+
+def _to_tensor(transform: Callable[[Any], Any]) -> Callable[[Any], torch.Tensor]:
+    """The transform, with a PIL image among its results as a tensor."""
+    import torch
+    from torchvision.transforms.v2 import functional
+
+    def run(image: Any) -> torch.Tensor:
+        found = transform(image)
+        tensor: torch.Tensor = found if isinstance(found, torch.Tensor) else functional.pil_to_tensor(found)
+        return tensor.as_subclass(torch.Tensor)
+
+    return run
+
+
+def _version(package: str) -> str:
+    return f"{package} {importlib.metadata.version(package).partition('+')[0]}"

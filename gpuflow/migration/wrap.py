@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, final
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torchvision import transforms as v1
+from torchvision.transforms import v2
 
+from gpuflow.arrays import Bytes
 from gpuflow.config import AddedStages, Config, read_config
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
@@ -20,9 +25,8 @@ from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
-from gpuflow.migration.dataset import PLACE, files_hash, source_of
-from gpuflow.migration.sampling import SamplerDraws
-from gpuflow.migration.transforms import Cv2Resize, Found, stages_of
+from gpuflow.migration.dataloader import PLACE, SamplerDraws, files_hash, source_of
+from gpuflow.migration.from_torchvision import read_transform
 from gpuflow.pipeline.stage import Pipeline, Stage
 from gpuflow.pipeline.views import ViewsPipeline, ViewsProgram
 from gpuflow.runtime.ranks import Ranks
@@ -170,9 +174,7 @@ class WrappedLoader:
             StateError: it is of another seed, dataset or preprocessing, or no state at all.
         """
         self._loader.load_state_dict(state)
-        within_epoch, draws = bool(state["position"]), state.get("sampler")
-        if within_epoch or draws is not None:  # earlier versions wrote None between epochs
-            self._draws.restore(draws or {}, within_epoch=within_epoch)
+        self._draws.restore(state.get("sampler") or {}, within_epoch=bool(state["position"]))
 
     # --- statistics and shutdown ----------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ def _configured(
     if Path(path).suffix == ".toml":
         raise _problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
     on_gpu, on_cpu = (
-        None if transforms is None else stages_of(transforms, argument, PLACE, stages, tensor=tensor)
+        None if transforms is None else stages_of(transforms, argument, stages, tensor=tensor)
         for transforms, argument, tensor in ((transforms_gpu, _GPU, True), (transforms_cpu, _CPU, False))
     )
     if on_gpu is not None and on_gpu.resize is not None:
@@ -346,3 +348,95 @@ def _device(parallel_type: str | None, local_rank: int | None) -> torch.device:
         rule = f"must be below the number of GPUs that torch sees, {visible}"
         raise _problem(("local_rank",), rule, local_rank, f"start {visible} processes on this host")
     return torch.device("cuda", local_rank)
+
+
+# --- the transforms ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToTensor:
+    """Turns levels of 0-255 into numbers of 0-1: a tensor divided by 255, as torchpipe's training integration does.
+
+    In `gpuflow.wrap` it stands where torchvision has ToTensor.
+    """
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        return image.to(torch.float32) / 255
+
+
+@dataclass(frozen=True, slots=True)
+class Cv2Resize:
+    """Resizes an image [H, W, C] of numpy with OpenCV. See `cv2_resize`."""
+
+    height: int
+    width: int
+
+    def __call__(self, image: Bytes) -> Bytes:
+        import cv2
+
+        return np.asarray(cv2.resize(image, (self.width, self.height)), np.uint8)
+
+
+def cv2_resize(size: tuple[int, int]) -> Cv2Resize:
+    """Return OpenCV's bilinear resize of an array [H, W, C] to `size`, (height, width).
+
+    In `transforms_cpu` of `gpuflow.wrap` it names the size that the stages of the file resize to. Those stages say with
+    which pixels: `preset: torchpipe_cpu` has OpenCV's.
+    """
+    height, width = size
+    return Cv2Resize(height, width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The stages that transforms stand for, as they stand in YAML. resize: the `cv2_resize` that they begin with."""
+
+    entries: tuple[Mapping[str, Any], ...]
+    resize: Cv2Resize | None
+
+
+def stages_of(transforms: Any, name: str, table: Mapping[str, type[Stage]], *, tensor: bool) -> Found:
+    """Return the stages that transforms stand for.
+
+    Args:
+        transforms: a Compose of torchvision, a list or one transform.
+        tensor: whether they get tensors, not PIL images.
+        name: the argument that they were given as, for problems.
+        table: the vocabulary.
+
+    Raises:
+        ConfigError: every transform that no stage equals.
+    """
+    parts = _parts(transforms)
+    listed = [transforms] if parts is None else parts
+    first = listed[0] if listed and isinstance(listed[0], Cv2Resize) else None
+    rule, action = "must be the first transform, because the file decodes and resizes", "move it to the front"
+    problems = [
+        Problem(PLACE, rule, action=action, path=(name, i), code="config.conflict")
+        for i, transform in enumerate(listed)
+        if i and isinstance(transform, Cv2Resize)
+    ]
+    known = [v1.ToPILImage() if isinstance(one, Cv2Resize) else _known(one) for one in listed]
+    found = read_transform(v1.Compose(known), f"{PLACE} {name}", table, tensor=tensor)
+    if problems := [*problems, *found.gaps]:
+        raise ConfigError(problems)
+    [(_, *entries)] = found.pipelines.values()  # without decode
+    return Found(entries=tuple(entry.as_yaml for entry in entries), resize=first)
+
+
+def _parts(transform: Any) -> list[Any] | None:
+    """Return the transforms that a Compose of v1 or v2, a list or a Sequential holds; None for a single one."""
+    if isinstance(transform, (v1.Compose, v2.Compose)):
+        return list(transform.transforms)
+    return list(transform) if isinstance(transform, (list, tuple, torch.nn.Sequential)) else None
+
+
+def _known(transform: Any) -> Any:
+    """Return a transform with the ToTensor of torchvision.transforms in place of TensorToTensor and of v2's ToTensor.
+
+    That of v2 leaves tensors as they are, but the images that the user wrote it for were no tensors.
+    """
+    if isinstance(transform, (TensorToTensor, v2.ToTensor)):
+        return v1.ToTensor()
+    parts = _parts(transform)
+    return transform if parts is None else v1.Compose(list(map(_known, parts)))

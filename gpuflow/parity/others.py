@@ -35,7 +35,7 @@ from gpuflow.errors import BadSampleError, is_system_fault, reason_of
 from gpuflow.execute.cpu.native_chunk import run_filters, run_pointwise
 from gpuflow.execute.cpu.runner import call_opaque, header_of
 from gpuflow.execute.warp import OPENCV_BORDERS
-from gpuflow.migration.library_transforms import LibraryTransform, library_transform
+from gpuflow.migration.sources import LibraryTransform, library_transform
 from gpuflow.parity.images import Encoded, hostile_images
 from gpuflow.parity.ways import Prefix, Result, Results, Serving, Training, Way, missing_gpu, missing_torchpipe, served
 from gpuflow.pipeline import stage as s

@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 import gpuflow
 from gpuflow.migration.from_torchvision import read_transform
-from gpuflow.migration.yaml_text import to_yaml
+from gpuflow.migration.sources import to_yaml
 from gpuflow.stages import STAGES
 from tests.images import photo
 
@@ -90,7 +90,7 @@ def test_transforms_that_convert_to_floats_at_any_place(seed: int, tmp_path: Pat
     found = read_transform(transform, "user:transform", STAGES, tensor=True)
     assert found.gaps == ()
     file = tmp_path / "x.yaml"
-    file.write_text(to_yaml([found], version="0"))
+    file.write_text(to_yaml([found]))
     with gpuflow.transform(file, next(iter(found.pipelines))) as ours:
         (given,) = ours([image], epoch=0, positions=[0])
     assert given.shape == wanted.shape

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 import gpuflow
 from gpuflow.errors import ConfigError
-from gpuflow.migration.transforms import Cv2Resize, stages_of
+from gpuflow.migration.wrap import Cv2Resize, stages_of
 from gpuflow.stages import STAGES
 
 AUGMENTATIONS: list[dict[str, Any]] = [
@@ -27,7 +27,7 @@ NORMALIZE = {"normalize": {"mean": "imagenet", "std": "imagenet"}}
 
 
 def entries(transforms: Any, *, tensor: bool = True) -> list[Any]:
-    return list(stages_of(transforms, "transforms_gpu", "gpuflow.wrap:", STAGES, tensor=tensor).entries)
+    return list(stages_of(transforms, "transforms_gpu", STAGES, tensor=tensor).entries)
 
 
 def augmentations(module: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def test_the_integrations_transforms_are_stages(module: Any) -> None:
     assert entries(on_gpu) == [*AUGMENTATIONS, NORMALIZE]
     resize = gpuflow.cv2_resize((32, 28))
     on_cpu = v1.Compose([resize, v1.ToPILImage(), *augmentations(module), v1.ToTensor(), normalize])
-    found = stages_of(on_cpu, "transforms_cpu", "gpuflow.wrap:", STAGES, tensor=False)
+    found = stages_of(on_cpu, "transforms_cpu", STAGES, tensor=False)
     assert (list(found.entries), found.resize) == ([*AUGMENTATIONS, NORMALIZE], resize)
 
 

@@ -183,7 +183,6 @@ def test_a_resumed_run_draws_the_next_epoch_from_the_generator_that_the_dataload
         loader.load_state_dict(state)
         torch.manual_seed(7)
         assert [rows(batch) for batch in loader] == second
-        loader.load_state_dict({**state, "sampler": None})  # as earlier versions wrote it
 
 
 def test_pixels_are_those_of_load_and_do_not_depend_on_the_number_of_ranks(
