@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+from gpuflow.pipeline.parameters import Probability
+from gpuflow.stages.adjustment import Adjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Autocontrast(s.Pointwise):
+class Autocontrast(Adjustment):
     """Stretch each channel to the levels 0-255, as torchvision's autocontrast does.
 
     Args:
@@ -19,6 +19,7 @@ class Autocontrast(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "autocontrast"
+    operation: ClassVar[s.Operation] = s.Operation.AUTOCONTRAST
     other_names: ClassVar[tuple[str, ...]] = ("RandomAutocontrast",)
 
     probability: Probability = 1.0
@@ -27,21 +28,7 @@ class Autocontrast(s.Pointwise):
     def examples(cls) -> tuple[Autocontrast, ...]:
         return (cls(), cls(probability=0.5))
 
-    @property
-    def random(self) -> bool:
-        return is_random(self.probability)
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
-
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
         return v2.RandomAutocontrast(self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability)
-
-    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
-        return s.Operations.one(s.Operation.AUTOCONTRAST, coefficients[:, 0] > 0)

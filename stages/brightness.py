@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Probability, adjustment, drawn_factors, is_random, range_of
+from gpuflow.pipeline.parameters import Factor, Probability
+from gpuflow.stages.adjustment import FactorAdjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Brightness(s.Pointwise):
+class Brightness(FactorAdjustment):
     """Multiply levels by a factor, as torchvision's adjust_brightness does.
 
     Args:
@@ -21,6 +21,7 @@ class Brightness(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "brightness"
+    operation: ClassVar[s.Operation] = s.Operation.BRIGHTNESS
     other_names: ClassVar[tuple[str, ...]] = ("RandomBrightness", "AdjustBrightness")
     other_keys: ClassVar[Mapping[str, str]] = {"brightness": "amount", "brightness_factor": "amount"}
 
@@ -30,20 +31,3 @@ class Brightness(s.Pointwise):
     @classmethod
     def examples(cls) -> tuple[Brightness, ...]:
         return (cls(amount=0.4), cls(amount=(1.25, 1.25)), cls(amount=(0.5, 0.5), probability=0.5))
-
-    @property
-    def random(self) -> bool:
-        return is_random(self.probability, range_of(self.amount))
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
-
-    def torchvision(self) -> Any:
-        return adjustment("brightness", range_of(self.amount), self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability, range_of(self.amount))
-
-    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
-        return s.Operations.one(s.Operation.BRIGHTNESS, coefficients[:, 0] > 0, coefficients[:, 1])

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Probability, adjustment, drawn_factors, is_random, range_of
+from gpuflow.pipeline.parameters import Factor, Probability
+from gpuflow.stages.adjustment import FactorAdjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Contrast(s.Pointwise):
+class Contrast(FactorAdjustment):
     """Blend an image with its mean gray, as torchvision's adjust_contrast does.
 
     Args:
@@ -22,6 +22,8 @@ class Contrast(s.Pointwise):
 
     stage_name: ClassVar[str] = "contrast"
     tolerance: ClassVar[float] = 1.0
+    operation: ClassVar[s.Operation] = s.Operation.CONTRAST
+    weighs_colors: ClassVar[bool] = True
     other_names: ClassVar[tuple[str, ...]] = ("RandomContrast", "AdjustContrast")
     other_keys: ClassVar[Mapping[str, str]] = {"contrast": "amount", "contrast_factor": "amount"}
 
@@ -31,20 +33,3 @@ class Contrast(s.Pointwise):
     @classmethod
     def examples(cls) -> tuple[Contrast, ...]:
         return (cls(amount=0.4), cls(amount=(1.25, 1.25)), cls(amount=(0.5, 0.5), probability=0.5))
-
-    @property
-    def random(self) -> bool:
-        return is_random(self.probability, range_of(self.amount))
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_rgb(self, spec)
-        return spec
-
-    def torchvision(self) -> Any:
-        return adjustment("contrast", range_of(self.amount), self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability, range_of(self.amount))
-
-    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
-        return s.Operations.one(s.Operation.CONTRAST, coefficients[:, 0] > 0, coefficients[:, 1])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+from gpuflow.pipeline.parameters import Probability
+from gpuflow.stages.adjustment import Adjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Grayscale(s.Pointwise):
+class Grayscale(Adjustment):
     """Replace the colours of an image by its gray, in all three channels, as torchvision's RandomGrayscale does.
 
     Gray images do not change. For images of one channel, decode with `color: gray`.
@@ -22,6 +22,8 @@ class Grayscale(s.Pointwise):
 
     stage_name: ClassVar[str] = "grayscale"
     tolerance: ClassVar[float] = 1.0
+    operation: ClassVar[s.Operation] = s.Operation.GRAYSCALE
+    weighs_colors: ClassVar[bool] = True
     other_names: ClassVar[tuple[str, ...]] = ("RandomGrayscale", "ToGray", "Greyscale")
 
     probability: Probability = 1.0
@@ -30,21 +32,7 @@ class Grayscale(s.Pointwise):
     def examples(cls) -> tuple[Grayscale, ...]:
         return (cls(), cls(probability=0.5))
 
-    @property
-    def random(self) -> bool:
-        return is_random(self.probability)
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_rgb(self, spec)
-        return spec
-
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
         return v2.RandomGrayscale(self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability)
-
-    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
-        return s.Operations.one(s.Operation.GRAYSCALE, coefficients[:, 0] > 0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Probability, adjustment, drawn_factors, is_random, range_of
+from gpuflow.pipeline.parameters import Factor, Probability
+from gpuflow.stages.adjustment import FactorAdjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Saturation(s.Pointwise):
+class Saturation(FactorAdjustment):
     """Blend an image with its gray, as torchvision's adjust_saturation does. Gray images do not change.
 
     Args:
@@ -22,6 +22,8 @@ class Saturation(s.Pointwise):
 
     stage_name: ClassVar[str] = "saturation"
     tolerance: ClassVar[float] = 1.0
+    operation: ClassVar[s.Operation] = s.Operation.SATURATION
+    weighs_colors: ClassVar[bool] = True
     other_names: ClassVar[tuple[str, ...]] = ("Color", "AdjustSaturation")
     other_keys: ClassVar[Mapping[str, str]] = {"saturation": "amount", "saturation_factor": "amount"}
 
@@ -31,20 +33,3 @@ class Saturation(s.Pointwise):
     @classmethod
     def examples(cls) -> tuple[Saturation, ...]:
         return (cls(amount=0.4), cls(amount=(1.3, 1.3)), cls(amount=(0.5, 0.5), probability=0.5))
-
-    @property
-    def random(self) -> bool:
-        return is_random(self.probability, range_of(self.amount))
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_rgb(self, spec)
-        return spec
-
-    def torchvision(self) -> Any:
-        return adjustment("saturation", range_of(self.amount), self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability, range_of(self.amount))
-
-    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
-        return s.Operations.one(s.Operation.SATURATION, coefficients[:, 0] > 0, coefficients[:, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -89,17 +88,6 @@ def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, floa
     numbers = keys.uniform(2)
     low, high = bounds
     return np.array([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)]).T
-
-
-def adjustment(name: str, bounds: tuple[float, float], probability: float) -> Any:
-    """Return torchvision's transform for a stage of this name, whose function is adjust_<name>."""
-    from torchvision.transforms import v2
-    from torchvision.transforms.v2 import functional
-
-    low, high = bounds
-    adjust = functools.partial(getattr(functional, f"adjust_{name}"), **{f"{name}_factor": low})
-    # ColorJitter rounds a factor to float32, which a fixed one is not here
-    return with_probability(v2.Lambda(adjust) if low == high else v2.ColorJitter(**{name: bounds}), probability)
 
 
 def with_probability(transform: Any, probability: float) -> Any:
