@@ -278,8 +278,7 @@ def samples(
 
     The same kind, count and seed give the same files, byte for byte.
     """
-    from gpuflow.tools.detection_samples import make_detection_samples
-    from gpuflow.tools.samples import make_samples
+    from gpuflow.tools.samples import make_detection_samples, make_samples
 
     _check_output("DIR", directory, folder=True)
     make = make_detection_samples if kind is SampleKind.detection else make_samples
@@ -428,7 +427,7 @@ def doctor(
     """
     from gpuflow.sources import Folder
     from gpuflow.tools.doctor import judge, report
-    from gpuflow.tools.gather import broken_modules, gather
+    from gpuflow.tools.machine import broken_modules, gather
 
     if data is not None and not data.is_dir():
         raise ValueError(f"--data: must be a directory, got {str(data)!r}")
@@ -1080,7 +1079,7 @@ def evaluate(
     Several processes share the work, with the same result: torchrun --nproc-per-node 2 -m gpuflow evaluate FILE.
     """
     from gpuflow.runtime.ranks import process_group
-    from gpuflow.tools.evaluate import evaluate as evaluation
+    from gpuflow.tools.predict import evaluate as evaluation
 
     _check_output("--out", out, folder=True)
     with _row_predictor(path, overrides, pipeline=pipeline, device=device) as predictor:

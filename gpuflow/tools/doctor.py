@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -19,21 +19,10 @@ from rich.text import Text
 from gpuflow.decode.libjpeg_turbo import OPENCV_COST, REMEDY
 from gpuflow.runtime import hardware_queues
 from gpuflow.sources.storage import is_remote
-from gpuflow.tools.machine import (
-    MODULES,
-    Cores,
-    CpuDecoders,
-    Data,
-    DecodeRate,
-    DiskRate,
-    Driver,
-    Gpu,
-    JpegEngines,
-    Machine,
-    Memory,
-    ResourceLimits,
-    Software,
-)
+from gpuflow.tools.machine import MODULES, Cores, Driver, Gpu, Machine, Memory, ResourceLimits, Software
+
+if TYPE_CHECKING:
+    from gpuflow.tools.rates import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 
 Status = Literal["ok", "note", "problem"]
 

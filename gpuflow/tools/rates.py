@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import NamedTuple, TypeVar
@@ -25,7 +25,6 @@ from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo, libjpeg_turbo_refus
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError, SystemFault, reason_of, redacted
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import Extent, SourceSpec
-from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 
 MANY_READERS = 16
 """Enough reading threads for storage with a high latency."""
@@ -38,6 +37,75 @@ _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe 
 _ENGINE_BATCH, _DECODED_BYTES, _ALIGN = 256, 1 << 30, 256
 
 T = TypeVar("T")
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuDecoders:
+    """Versions of what decodes on the cores. libjpeg_turbo: None where none can be used, for the reason `refusal`."""
+
+    libjpeg_turbo: str | None
+    opencv: str
+    refusal: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """The images that the decoders were measured with.
+
+    where: the source that they were read from, None for synthetic images. mean_bytes: mean size of an encoded image.
+    width, height: of the image with the median area, in pixels. bad: how many of `images` cannot be decoded.
+    for_engines: how many of `images` the JPEG engines can decode.
+    """
+
+    where: str | None
+    images: int
+    mean_bytes: float
+    width: int
+    height: int
+    bad: int
+    for_engines: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskRate:
+    """Images read by `readers` threads after their contents were dropped from the page cache.
+
+    cached: images that came from the page cache all the same, None if the file system does not say.
+    unreadable: images that could not be read.
+    """
+
+    filesystem: str
+    readers: int
+    images: int
+    images_per_s: float
+    bytes_per_s: float
+    cached: int | None
+    unreadable: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRate:
+    """The rate of decoding whole images. at_once: number of threads, or of images in one call on a GPU.
+    cores: processor time that the threads got per second, None on a GPU."""
+
+    images_per_s: float
+    at_once: int
+    cores: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JpegEngines:
+    """JPEG decoding on the GPU. path, version: of libnvjpeg, empty if there is none. backend: `hardware`, or `cuda` on
+    GPUs without JPEG engines. error: why decoding failed. rate: None if it was not measured."""
+
+    path: str = ""
+    version: str = ""
+    backend: str = "hardware"
+    error: str | None = None
+    rate: DecodeRate | None = None
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from PIL import Image
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.records import MaskFile, Ragged
 from gpuflow.sources import Source, fields_of, open_source, records_of, source_spec
-from gpuflow.tools.detection_samples import SHAPES, make_detection_samples
-from gpuflow.tools.samples import make_samples
+from gpuflow.tools.samples import SHAPES, make_detection_samples, make_samples
 
 COUNT = 6
 LISTING: dict[str, Any] = {

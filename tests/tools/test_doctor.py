@@ -18,20 +18,8 @@ from gpuflow.cli import app, main
 from gpuflow.decode.libjpeg_turbo import OPENCV_COST, REMEDY
 from gpuflow.sources.storage import local
 from gpuflow.tools.doctor import FILES_A_THREAD, TESTED, Finding, judge, report
-from gpuflow.tools.machine import (
-    Cores,
-    CpuDecoders,
-    Data,
-    DecodeRate,
-    DiskRate,
-    Driver,
-    Gpu,
-    JpegEngines,
-    Machine,
-    Memory,
-    ResourceLimits,
-    Software,
-)
+from gpuflow.tools.machine import Cores, Driver, Gpu, Machine, Memory, ResourceLimits, Software
+from gpuflow.tools.rates import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 from tests.datasets import deadline, make_photos, python, write_config
 
 ROOT = Path(__file__).parents[2]

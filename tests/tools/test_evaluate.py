@@ -15,8 +15,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, t
 
 from gpuflow.errors import ConfigError
 from gpuflow.runtime.ranks import Group, Ranks
-from gpuflow.tools.evaluate import Evaluation, evaluate
-from gpuflow.tools.predict import Row, RowPredictor
+from gpuflow.tools.predict import Evaluation, Row, RowPredictor, evaluate
 from tests.commands import Run, command_here
 from tests.datasets import VAL, deadline, write_config
 from tests.ranks import ROOT, torchrun

@@ -13,8 +13,8 @@ from gpuflow.config import read_config
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.sources import fingerprint_of, open_source, source_spec
 from gpuflow.stages import STAGES
-from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.explain import explain
+from gpuflow.tools.samples import make_detection_samples
 from tests.datasets import make_photos, write_config
 from tests.images import encode
 from tests.packages.toning.toning import MaskBlue

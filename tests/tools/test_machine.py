@@ -13,8 +13,7 @@ import torch
 from gpuflow.config.resources import gpu_readers_of
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
 from gpuflow.sources import source_spec
-from gpuflow.tools.gather import broken_modules, gather
-from gpuflow.tools.machine import Gpu
+from gpuflow.tools.machine import Gpu, broken_modules, gather
 from gpuflow.tools.rates import MANY_READERS
 from tests.datasets import deadline, make_photos, nothing_left_behind
 
@@ -110,7 +109,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_next_to_a_gpu_the_disk_is_read_as_by_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_photos(tmp_path, classes=1, each=8)
-    monkeypatch.setattr("gpuflow.tools.gather._gpus", lambda: ((Gpu(name="a GPU", memory_bytes=1 << 36),), None))
+    monkeypatch.setattr("gpuflow.tools.machine._gpus", lambda: ((Gpu(name="a GPU", memory_bytes=1 << 36),), None))
     with deadline(60):
         machine = gather(threads=16, source=source_spec(folder=str(tmp_path)))
     assert [rate.readers for rate in machine.disk] == [gpu_readers_of(16), MANY_READERS]

@@ -18,7 +18,6 @@ from gpuflow.decode.nvjpeg import BACKENDS
 from gpuflow.errors import SourceError
 from gpuflow.sources import NotMeasuredError, SourceSpec, source_spec
 from gpuflow.tools import rates
-from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.rates import (
     at_once,
     core_rates,
@@ -29,6 +28,7 @@ from gpuflow.tools.rates import (
     jpeg_engines,
     probed,
 )
+from gpuflow.tools.samples import make_detection_samples
 from tests.datasets import deadline, jpeg, make_photos, nothing_left_behind
 from tests.images import jpeg as encoded
 from tests.images import photo

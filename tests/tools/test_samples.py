@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from gpuflow.errors import ConfigError
-from gpuflow.tools.detection_samples import make_detection_samples
-from gpuflow.tools.samples import PHOTOS, encoded, make_samples
+from gpuflow.tools.samples import PHOTOS, encoded, make_detection_samples, make_samples
 
 COUNT = 20
 
@@ -58,7 +57,7 @@ def test_files_are_made_on_the_cores_that_this_process_may_use(
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     threads: list[str] = []
     monkeypatch.setattr("gpuflow.tools.samples.encoded", recording(threads, encoded))
-    monkeypatch.setattr("gpuflow.tools.detection_samples.encoded", recording(threads, encoded))
+    monkeypatch.setattr("gpuflow.tools.samples.encoded", recording(threads, encoded))
     make(tmp_path, 4)
     assert len(threads) == 4 and len(set(threads)) == 1
 

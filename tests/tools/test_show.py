@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpuflow.config import Config, read_config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.stages import STAGES
-from gpuflow.tools.detection_samples import make_detection_samples
+from gpuflow.tools.samples import make_detection_samples
 from gpuflow.tools.show import Shown, Target, _label, page, samples_of
 from tests.commands import command_here
 from tests.datasets import make_photos, write_config
