@@ -30,7 +30,7 @@ from gpuflow.errors import (
     SystemFault,
     TooManyBadSamples,
 )
-from gpuflow.runtime.hardware_queues import request_queues as _request_queues
+from gpuflow.runtime.cuda import request_queues as _request_queues
 from gpuflow.version import __version__ as __version__
 from gpuflow.vocabulary import stage_table
 

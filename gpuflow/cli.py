@@ -694,8 +694,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     from gpuflow.config.record_fields import require_record_fields
     from gpuflow.config.resources import threads_of
     from gpuflow.loader.assemble import open_whole
-    from gpuflow.loader.records import target_mapper
-    from gpuflow.loader.turned_images import TURNED_REMEDY
+    from gpuflow.loader.records import TURNED_REMEDY, target_mapper
     from gpuflow.sources import fields_of
     from gpuflow.tools.scan import scan as findings
 

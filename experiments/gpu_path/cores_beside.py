@@ -28,7 +28,7 @@ def decode_on(folder: str, path: str, number: int) -> None:
     from gpuflow.execute.cpu.runner import CpuRunner
     from gpuflow.pipeline.stage import Keys
     from gpuflow.pipeline.views import STORAGE, slot_shape
-    from gpuflow.runtime.buffers import BytePool
+    from gpuflow.runtime.memory import BytePool
     from gpuflow.sources import open_source
     from gpuflow.stages import STAGES
 

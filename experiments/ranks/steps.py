@@ -22,7 +22,7 @@ import torch
 from one_rank import ARMS, STEPS_AHEAD, WARM_UP_STEPS, GraphTraining, only_rank
 from torch.multiprocessing.spawn import spawn
 
-from gpuflow.runtime.hardware_queues import VARIABLE
+from gpuflow.runtime.cuda import QUEUES_VARIABLE
 
 
 class Steps(NamedTuple):
@@ -81,7 +81,7 @@ def measure(_number: int, options: argparse.Namespace) -> None:
         loaded = rank.batches_of(ARMS["gpuflow"])
         for repeat in range(options.repeats):
             for (kind, ddp), training in trainings.items():
-                title = f"{os.environ[VARIABLE]:>2} queues, {kind:8}{', DDP' if ddp else ''}"
+                title = f"{os.environ[QUEUES_VARIABLE]:>2} queues, {kind:8}{', DDP' if ddp else ''}"
                 if repeat == 0:
                     print(f"{title}, resident: {measured(training, rank.resident, options.steps, options.batch)}")
                 print(f"{title}: {measured(training, loaded, options.steps, options.batch)}", flush=True)
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     options = parser.parse_args()
     for queues in options.queues:
-        os.environ[VARIABLE] = str(queues)
+        os.environ[QUEUES_VARIABLE] = str(queues)
         spawn(measure, (options,), nprocs=1)  # type: ignore[no-untyped-call]
 
 

@@ -26,8 +26,8 @@ import torch
 
 HERE = Path(__file__).parent
 PARTS = {
-    "gpuflow.loader.read.ChunkReader.read_chunk": "read and prepare",
-    "gpuflow.loader.read.ChunkReader.read": "  read",
+    "gpuflow.loader.decode.ChunkReader.read_chunk": "read and prepare",
+    "gpuflow.loader.decode.ChunkReader.read": "  read",
     "gpuflow.execute.gpu.runner.GpuRunner.prepare": "  prepare",
     "gpuflow.execute.gpu.chunk_scan.FileChecks.complete": "    check new files",
     "gpuflow.execute.cpu.decode_pool.CpuDecodePool.begin": "    begin to decode on the CPU",

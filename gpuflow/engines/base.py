@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gpuflow.config import ModelSpec
-from gpuflow.engines.cuda_graphs import difference
 from gpuflow.errors import ConfigError, GpuflowError, Problem, reason_of, show
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.cpu_budget import available_threads
@@ -167,6 +166,15 @@ def noise_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
     else:
         noise = torch.randn(images.shape, device="cpu", generator=generator)
     return images.copy_(noise).to(device)
+
+
+def difference(replayed: torch.Tensor, plain: torch.Tensor) -> float:
+    """The largest difference of two tensors of logits; infinite where only one of them is infinite or no number."""
+    if replayed.shape != plain.shape:
+        return float("inf")
+    same = (replayed == plain) | (replayed.isnan() & plain.isnan())
+    apart = (replayed - plain).abs()[~same]
+    return float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if len(apart) else 0.0
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import warnings
 import zipfile
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import PurePath
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -29,16 +30,55 @@ from gpuflow.engines.base import (
     check_input,
     check_logits,
     cores_per_instance,
+    difference,
     model_error,
     noise_images,
     read_model,
     run_in_thread,
 )
-from gpuflow.engines.cuda_graphs import Captured, CudaGraphs, GraphMaker, difference, tolerance
 from gpuflow.engines.program_file import drop_origins, refuse_code
 from gpuflow.errors import ConfigError, Problem, reason_of, suggest
 from gpuflow.pipeline.stage import ImageSpec
+from gpuflow.runtime.cuda import CudaCapture
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
+
+_RUNS_BEFORE_CAPTURE = 3
+_TOLERANCES = {torch.float16: 0.05, torch.bfloat16: 0.05}
+_FLOAT32_TOLERANCE = 5e-3  # torch lets convolutions round to TF32
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The work on batches of one size. images: its input [N, C, H, W]. replay: runs it. logits: its output [N, K]."""
+
+    images: torch.Tensor
+    replay: Callable[[], object]
+    logits: torch.Tensor
+
+
+class GraphMaker(Protocol):
+    """Captures what a model does with images of this shape, after a few runs that allocate and select kernels."""
+
+    def __call__(self, module: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> Captured: ...
+
+
+class CudaGraphs:
+    """Captures on one stream. The graphs share memory: one runs at a time, and its logits are copied before the next
+    one runs."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._capture = CudaCapture(device, stream)
+
+    def __call__(self, module: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> Captured:
+        replay, logits = self._capture(lambda: module(images), runs_before=_RUNS_BEFORE_CAPTURE)
+        return Captured(images, replay, logits)
+
+
+def tolerance(dtype: torch.dtype, logits: torch.Tensor) -> float:
+    """How far a replay's logits may be from those of a plain run of a model in this dtype."""
+    finite = logits[logits.isfinite()]
+    return _TOLERANCES.get(dtype, _FLOAT32_TOLERANCE) * max(1.0, float(finite.abs().max()) if len(finite) else 0.0)
+
 
 EXTRA_FILE = f"{METADATA_KEY}.json"
 """The file inside a `.pt2` that holds its `ModelInfo`."""

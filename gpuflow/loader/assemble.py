@@ -17,16 +17,20 @@ from gpuflow.config.record_fields import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Problem, SourceError, show
 from gpuflow.loader.bad_samples import BadSamples
-from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.delivery import require_classes
-from gpuflow.loader.drawn_orders import MixedOrder, MixInOrder, WeightedOrder
-from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
-from gpuflow.loader.placement import place
+from gpuflow.loader.placement import cpu_share_of, place
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.records import target_mapper
-from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
-from gpuflow.loader.turned_images import TurnedImages
+from gpuflow.loader.records import TurnedImages, target_mapper
+from gpuflow.loader.sampler import (
+    ListedEpochs,
+    MixedOrder,
+    MixInOrder,
+    Order,
+    ShardedOrder,
+    ShuffledOrder,
+    WeightedOrder,
+)
 from gpuflow.pipeline.rng import key64
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.runtime.ranks import Ranks

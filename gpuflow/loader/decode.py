@@ -4,25 +4,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from gpuflow.arrays import Ints
+from gpuflow.arrays import Bytes, Ints
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu import workers
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.cpu.workers import Outcome, ReadRequest, Setup
 from gpuflow.loader.batch import Assembly, Chunk
+from gpuflow.loader.placement import Share
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.read import ChunkReader
+from gpuflow.pipeline.records import Records, values_of
 from gpuflow.pipeline.stage import Keys
-from gpuflow.pipeline.views import AnyProgram, ViewSlots, slot_of, slots_of
+from gpuflow.pipeline.views import AnyProgram, ViewSlots, slot_bytes_of, slot_of, slots_of, split
 from gpuflow.runtime import memory
-from gpuflow.runtime.buffers import SlotPool
+from gpuflow.runtime.memory import BytePool, SlotPool
 from gpuflow.runtime.metrics import Meter, nvtx
 from gpuflow.runtime.worker_pool import WorkerConnection, WorkerPool
-from gpuflow.sources import Payload, Source, without_records
+from gpuflow.sources import Payload, Source, records_of, without_records
+
+_KEPT_BYTES = 1 << 30
+"""A chunk for a GPU has 16 to 32 MB, and a dozen of them are in flight. Pinning memory takes longer than reading."""
+
+
+def keys_of(plan: LoaderPlan, epoch: int, chunk: Chunk) -> Keys:
+    """The random keys of a chunk's samples, with what stages take from their records."""
+    if chunk.keys is None:
+        keys = Keys(plan.seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
+        chunk.keys, chunk.records = with_values(plan, keys, chunk.indices)
+    return chunk.keys
+
+
+def with_values(plan: LoaderPlan, keys: Keys, indices: Sequence[int]) -> tuple[Keys, Records | None]:
+    """The keys with what stages take from these samples' records, and the records; None if stages take nothing.
+
+    A record is bad, too, if a stage cannot use its numbers.
+    """
+    if not plan.record_values:
+        return keys, None
+    records = records_of(plan.source, indices)
+    values, errors = values_of(plan.record_values, records)
+    return replace(keys, values=values), replace(records, errors=errors)
+
+
+class ChunkReader:
+    """Reads for one loader, on any thread. `meter` counts what it did."""
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self._plan = plan
+        self.meter = Meter("read", plan.readers or plan.threads, ranges=nvtx(plan.nvtx))
+        self._bytes = BytePool(keep=_KEPT_BYTES, make=memory.heap if plan.gpu is None else memory.pinned)
+
+    def read(self, indices: Sequence[int]) -> Payload:
+        """The bytes of these samples. `release` the payload's buffer once they are decoded."""
+        return self._plan.source.read(indices, self._bytes.acquire)
+
+    def read_chunk(self, epoch: int, chunk: Chunk) -> None:
+        """Read a chunk's samples into its payload and prepare that for the GPU, if there is one."""
+        gpu = self._plan.gpu
+        chunk.payload = payload = self.read(chunk.indices)
+        if gpu is not None:
+            samples = chunk.batch.indices[chunk.start : chunk.stop]
+            chunk.prepared = gpu.prepare(payload, keys_of(self._plan, epoch, chunk), samples)
+        chunk.batch.add_labels(chunk.start, payload.labels)
+        self.meter.add(read_bytes=sum(payload.sizes))
+
+    def release(self, buffer: Bytes) -> None:
+        """Use a payload's buffer again."""
+        self._bytes.release(buffer)
+
+    def close(self) -> None:
+        """Free the buffers, and close the source."""
+        self._bytes.clear()
+        self._plan.source.close()
 
 
 class DecodeWorkers:
@@ -221,3 +279,49 @@ class ChunkDecoder:
         """Free the slots that no batch holds, and the decoders' memory."""
         self._slots.clear()
         self._runner.clear()
+
+
+class CpuOffload:
+    """Decodes the last rows of each batch on the CPU, for one loader. `meter` counts what it did.
+
+    The pixels go to pinned memory, and from there to the GPU.
+    """
+
+    def __init__(self, plan: LoaderPlan, share: Share, reader: ChunkReader, decoder: ChunkDecoder) -> None:
+        self.share = share
+        self._plan, self._reader, self._decoder = plan, reader, decoder
+        self.meter = Meter("decode_cpu", share.threads, after=decoder.meter.after, ranges=nvtx(plan.nvtx))
+        self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.pinned)
+
+    def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, Any]:
+        """Read and decode a chunk; its faults and its slots."""
+        batch, (shape, dtype) = chunk.batch, slot_of(self._plan.program)
+        start = chunk.start - batch.first_offloaded
+        whole = slots_of(self._plan.program, self._memory(batch).view(dtype).reshape(-1, *shape))
+        slots = whole[start : start + len(chunk)]
+        payload = self._reader.read(chunk.indices)
+        batch.add_labels(chunk.start, payload.labels)
+        self._reader.meter.add(samples=len(chunk), read_bytes=sum(payload.sizes))
+        return self._decoder.run_on_cpu(payload, keys, slots, sizes), slots
+
+    def send(self, batch: Assembly) -> None:
+        """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU: one for each output."""
+        device_stream = self._plan.device_stream
+        if batch.offload_memory is not None and device_stream is not None:
+            held = slots_of(self._plan.program, torch.from_numpy(self._memory(batch)))
+            for target, pixels in zip(split(batch.slots[batch.first_offloaded :]), split(held), strict=True):
+                device_stream.copy_into(target, pixels)
+            device_stream.retain_until_done(batch.offload_memory, self._pinned.release)
+            batch.offload_memory = None
+
+    def _memory(self, batch: Assembly) -> Bytes:
+        """The memory into which the CPU decodes its rows of a batch: [offloaded, bytes of a slot]."""
+        slot_bytes = slot_bytes_of(self._plan.program)
+        with batch.lock:
+            if batch.offload_memory is None:
+                batch.offload_memory = self._pinned.acquire(batch.offloaded * slot_bytes)
+        return batch.offload_memory[: batch.offloaded * slot_bytes].reshape(batch.offloaded, slot_bytes)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._pinned.clear()

@@ -15,7 +15,7 @@ from gpuflow.errors import ConfigError, LoaderError
 from gpuflow.execute.gpu.device_stream import DeviceStream
 from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mix_labels, soft_labels
 from gpuflow.loader.batch import Assembly
-from gpuflow.loader.cpu_offload import CpuOffload
+from gpuflow.loader.decode import CpuOffload
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.records import Blocks, RecordMapper, to_tensors
 from gpuflow.pipeline.program import Program

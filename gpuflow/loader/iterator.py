@@ -21,11 +21,11 @@ import torch
 from gpuflow.arrays import Ints
 from gpuflow.errors import LoaderError, LoaderTimeout, TooManyBadSamples
 from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
+from gpuflow.loader.epoch import Completion
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
-from gpuflow.runtime.admission import Completion
 from gpuflow.runtime.metrics import Stats, nvtx
 
 _BATCHES = 16

@@ -27,17 +27,14 @@ from spdl.pipeline import Pipeline as SpdlPipeline
 from gpuflow.errors import GpuflowError, LoaderError, LoaderTimeout
 from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
-from gpuflow.loader.cpu_offload import CpuOffload
-from gpuflow.loader.decode import ChunkDecoder, Faults, Run, Sizes, WorkerDecoder
+from gpuflow.loader.decode import ChunkDecoder, ChunkReader, CpuOffload, Faults, Run, Sizes, WorkerDecoder, keys_of
 from gpuflow.loader.delivery import Delivery
-from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, EpochRun, RunningPipeline
+from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, Admission, Completion, EpochRun, RunningPipeline
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.read import ChunkReader, keys_of
 from gpuflow.loader.records import RecordMapper
 from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.stage import Keys
-from gpuflow.runtime.admission import Admission, Completion
 from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lock, use_stop_flag
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.resources import threads_of
+from gpuflow.config.resources import share_threads_of, threads_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.gpu.backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
@@ -13,7 +15,7 @@ from gpuflow.execute.gpu.decode_buffers import BUFFERS
 from gpuflow.execute.gpu.decode_calls import later_images
 from gpuflow.execute.gpu.passes import passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
-from gpuflow.runtime.hardware_queues import warn_if_late
+from gpuflow.runtime.cuda import warn_if_late
 from gpuflow.torchpipe.adapter import missing_operators
 
 
@@ -127,3 +129,60 @@ def memory_for_decoding(config: Config, name: str, batch_size: int) -> tuple[int
     if left - later * image_bytes >= BUFFERS * DECODE_BYTES:
         return DECODE_BYTES, later
     return min(left // BUFFERS, DECODE_BYTES), 0
+
+
+_SMOOTHING = 1 / 16
+"""The weight of the newest batch. A change takes about ten batches to show: those that were begun before it."""
+_LATE_STEP = 1 / 64
+"""The fraction by which the part shrinks after a batch that the CPU delayed."""
+
+
+class Share:
+    """How large the part is. While the consumer waits, it moves to where the engines and the CPU need the same time.
+
+    For one thread.
+
+    Args:
+        part: to begin with, 0 to 1.
+        threads: that decode it.
+        adapts: false leaves the part as it is.
+    """
+
+    def __init__(self, part: float, *, threads: int, adapts: bool) -> None:
+        self.part, self.threads, self.adapts = part, threads, adapts
+        self._images, self._seconds = 0.0, 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._last: float | None = None
+
+    def rows(self, count: int) -> int:
+        """Rows that the CPU decodes of a batch of `count`. One at least is left to the engines."""
+        return max(0, min(round(self.part * count), count - 1))
+
+    def update(self, own: int, *, late: bool, wanted: bool, rate: float) -> None:
+        """After each batch, of which the engines had `own` rows.
+
+        late: the CPU's rows were the last. wanted: the consumer's GPU has nothing to do without the batch.
+        rate: images a second that the CPU's threads would decode if they never waited.
+        """
+        now, last = time.perf_counter(), self._last
+        bound_by_engines = wanted and not late
+        self._last = now if bound_by_engines else None
+        if not self.adapts:
+            return
+        if late:
+            self.part -= _LATE_STEP * self.part
+        elif bound_by_engines and last is not None and rate:
+            self._images += own - _SMOOTHING * self._images
+            self._seconds += now - last - _SMOOTHING * self._seconds
+            if self._seconds:
+                engines = self._images / self._seconds
+                self.part += _SMOOTHING * (rate / (rate + engines) - self.part)
+
+
+def cpu_share_of(config: Config, name: str) -> Share | None:
+    """What the CPU decodes of each batch next to a GPU's engines, `decode.cpu_share`; None for nothing."""
+    part, run = config.any_program(name).decoder.cpu_share, config.run
+    return Share(part, threads=share_threads_of(run), adapts=not run.deterministic) if part else None

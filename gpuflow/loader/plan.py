@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpuflow.loader.bad_samples import BadSamples
-from gpuflow.loader.cpu_share import Share
-from gpuflow.loader.listed import ListedEpochs
-from gpuflow.loader.sampler import Order, Steps
-from gpuflow.loader.turned_images import TurnedImages
+from gpuflow.loader.placement import Share
+from gpuflow.loader.records import TurnedImages
+from gpuflow.loader.sampler import ListedEpochs, Order, Steps
 from gpuflow.pipeline.records import RecordValue
 from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source

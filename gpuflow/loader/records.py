@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,13 +16,11 @@ from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute import packing
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
-from gpuflow.loader.turned_images import TurnedImages
 from gpuflow.pipeline.records import Column, Field, Ragged, Records
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.views import ViewsProgram
-from gpuflow.runtime.buffers import SlotPool
-from gpuflow.runtime.memory import heap
+from gpuflow.runtime.memory import SlotPool, heap
 from gpuflow.sources import Source, records_of
 
 _LARGE = 2**20
@@ -161,3 +160,43 @@ class Blocks:
     def clear(self) -> None:
         """Free the blocks that no batch holds."""
         self._large.clear()
+
+
+TURNED_REMEDY = (
+    "set decode: {orientation: apply} if the annotations are those of the upright photograph, or decode: {orientation: "
+    "ignore} if they are those of the pixels as stored"
+)
+
+
+def turned_text(count: str, path: str, orientation: int) -> str:
+    """Return what such images mean, with an example and both remedies. count: how many images, in words."""
+    return (
+        f"EXIF data turn {count} with boxes, masks or keypoints, such as {path} (orientation {orientation}), and "
+        f"decode ignores that by default; {TURNED_REMEDY}"
+    )
+
+
+class TurnedImages:
+    """Counts distinct images of a source. Any thread may call `add`."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._lock = source, threading.Lock()
+        self._known = np.zeros(0, bool)
+        self._first: tuple[int, int] | None = None
+        self.count = 0
+
+    def add(self, index: int, orientation: int) -> None:
+        """Count an image of this EXIF orientation, once."""
+        with self._lock:
+            if self._first is None:
+                self._known, self._first = np.zeros(len(self._source), bool), (index, orientation)
+            self.count += not self._known[index]
+            self._known[index] = True
+
+    @property
+    def text(self) -> str:
+        """Return what they mean; empty without any."""
+        if self._first is None:
+            return ""
+        index, orientation = self._first
+        return turned_text(f"{self.count:,} image(s) so far", self._source.path(index), orientation)

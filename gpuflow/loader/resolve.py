@@ -9,9 +9,8 @@ import numpy as np
 
 from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
 from gpuflow.loader.batch import Chunk
-from gpuflow.loader.decode import Run
+from gpuflow.loader.decode import ChunkReader, Run, with_values
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.read import ChunkReader, with_values
 from gpuflow.loader.records import RecordMapper
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import cache_counts

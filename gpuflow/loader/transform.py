@@ -28,8 +28,8 @@ from gpuflow.pipeline.records import Column, Records, RecordValue, values_of
 from gpuflow.pipeline.rng import epoch_number
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
-from gpuflow.runtime.buffers import SlotPool
-from gpuflow.runtime.cuda_capture import CudaCapture
+from gpuflow.runtime.cuda import CudaCapture
+from gpuflow.runtime.memory import SlotPool
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 

@@ -23,8 +23,8 @@ from gpuflow.decode.preset import Preset
 from gpuflow.errors import UNSET, ConfigError, Key, LoaderError, Problem
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
-from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
+from gpuflow.loader.sampler import ListedEpochs
 from gpuflow.migration.dataloader import PLACE, SamplerDraws, files_hash, source_of
 from gpuflow.migration.from_torchvision import read_transform
 from gpuflow.pipeline.stage import Pipeline, Stage

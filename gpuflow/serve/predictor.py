@@ -46,7 +46,7 @@ from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked
 
 if TYPE_CHECKING:
     from gpuflow.config import Config, ModelSpec, ServeSpec
-    from gpuflow.engines.plans import Platform
+    from gpuflow.engines.tensorrt import Platform
     from gpuflow.pipeline.program import Program
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuflow.decode.libjpeg_turbo import OPENCV_COST, REMEDY
-from gpuflow.runtime import hardware_queues
+from gpuflow.runtime.cuda import QUEUES, QUEUES_VARIABLE
 from gpuflow.sources.storage import is_remote
 from gpuflow.tools.machine import MODULES, Cores, Driver, Gpu, Machine, Memory, ResourceLimits, Software
 
@@ -269,14 +269,13 @@ def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Find
             "PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes every tensor wait for the GPU's allocator",
             "unset it",
         )
-    queues = environment.get(hardware_queues.VARIABLE, "")
-    if queues.isdigit() and int(queues) < hardware_queues.QUEUES:
+    queues = environment.get(QUEUES_VARIABLE, "")
+    if queues.isdigit() and int(queues) < QUEUES:
         yield Finding(
             "environment",
             "note",
-            f"{hardware_queues.VARIABLE}={queues}: decoding and training may share a hardware queue and wait for "
-            "each other",
-            f"unset it, so that gpuflow sets it to {hardware_queues.QUEUES}, unless the training needs it",
+            f"{QUEUES_VARIABLE}={queues}: decoding and training may share a hardware queue and wait for each other",
+            f"unset it, so that gpuflow sets it to {QUEUES}, unless the training needs it",
         )
 
 

@@ -21,9 +21,8 @@ from gpuflow.decode.header import Header
 from gpuflow.errors import BadSampleError, SourceError, redacted
 from gpuflow.execute.cpu.runner import header_of
 from gpuflow.loader.assemble import open_split, open_whole
-from gpuflow.loader.cpu_share import cpu_share_of
-from gpuflow.loader.placement import explain_gpu
-from gpuflow.loader.turned_images import turned_text
+from gpuflow.loader.placement import cpu_share_of, explain_gpu
+from gpuflow.loader.records import turned_text
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,

@@ -20,8 +20,8 @@ import psutil
 
 from gpuflow.arrays import Bytes
 from gpuflow.errors import SourceError, reason_of, redacted
-from gpuflow.runtime import hardware_queues
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
+from gpuflow.runtime.cuda import QUEUES_VARIABLE
 from gpuflow.sources import NotMeasuredError, SourceSpec
 from gpuflow.sources.storage import is_remote
 
@@ -109,7 +109,7 @@ MODULES = {
 }
 """The modules that gpuflow cannot run without: module -> the distribution that contains it."""
 VARIABLES = (
-    hardware_queues.VARIABLE,
+    QUEUES_VARIABLE,
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -249,7 +249,7 @@ def _measured(
 ) -> Machine:
     """Adds the measured rates to the machine's values."""
     from gpuflow.config.resources import gpu_readers_of
-    from gpuflow.execute.gpu_call import can_be_used
+    from gpuflow.execute.gpu.gpu_call import can_be_used
     from gpuflow.tools import rates
 
     threads = machine.cores.threads

@@ -25,7 +25,7 @@ from gpuflow.engines.pytorch import TorchEngine
 from gpuflow.errors import ConfigError, MissingExtra, Problem, StateError
 from gpuflow.loader.assemble import build_loader, open_split
 from gpuflow.loader.batch import Batch
-from gpuflow.loader.listed import ListedEpochs
+from gpuflow.loader.sampler import ListedEpochs
 from gpuflow.runtime.files import atomic_write, locked_folder
 from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, gather
 from gpuflow.serve.predictor import NOT_FINITE, check_block

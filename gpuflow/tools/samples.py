@@ -113,7 +113,7 @@ def make_samples(
         path = root / name / f"{i:06d}.jpg"
         if path.exists():
             return False, path.stat().st_size
-        return True, _write(path, encoded(*noisy_crop(photos[name], np.random.default_rng([seed, i]), _SIZES)))
+        return True, write(path, encoded(*noisy_crop(photos[name], np.random.default_rng([seed, i]), _SIZES)))
 
     files = _make_all(make, count, num_threads, progress)
     made, total_bytes = sum(is_new for is_new, _ in files), sum(size for _, size in files)
@@ -174,7 +174,7 @@ def _claim(root: Path, recipe: dict[str, Any]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     if (entry := min(root.iterdir(), default=None)) is not None:
         raise _occupied(root, repr(entry.name))
-    _write(marker, json.dumps(recipe).encode())
+    write(marker, json.dumps(recipe).encode())
 
 
 def _occupied(root: Path, found: str) -> ConfigError:
@@ -182,7 +182,7 @@ def _occupied(root: Path, found: str) -> ConfigError:
     return ConfigError([Problem(str(root), f"{rule}, but holds {found}; name another directory or remove this one")])
 
 
-def _write(path: Path, data: bytes) -> int:
+def write(path: Path, data: bytes) -> int:
     """Write a file and return its size in bytes."""
     with atomic_write(path) as file:
         file.write(data)
@@ -308,15 +308,15 @@ def make_detection_samples(
                 inside = shape.mask(height, width)
                 levels_HW[inside] = shape.label + 1
                 pixels_HWC[inside] = shape.color
-            _write(image, encoded(pixels_HWC, quality))
-            _write(mask, _image_file(levels_HW, "PNG"))
+            write(image, encoded(pixels_HWC, quality))
+            write(mask, _image_file(levels_HW, "PNG"))
         num_bytes = image.stat().st_size + mask.stat().st_size
         return _Image(height=height, width=width, shapes=shapes, num_bytes=num_bytes, is_new=is_new)
 
     images = _make_all(make, count, num_threads, progress)
     made, total_bytes = sum(image.is_new for image in images), sum(image.num_bytes for image in images)
-    total_bytes += _write(root / "instances.json", json.dumps(_coco(images)).encode())
-    total_bytes += _write(root / "listing.jsonl", "".join(map(_line, range(count), images)).encode())
+    total_bytes += write(root / "instances.json", json.dumps(_coco(images)).encode())
+    total_bytes += write(root / "listing.jsonl", "".join(map(_line, range(count), images)).encode())
     return Samples(directory=root, count=count, made=made, total_bytes=total_bytes, classes=tuple(SHAPES))
 
 

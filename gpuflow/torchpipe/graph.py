@@ -19,7 +19,7 @@ from gpuflow.config import ModelSpec
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.engines.base import model_error
 from gpuflow.engines.onnx import info_of
-from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_directory, cache_key
+from gpuflow.engines.tensorrt import PlanCache, Platform, Settings, cache_directory, cache_key
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import ImageSpec, Pipeline, Stage
@@ -27,7 +27,7 @@ from gpuflow.pipeline.validate import trace
 
 if TYPE_CHECKING:
     from gpuflow.config import Config, ModelSpec
-    from gpuflow.engines.plans import Platform
+    from gpuflow.engines.tensorrt import Platform
 
 
 _PRECISION = {"float32": "fp32", "float16": "fp16"}

@@ -226,8 +226,7 @@ def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Pre
     """The preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
     from gpuflow.execute.gpu.backend import place_on_gpu
     from gpuflow.execute.gpu.device_stream import DeviceStream
-    from gpuflow.runtime.buffers import BytePool
-    from gpuflow.runtime.memory import pinned
+    from gpuflow.runtime.memory import BytePool, pinned
     from gpuflow.torchpipe.preprocessors import GpuPreprocessor
 
     device_stream = DeviceStream(device)

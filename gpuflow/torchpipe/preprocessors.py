@@ -25,8 +25,7 @@ from gpuflow.execute.cpu.workers import DecodeRequest, Setup
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
-from gpuflow.runtime.buffers import BytePool, SlotPool
-from gpuflow.runtime.memory import heap, shared
+from gpuflow.runtime.memory import BytePool, SlotPool, heap, shared
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload

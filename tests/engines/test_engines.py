@@ -27,10 +27,16 @@ from gpuflow.engines import (
     refuse_other_preprocessing,
     warm_up_all,
 )
-from gpuflow.engines.base import METADATA_KEY, black_images, cores_per_instance, noise_images, run_in_thread
-from gpuflow.engines.cuda_graphs import Captured, difference, tolerance
+from gpuflow.engines.base import (
+    METADATA_KEY,
+    black_images,
+    cores_per_instance,
+    difference,
+    noise_images,
+    run_in_thread,
+)
 from gpuflow.engines.onnx import OnnxEngine
-from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes
+from gpuflow.engines.pytorch import Captured, TorchEngine, load_checkpoint, padded_sizes, tolerance
 from gpuflow.errors import ConfigError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime import cpu_budget

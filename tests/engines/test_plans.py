@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuflow.config import ModelSpec, TensorrtSpec
-from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_directory, cache_key, timing_key
+from gpuflow.engines.tensorrt import PlanCache, Platform, Settings, cache_directory, cache_key, timing_key
 from gpuflow.errors import ConfigError
 from tests.serve.models import FLOAT
 

@@ -23,8 +23,7 @@ from torch import nn
 from gpuflow.config import ModelSpec
 from gpuflow.engines import open_engine
 from gpuflow.engines import tensorrt as tensorrt_engine
-from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_key
-from gpuflow.engines.tensorrt import TensorrtEngine, open_on_streams
+from gpuflow.engines.tensorrt import PlanCache, Platform, Settings, TensorrtEngine, cache_key, open_on_streams
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.stages import Normalize

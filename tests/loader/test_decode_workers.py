@@ -23,9 +23,8 @@ from gpuflow.config.resources import processes_of
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.workers import Outcome
 from gpuflow.loader.batch import Chunk
-from gpuflow.loader.decode import DecodeWorkers
+from gpuflow.loader.decode import ChunkReader, DecodeWorkers
 from gpuflow.loader.loader import Loader
-from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Allocate, Payload, Source, open_source, source_spec
 from tests.datasets import (

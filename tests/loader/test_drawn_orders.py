@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpuflow.loader.drawn_orders import MixedOrder, MixInOrder, WeightedOrder, _log, apportion
-from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
+from gpuflow.loader.sampler import (
+    MixedOrder,
+    MixInOrder,
+    Order,
+    ShardedOrder,
+    ShuffledOrder,
+    WeightedOrder,
+    _log,
+    apportion,
+)
 
 WEIGHTS = np.array([0.0, 1.0, 2.0, 3.0, 0.5, 0.0, 10.0, 1e-3])
 

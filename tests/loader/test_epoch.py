@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 from gpuflow.loader.batch import Assembly
-from gpuflow.loader.epoch import EpochRun, RunningPipeline
-from gpuflow.runtime.admission import Admission
+from gpuflow.loader.epoch import Admission, EpochRun, RunningPipeline
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
 
 SECONDS = 30.0

@@ -21,7 +21,7 @@ import torch
 import gpuflow
 from gpuflow.errors import ConfigError, LoaderError
 from gpuflow.loader.batch import Batch
-from gpuflow.runtime.admission import Admission
+from gpuflow.loader.epoch import Admission
 from tests.datasets import (
     COLOURS,
     RAW,

@@ -15,8 +15,7 @@ from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.errors import ConfigError
 from gpuflow.execute.gpu.backend import DECODE_BYTES, Placement, gpu_decodes, gpu_passes_and_library
 from gpuflow.execute.gpu.passes import passes_of
-from gpuflow.loader.cpu_share import cpu_share_of
-from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
+from gpuflow.loader.placement import cpu_share_of, explain_gpu, memory_for_decoding, place
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, ResamplingStep, WarpStep
 from gpuflow.stages import STAGES
 from tests.datasets import write_config

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuflow.config import ModelSpec, TensorrtSpec
-from gpuflow.engines.plans import cache_directory
+from gpuflow.engines.tensorrt import cache_directory
 from gpuflow.errors import ConfigError
 from gpuflow.runtime.files import atomic_write, cache_folder, locked_folder
 from tests.datasets import deadline, python

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuflow.config import ModelSpec
-from gpuflow.engines.plans import Platform, Settings, cache_key
+from gpuflow.engines.tensorrt import Platform, Settings, cache_key
 from gpuflow.errors import ConfigError
 from gpuflow.torchpipe.graph import tensorrt_node
 from tests.serve.models import FLOAT, UINT8, Models

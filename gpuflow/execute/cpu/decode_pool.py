@@ -18,8 +18,7 @@ from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.native.pool import NativePool
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
-from gpuflow.runtime.buffers import BytePool
-from gpuflow.runtime.memory import pinned
+from gpuflow.runtime.memory import BytePool, pinned
 from gpuflow.runtime.threads import DaemonPool, stop_flag, use_stop_flag, use_torch_threads
 from gpuflow.sources import Payload
 

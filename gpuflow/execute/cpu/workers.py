@@ -18,7 +18,7 @@ from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
-from gpuflow.runtime.buffers import BytePool
+from gpuflow.runtime.memory import BytePool
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 from gpuflow.sources import Payload, Source
 

@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
-from gpuflow.runtime import hardware_queues
-from gpuflow.runtime.hardware_queues import QUEUES, VARIABLE, request_queues, warn_if_late
+from gpuflow.runtime import cuda
+from gpuflow.runtime.cuda import QUEUES, QUEUES_VARIABLE, request_queues, warn_if_late
 
 
 def import_gpuflow(monkeypatch: pytest.MonkeyPatch, *, after_the_gpu_was_used: bool) -> None:
     """What importing it does, in an environment that does not set the variable."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(hardware_queues, "_late", False)
+    monkeypatch.delenv(QUEUES_VARIABLE, raising=False)
+    monkeypatch.setattr(cuda, "_late", False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: after_the_gpu_was_used)
     request_queues()
 
@@ -26,9 +26,9 @@ def import_gpuflow(monkeypatch: pytest.MonkeyPatch, *, after_the_gpu_was_used: b
 def test_importing_gpuflow_asks_for_all_queues_unless_the_environment_says_how_many(
     before: str | None, after: str
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment |= {} if before is None else {VARIABLE: before}
-    code = f"import gpuflow, os, sys; print(os.environ['{VARIABLE}'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != QUEUES_VARIABLE}
+    environment |= {} if before is None else {QUEUES_VARIABLE: before}
+    code = f"import gpuflow, os, sys; print(os.environ['{QUEUES_VARIABLE}'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [after, "False"], done.stderr
 
@@ -37,7 +37,7 @@ def test_a_process_that_used_the_gpu_before_is_warned_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import_gpuflow(monkeypatch, after_the_gpu_was_used=True)
-    assert VARIABLE not in os.environ, "it would have no effect any more"
+    assert QUEUES_VARIABLE not in os.environ, "it would have no effect any more"
     with caplog.at_level(logging.WARNING):
         warn_if_late()
         warn_if_late()
@@ -45,13 +45,13 @@ def test_a_process_that_used_the_gpu_before_is_warned_once(
     text, line = record.getMessage().split(" before the first use of CUDA, or begin the script with ")
     assert text.endswith("kept 0.69 of its speed, with 32 queues 0.94; put `import gpuflow`")
     exec(line)
-    assert os.environ[VARIABLE] == str(QUEUES), "the line sets it"
+    assert os.environ[QUEUES_VARIABLE] == str(QUEUES), "the line sets it"
 
 
 def test_no_warning_where_the_queues_were_asked_for_in_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import_gpuflow(monkeypatch, after_the_gpu_was_used=False)
-    assert os.environ[VARIABLE] == str(QUEUES)
+    assert os.environ[QUEUES_VARIABLE] == str(QUEUES)
     warn_if_late()
     assert not caplog.records

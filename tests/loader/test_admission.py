@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 
-from gpuflow.runtime.admission import Admission
+from gpuflow.loader.epoch import Admission
 from tests.host_stream import FakeEvent
 
 

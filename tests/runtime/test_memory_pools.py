@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.runtime.buffers import BytePool, SlotPool
+from gpuflow.runtime.memory import BytePool, SlotPool
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 200_000, 1 << 20])
