@@ -19,6 +19,7 @@ import torch
 
 from gpuflow.errors import GpuflowError
 from gpuflow.sources import Source, open_source, source_spec
+from tests import texts
 from tests.fork_servers import forked_servers
 from tests.images import jpeg, photo
 
@@ -84,6 +85,11 @@ SLOWEST = (
 """Files that take 10 s or more, the slowest first. Run last, one would leave the other cores idle."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--record-texts`, see tests/texts.py."""
+    parser.addoption("--record-texts", action="store_true", help="write the texts of errors into errors.json")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let pytest-xdist hand out the files in the order below; by itself it takes those with the most tests first.
 
@@ -122,6 +128,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def quick_fork_servers(own_cache: None) -> Iterator[None]:
     """In a run of many tests on several processes, worker pools start without importing torch anew."""
     with forked_servers() if "PYTEST_XDIST_WORKER" in os.environ else nullcontext():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pinned_texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The texts that the tests of a module pin are those in errors.json."""
+    record = request.config.getoption("record_texts")
+    with texts.compared(request.path, tmp_path_factory.getbasetemp(), record=record):
         yield
 
 

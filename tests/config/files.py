@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpuflow.config import Config, read_config
-from gpuflow.errors import ConfigError
-from gpuflow.sources import KINDS
+from gpuflow.errors import ConfigError, Problem
 from gpuflow.stages import STAGES
+from tests.texts import outline
 
 FULL = """\
 source: {folder: photos, split: {train: 0.9, val: 0.1}, seed: 3}
@@ -41,11 +41,6 @@ pipelines:
   val:
     stages: [decode, center_crop: {size: 8}]
 """
-PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error, targets"
-SOURCE_KEYS = ", ".join(dict.fromkeys([*KINDS, *(key for kind in KINDS.values() for key in kind.key_fields())]))
-KIND_WORDS = f"{', '.join(list(KINDS)[:-1])} and {list(KINDS)[-1]}"
-RUN_KEYS = "threads, readers, processes, decoder_calls, prefetch, on_error, max_bad, bad_file, audit, timeout_s"
-RUN_KEYS += ", memory_limit, deterministic, nvtx"
 
 
 def read(text: str, *overrides: str) -> Config:
@@ -53,11 +48,16 @@ def read(text: str, *overrides: str) -> Config:
     return read_config("x.yaml", STAGES, overrides)
 
 
-def fault(text: str, *overrides: str) -> str:
+def problems(text: str, *overrides: str) -> tuple[Problem, ...]:
+    """Return what is wrong with a file."""
     with pytest.raises(ConfigError) as caught:
         read(text, *overrides)
-    assert str(caught.value) == "\n".join(map(str, caught.value.problems))
-    return str(caught.value)
+    return caught.value.problems
+
+
+def fault(text: str, *overrides: str) -> str:
+    """Return the outline of what is wrong with a file. Pins its text."""
+    return outline(ConfigError(problems(text, *overrides)))
 
 
 def with_block(block: str) -> str:

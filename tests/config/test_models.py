@@ -6,183 +6,132 @@ import re
 
 import pytest
 
-from tests.config.files import KIND_WORDS, PIPELINE_KEYS, RUN_KEYS, SOURCE_KEYS, fault, read, with_block
-
-BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
+from tests.config.files import fault, read, with_block
 
 
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
         # misspelt, at every level
-        ("trian: {}", "trian is not a key here; did you mean 'train'?"),
-        ("zzz: {}", "zzz is not a key here; known: pipelines, preprocess, run, serve, source, train"),
-        ("run: {thread: 3}", "run.thread is not a key here; did you mean 'threads'?"),
-        ("train: {modle: x}", "train.modle is not a key here; did you mean 'model'?"),
-        ("source: {folder: x, splt: {}}", "source.splt is not a key here; did you mean 'split'?"),
-        (
-            "pipelines: {a: {stages: [decode, center_crop: {size: 8}], bach: {}}}",
-            "pipelines.a.bach is not a key here; did you mean 'batch'?",
-        ),
+        ("trian: {}", "trian config.unknown_key"),
+        ("zzz: {}", "zzz config.unknown_key"),
+        ("run: {thread: 3}", "run.thread config.unknown_key"),
+        ("train: {modle: x}", "train.modle config.unknown_key"),
+        ("source: {folder: x, splt: {}}", "source.splt config.unknown_key"),
+        ("pipelines: {a: {stages: [decode, center_crop: {size: 8}], bach: {}}}", "pipelines.a.bach config.unknown_key"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: {sise: 3}}}",
-            "pipelines.a.batch.sise is not a key here; did you mean 'size'?",
+            "pipelines.a.batch.sise config.unknown_key",
         ),
         (
             "serve: {stages: [decode, center_crop: {size: 8}], model: {file: x, engin: auto}}",
-            "serve.model.engin is not a key here; did you mean 'engine'?",
+            "serve.model.engin config.unknown_key",
         ),
         # not text
-        ("1: {}", "[1] is a key that is not text; put it in quotes"),
-        ("run: {2: 3}", "run[2] is a key that is not text; put it in quotes"),
-        (
-            "pipelines: {1: {stages: [decode, center_crop: {size: 8}]}}",
-            "pipelines[1] is a key that is not text; put it in quotes",
-        ),
+        ("1: {}", "[1] config.unknown_key"),
+        ("run: {2: 3}", "run[2] config.unknown_key"),
+        ("pipelines: {1: {stages: [decode, center_crop: {size: 8}]}}", "pipelines[1] config.unknown_key"),
         # of the wrong type
-        ("source: 3", f"source must be a mapping with {SOURCE_KEYS}, got 3"),
-        ("source: {folder: 3}", "source.folder must be text, got 3"),
-        ("source: {folder: x, split: [1]}", "source.split must be a mapping, each value a number, got [1]"),
-        ("source: {folder: x, split: {val: b}}", "source.split.val must be a number, got 'b'"),
+        ("source: 3", "source config.type, got 3"),
+        ("source: {folder: 3}", "source.folder config.type, got 3"),
+        ("source: {folder: x, split: [1]}", "source.split config.type, got [1]"),
+        ("source: {folder: x, split: {val: b}}", "source.split.val config.type, got 'b'"),
+        ("source: {listing: x, classes: [1, 2]}", "source.classes config.type, got [1, 2]"),
+        ("run: 3", "run config.type, got 3"),
+        ("run: [a]", "run config.type, got ['a']"),
+        ("run: {threads: aut}", "run.threads config.type, got 'aut'"),
+        ("run: {prefetch: true}", "run.prefetch config.type, got true"),
+        ("run: {prefetch: 1.5}", "run.prefetch config.type, got 1.5"),
+        ("run: {prefetch: null}", "run.prefetch config.type, got null"),
+        ("run: {max_bad: x}", "run.max_bad config.type, got 'x'"),
+        ("run: {bad_file: 3}", "run.bad_file config.type, got 3"),
+        ("run: {deterministic: 1}", "run.deterministic config.type, got 1"),
+        ("run: {memory_limit: [1]}", "run.memory_limit config.type, got [1]"),
         (
-            "source: {listing: x, classes: [1, 2]}",
-            "source.classes must be an integer or a list, each text, got [1, 2]",
+            f"run: {{memory_limit: {'9' * 400}GB}}",
+            "run.memory_limit config.type, got '99999999999999999999999999999999999999999999999999999999...",
         ),
-        ("run: 3", f"run must be a mapping with {RUN_KEYS}, got 3"),
-        ("run: [a]", f"run must be a mapping with {RUN_KEYS}, got ['a']"),
-        ("run: {threads: aut}", "run.threads must be an integer or auto, got 'aut'"),
-        ("run: {prefetch: true}", "run.prefetch must be an integer, got true"),
-        ("run: {prefetch: 1.5}", "run.prefetch must be an integer, got 1.5"),
-        ("run: {prefetch: null}", "run.prefetch must be an integer, got null"),
-        ("run: {max_bad: x}", "run.max_bad must be an integer or a number, got 'x'"),
-        ("run: {bad_file: 3}", "run.bad_file must be text, got 3"),
-        ("run: {deterministic: 1}", "run.deterministic must be true or false, got 1"),
-        ("run: {memory_limit: [1]}", f"run.memory_limit must be {BYTES}, got [1]"),
-        (f"run: {{memory_limit: {'9' * 400}GB}}", f"run.memory_limit must be {BYTES}, got '{'9' * 56}..."),
-        ("run: {memory_limit: 3 parsecs}", f"run.memory_limit must be {BYTES}, got '3 parsecs'"),
-        ("source: {folder: x, cache: y}", "source.cache must be a mapping with dir, size, got 'y'"),
-        ("source: {folder: x, cache: {dir: y, size: [1]}}", f"source.cache.size must be {BYTES}, got [1]"),
-        ("train: {lr: fast}", "train.lr must be a number, got 'fast'"),
-        ("train: {lr: .nan}", "train.lr must be a number, got nan"),
-        ("train: {lr: .inf}", "train.lr must be a number, got inf"),
-        ("train: {epochs: 2020-01-01}", "train.epochs must be an integer, got datetime.date(2020, 1, 1)"),
+        ("run: {memory_limit: 3 parsecs}", "run.memory_limit config.type, got '3 parsecs'"),
+        ("source: {folder: x, cache: y}", "source.cache config.type, got 'y'"),
+        ("source: {folder: x, cache: {dir: y, size: [1]}}", "source.cache.size config.type, got [1]"),
+        ("train: {lr: fast}", "train.lr config.type, got 'fast'"),
+        ("train: {lr: .nan}", "train.lr config.type, got nan"),
+        ("train: {lr: .inf}", "train.lr config.type, got inf"),
+        ("train: {epochs: 2020-01-01}", "train.epochs config.type, got datetime.date(2020, 1, 1)"),
         (
             "run: {bad_file: [aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa, bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb]}",
-            "run.bad_file must be text, got ['aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa', 'bbbbbbbbbbbbbbbbbbbbb...",
+            "run.bad_file config.type, got ['aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa', 'bbbbbbbbbbbbbbbbbbbbb...",
         ),
-        (
-            "pipelines: 3",
-            f"pipelines must be a mapping, each value a mapping with {PIPELINE_KEYS}, got 3",
-        ),
-        ("pipelines: {a: 3}", f"pipelines.a must be a mapping with {PIPELINE_KEYS}, got 3"),
-        ("pipelines: {a: {stages: 3}}", "pipelines.a.stages must be a list, got 3"),
+        ("pipelines: 3", "pipelines config.type, got 3"),
+        ("pipelines: {a: 3}", "pipelines.a config.type, got 3"),
+        ("pipelines: {a: {stages: 3}}", "pipelines.a.stages config.type, got 3"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: 3}}",
-            "pipelines.a.batch must be a mapping with size, global, drop_last, got 3; write {size: 3}",
+            "pipelines.a.batch config.type, got 3",
         ),
-        (
-            "serve: [1]",
-            "serve must be a mapping with preset, height, width, color, stages, model, got [1]; write {stages: [...]}",
-        ),
-        ("source: photos", f"source must be a mapping with {SOURCE_KEYS}, got 'photos'; write {{folder: photos}}"),
-        (
-            "pipelines: {a: [decode]}",
-            f"pipelines.a must be a mapping with {PIPELINE_KEYS}, got ['decode']; write {{stages: [...]}}",
-        ),
+        ("serve: [1]", "serve config.type, got [1]"),
+        ("source: photos", "source config.type, got 'photos'"),
+        ("pipelines: {a: [decode]}", "pipelines.a config.type, got ['decode']"),
         # of another block
-        ("source: {folder: x, threads: 2}", "source.threads is not a key here; write it as run.threads"),
-        ("lr: 3", "lr is not a key here; write it as train.lr"),
-        ("run: {shuffle: true}", "run.shuffle is not a key here; write it as pipelines.NAME.shuffle"),
-        (
-            "train: {batch: 4}",
-            "train.batch is not a key here; write it as pipelines.NAME.batch or serve.model.batch",
-        ),
+        ("source: {folder: x, threads: 2}", "source.threads config.unknown_key"),
+        ("lr: 3", "lr config.unknown_key"),
+        ("run: {shuffle: true}", "run.shuffle config.unknown_key"),
+        ("train: {batch: 4}", "train.batch config.unknown_key"),
         # missing
-        ("source: {folder: x, cache: {size: 1GB}}", "source.cache needs the key 'dir': text"),
-        ("pipelines: {a: {}}", "pipelines.a needs the key 'stages': a list, or views"),
-        ("serve: {}", "serve needs the key 'stages': a list, or a preset"),
-        ("serve: {stages: [decode, center_crop: {size: 8}], model: {}}", "serve.model needs the key 'file': text"),
+        ("source: {folder: x, cache: {size: 1GB}}", "source.cache config.missing_key"),
+        ("pipelines: {a: {}}", "pipelines.a config.missing_key"),
+        ("serve: {}", "serve config.missing_key"),
+        ("serve: {stages: [decode, center_crop: {size: 8}], model: {}}", "serve.model config.missing_key"),
         # out of range
-        ("run: {threads: 0}", "run.threads must be >= 1, got 0"),
-        ("run: {max_bad: -1}", "run.max_bad must be >= 0, got -1"),
-        ("run: {max_bad: 1.5}", "run.max_bad must be <= 1, got 1.5"),
-        ("run: {timeout_s: 0}", "run.timeout_s must be > 0, got 0"),
-        ("run: {timeout_s: 1.0e+10}", "run.timeout_s must be <= 1,000,000, got 10000000000.0"),
-        ("run: {prefetch: 1000000000}", "run.prefetch must be <= 1,024, got 1000000000"),
-        ("run: {threads: 100000}", "run.threads must be <= 1,024, got 100000"),
-        ("train: {size: 70000}", "train.size must be <= 65,535, got 70000"),
+        ("run: {threads: 0}", "run.threads config.range, got 0"),
+        ("run: {max_bad: -1}", "run.max_bad config.range, got -1"),
+        ("run: {max_bad: 1.5}", "run.max_bad config.range, got 1.5"),
+        ("run: {timeout_s: 0}", "run.timeout_s config.range, got 0"),
+        ("run: {timeout_s: 1.0e+10}", "run.timeout_s config.range, got 10000000000.0"),
+        ("run: {prefetch: 1000000000}", "run.prefetch config.range, got 1000000000"),
+        ("run: {threads: 100000}", "run.threads config.range, got 100000"),
+        ("train: {size: 70000}", "train.size config.range, got 70000"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: {size: 100000000000000000000}}}",
-            "pipelines.a.batch.size must be <= 1,000,000, got 100000000000000000000",
+            "pipelines.a.batch.size config.range, got 100000000000000000000",
         ),
         (
             "serve: {stages: [decode, center_crop: {size: 8}], model: {file: m.pt, timeout_ms: 1.0e+14}}",
-            "serve.model.timeout_ms must be <= 60,000, got 100000000000000.0",
+            "serve.model.timeout_ms config.range, got 100000000000000.0",
         ),
-        ("run: {memory_limit: 0}", "run.memory_limit must be >= 1, got 0"),
-        ("run: {on_error: skp}", "run.on_error must be one of raise, replace, skip, got 'skp'; did you mean 'skip'?"),
-        ("run: {on_error: zzz}", "run.on_error must be one of raise, replace, skip, got 'zzz'"),
-        ("run: {on_error: 3}", "run.on_error must be one of raise, replace, skip, got 3"),
-        ("train: {lr: 0}", "train.lr must be > 0, got 0"),
-        ("source: {folder: x, seed: -1}", "source.seed must be >= 0, got -1"),
-        ("source: {listing: x, classes: 0}", "source.classes must be >= 1, got 0"),
-        (
-            "source: {folder: 's3://x', cache: {dir: y, size: 2 MB}}",
-            "source.cache.size must be at least 16MiB, got 2000000",
-        ),
-        (
-            "source: {folder: x, root: y}",
-            "source.root must go with source.listing, got source.folder; remove root",
-        ),
-        (
-            "source: {folder: x, classes: 3}",
-            "source.classes must go with source.listing, source.tar, source.hf or source.mix, got source.folder; its "
-            "directories name the classes",
-        ),
-        (
-            "source: {folder: x, cache: {dir: y, size: 1 GB}}",
-            "source.cache must go with URLs, got 'x', whose files are not copied; remove cache",
-        ),
-        ("source: {mix: [{source: {folder: x}}], classes: 3}", "source.classes must be a list, each text, got 3"),
-        (
-            "source: {listing: x, classes: [a, a]}",
-            "source.classes must be distinct names, at least one, got ['a', 'a']",
-        ),
+        ("run: {memory_limit: 0}", "run.memory_limit config.range, got 0"),
+        ("run: {on_error: skp}", "run.on_error config.range, got 'skp'"),
+        ("run: {on_error: zzz}", "run.on_error config.range, got 'zzz'"),
+        ("run: {on_error: 3}", "run.on_error config.type, got 3"),
+        ("train: {lr: 0}", "train.lr config.range, got 0"),
+        ("source: {folder: x, seed: -1}", "source.seed config.range, got -1"),
+        ("source: {listing: x, classes: 0}", "source.classes config.range, got 0"),
+        ("source: {folder: 's3://x', cache: {dir: y, size: 2 MB}}", "source.cache.size config.range, got 2000000"),
+        ("source: {folder: x, root: y}", "source.root config.conflict"),
+        ("source: {folder: x, classes: 3}", "source.classes config.conflict"),
+        ("source: {folder: x, cache: {dir: y, size: 1 GB}}", "source.cache config.conflict"),
+        ("source: {mix: [{source: {folder: x}}], classes: 3}", "source.classes config.type, got 3"),
+        ("source: {listing: x, classes: [a, a]}", "source.classes config.range, got ['a', 'a']"),
         # against each other
-        ("source: {}", f"source needs exactly one of {KIND_WORDS}, got none of them"),
-        (
-            "source: {extensions: [heic]}",
-            f"source needs exactly one of {KIND_WORDS}, got none of them",
-        ),
-        (
-            "source: {folder: a, tar: b}",
-            f"source needs exactly one of {KIND_WORDS}, got folder and tar",
-        ),
-        ("source: {folder: a, split: {val: 0}}", "source.split.val must be a fraction within (0, 1], got 0.0"),
-        (
-            "source: {folder: a, split: {val: 0.7, b: 0.4}}",
-            "source.split must add up to at most 1, got 1.1; lower a fraction",
-        ),
-        (
-            "source: {folder: a, split: {val: 0.5, all: 0.5}}",
-            "source.split.all takes the name that means the whole source, all; give this part another one",
-        ),
+        ("source: {}", "source config.conflict"),
+        ("source: {extensions: [heic]}", "source config.conflict"),
+        ("source: {folder: a, tar: b}", "source config.conflict"),
+        ("source: {folder: a, split: {val: 0}}", "source.split.val config.range, got 0.0"),
+        ("source: {folder: a, split: {val: 0.7, b: 0.4}}", "source.split config.conflict"),
+        ("source: {folder: a, split: {val: 0.5, all: 0.5}}", "source.split.all config.conflict"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], split: nix}}",
-            "pipelines.a.split must name a part of source.split, or all, got 'nix'; known: all",
+            "pipelines.a.split config.range, got 'nix'",
         ),
-        ("pipelines: {}", "pipelines must name at least one pipeline, such as train, got none"),
-        (
-            "pipelines: {serve: {stages: [decode, center_crop: {size: 8}]}}",
-            "pipelines.serve takes the name of the block serve; give this pipeline another one",
-        ),
+        ("pipelines: {}", "pipelines config.missing_key"),
+        ("pipelines: {serve: {stages: [decode, center_crop: {size: 8}]}}", "pipelines.serve config.conflict"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: {size: 1, global: 2}}}",
-            "pipelines.a.batch needs size (of a rank) or global (of all ranks), one of them",
+            "pipelines.a.batch config.conflict",
         ),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: {drop_last: true}}}",
-            "pipelines.a.batch needs size (of a rank) or global (of all ranks), one of them",
+            "pipelines.a.batch config.conflict",
         ),
     ],
 )
@@ -215,50 +164,32 @@ def test_the_engine_of_a_file(keys: str, runtime: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "text"),
+    ("keys", "expected"),
     [
-        ("file: m.engine", "file must end in .onnx, .pt or .pt2, got 'm.engine'"),
-        (
-            "file: m.onnx, engine: torch",
-            "engine is torch, which takes .pt and .pt2 files, but the model's file is 'm.onnx'; use auto",
-        ),
-        (
-            "file: m.pt, engine: tensorrt",
-            "engine is tensorrt, which takes .onnx files, but the model's file is 'm.pt'; use auto",
-        ),
-        ("file: m.onnx, compile: true", "compile is for the engine torch, but this one is onnxruntime; remove it"),
-        (
-            "file: m.onnx, engine: tensorrt, cuda_graphs: true",
-            "cuda_graphs is for the engine torch, but this one is tensorrt; remove it",
-        ),
-        (
-            "file: m.pt2, precision: float16",
-            "precision is float16, but torch runs .pt2 files as they were exported; remove it",
-        ),
-        (
-            "file: m.onnx, precision: bfloat16",
-            "precision is bfloat16, but onnxruntime runs .onnx files as they were exported; remove it",
-        ),
-        ("file: m.onnx, via: torchpipe", "via is for the engine tensorrt, but this one is onnxruntime; remove it"),
-        (
-            "file: m.onnx, engine: tensorrt, via: torchpipe, precision: bfloat16",
-            "precision is bfloat16, which torchpipe does not build; use float16, float32 or via: python",
-        ),
+        ("file: m.engine", "file config.range, got 'm.engine'"),
+        ("file: m.onnx, engine: torch", "engine config.conflict"),
+        ("file: m.pt, engine: tensorrt", "engine config.conflict"),
+        ("file: m.onnx, compile: true", "compile config.conflict"),
+        ("file: m.onnx, engine: tensorrt, cuda_graphs: true", "cuda_graphs config.conflict"),
+        ("file: m.pt2, precision: float16", "precision config.conflict"),
+        ("file: m.onnx, precision: bfloat16", "precision config.conflict"),
+        ("file: m.onnx, via: torchpipe", "via config.conflict"),
+        ("file: m.onnx, engine: tensorrt, via: torchpipe, precision: bfloat16", "precision config.conflict"),
         (
             "file: m.onnx, engine: tensorrt, via: torchpipe, tensorrt: {opt_batch: 8}",
-            "tensorrt.opt_batch has no effect with via: torchpipe, which tunes for batch; remove it",
+            "tensorrt.opt_batch config.conflict",
         ),
         (
             "file: m.onnx, engine: tensorrt, batch: 4, tensorrt: {min_batch: 5}",
-            "tensorrt.min_batch must be <= serve.model.batch, which is 4, got 5",
+            "tensorrt.min_batch config.conflict, got 5",
         ),
         (
             "file: m.onnx, engine: tensorrt, batch: 4, tensorrt: {min_batch: 2, opt_batch: 8}",
-            "tensorrt.opt_batch must be within min_batch and batch, 2 to 4, got 8",
+            "tensorrt.opt_batch config.conflict, got 8",
         ),
     ],
 )
-def test_rules_between_keys_of_a_model(keys: str, text: str) -> None:
+def test_rules_between_keys_of_a_model(keys: str, expected: str) -> None:
     block = f"serve: {{stages: [decode, center_crop: {{size: 8}}], model: {{{keys}}}}}"
     found = fault(with_block(block))
-    assert re.sub(r"^x\.yaml:\d+: ", "", found) == f"serve.model.{text}"
+    assert re.sub(r"^x\.yaml:\d+: ", "", found) == f"serve.model.{expected}"

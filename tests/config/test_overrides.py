@@ -6,7 +6,7 @@ import pytest
 
 from gpuflow.config import BatchSpec
 from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, RandomResizedCrop, Resize, Torchvision
-from tests.config.files import FULL, RUN_KEYS, SMALL, fault, read, with_block
+from tests.config.files import FULL, SMALL, fault, read, with_block
 
 # --- overrides -------------------------------------------------------------------------------------------------------
 
@@ -75,10 +75,7 @@ def test_an_override_of_what_preprocess_holds_changes_all_who_share_it() -> None
     ],
 )
 def test_an_override_that_no_pipeline_would_see_is_an_error(text: str, override: str, at: str) -> None:
-    assert fault(text, override) == (
-        f"override {override!r}: {at} cannot be overridden here: what has it by an anchor keeps the file's value; "
-        "override pipelines.NAME.stages and serve.stages"
-    )
+    assert fault(text, override) == f"override {override!r}: {at} config.override"
 
 
 def test_overrides_of_stages_that_are_no_more_than_a_name() -> None:
@@ -98,41 +95,25 @@ def test_overrides_of_stages_that_are_no_more_than_a_name() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("run.threads", ": must be of the form key.key=value, such as run.threads=8"),
-        ("=3", ": must be of the form key.key=value, such as run.threads=8"),
-        ("", ": must be of the form key.key=value, such as run.threads=8"),
-        ("run.threads={", ": the value is not valid YAML: expected the node content, but found '<stream end>'"),
-        (
-            "run.threads=2020-99-99",
-            ": the value is not valid YAML: month must be in 1..12; put it in quotes if it is text",
-        ),
-        ("run.threads={a: 1, a: 2}", ": the value is not valid YAML: key 'a' stands twice, first on line 1; keep one"),
-        (
-            "run.threads=!!python/name:os.system",
-            ": the value is not valid YAML: could not determine a constructor for the tag "
-            "'tag:yaml.org,2002:python/name:os.system'",
-        ),
-        ("run.threads=0", ": run.threads must be >= 1, got 0"),
-        ("run.thread=3", ": run.thread is not a key here; did you mean 'threads'?"),
-        ("run=3", f": run must be a mapping with {RUN_KEYS}, got 3"),
-        ("run.threads.x=3", ": run.threads is 'auto', neither a mapping nor a list, and has no 'x'"),
-        ("run..x=3", ": run. is not a key here; known: " + ", ".join(sorted(RUN_KEYS.split(", ")))),
-        ("x.y=3", ": x is not a key here; known: pipelines, preprocess, run, serve, source, train"),
-        ("pipelines.train.stages.9.flip={}", ": pipelines.train.stages has no entry 9; its entries are 0 to 4"),
-        (
-            "pipelines.train.stages.²=flip",
-            ": pipelines.train.stages has no '²'; known: decode, flip, normalize, random_resized_crop, torchvision",
-        ),
-        ("pipelines.train.stages.flp.vertical=1", ": pipelines.train.stages has no 'flp'; did you mean 'flip'?"),
-        (
-            "pipelines.train.stages.flip.vertical=2",
-            ": pipelines.train.stages[2].flip.vertical must be a probability within [0, 1], got 2",
-        ),
-        (
-            "pipelines.train.stages.flip={vertical: 2}",
-            ": pipelines.train.stages[2].flip.vertical must be a probability within [0, 1], got 2",
-        ),
-        ("pipelines.train.stages.2=flop", ": pipelines.train.stages[2].flop is not a stage; did you mean 'flip'?"),
+        ("run.threads", ": config.override"),
+        ("=3", ": config.override"),
+        ("", ": config.override"),
+        ("run.threads={", ": config.yaml"),
+        ("run.threads=2020-99-99", ": config.yaml"),
+        ("run.threads={a: 1, a: 2}", ": config.yaml"),
+        ("run.threads=!!python/name:os.system", ": config.yaml"),
+        ("run.threads=0", ": run.threads config.range, got 0"),
+        ("run.thread=3", ": run.thread config.unknown_key"),
+        ("run=3", ": run config.type, got 3"),
+        ("run.threads.x=3", ": run.threads config.override"),
+        ("run..x=3", ": run. config.unknown_key"),
+        ("x.y=3", ": x config.unknown_key"),
+        ("pipelines.train.stages.9.flip={}", ": pipelines.train.stages config.override"),
+        ("pipelines.train.stages.²=flip", ": pipelines.train.stages config.override"),
+        ("pipelines.train.stages.flp.vertical=1", ": pipelines.train.stages config.override"),
+        ("pipelines.train.stages.flip.vertical=2", ": pipelines.train.stages[2].flip.vertical config.range, got 2"),
+        ("pipelines.train.stages.flip={vertical: 2}", ": pipelines.train.stages[2].flip.vertical config.range, got 2"),
+        ("pipelines.train.stages.2=flop", ": pipelines.train.stages[2].flop stage.unknown"),
     ],
 )
 def test_bad_overrides(override: str, expected: str) -> None:
@@ -143,27 +124,27 @@ def test_a_stage_that_is_only_a_name_is_entered_by_its_number() -> None:
     config = read(FULL, "pipelines.val.stages.0.decode.max_scans=9")
     assert config.program("val").pipeline.stages[0] == Decode(max_scans=9)
     override = "pipelines.val.stages.0.resize.shorter=8"
-    assert fault(FULL, override).startswith(f"override '{override}': pipelines.val.stages[0] is 'decode', neither")
+    assert fault(FULL, override) == f"override '{override}': pipelines.val.stages[0] config.override"
 
 
 def test_lists_that_hold_no_stages_are_entered_by_number() -> None:
     assert fault(with_block("pipelines: {a: {stages: [{}]}}"), "pipelines.a.stages.flip.vertical=1") == (
-        "override 'pipelines.a.stages.flip.vertical=1': pipelines.a.stages has no 'flip'; it is empty"
+        "override 'pipelines.a.stages.flip.vertical=1': pipelines.a.stages config.override"
     )
     assert fault(with_block("pipelines: {a: {stages: []}}"), "pipelines.a.stages.0=flip") == (
-        "override 'pipelines.a.stages.0=flip': pipelines.a.stages has no entry 0; it is empty"
+        "override 'pipelines.a.stages.0=flip': pipelines.a.stages config.override"
     )
 
 
 def test_faults_of_a_shared_override_name_it_everywhere() -> None:
     override = "pipelines.val.stages.resize.shorter=0"
     assert fault(FULL, override) == (
-        f"override '{override}': pipelines.val.stages[1].resize.shorter must be >= 1, got 0\n"
-        f"override '{override}': serve.stages[1].resize.shorter must be >= 1, got 0"
+        f"override '{override}': pipelines.val.stages[1].resize.shorter config.range, got 0\n"
+        f"override '{override}': serve.stages[1].resize.shorter config.range, got 0"
     )
 
 
 def test_the_files_faults_come_first_and_a_later_override_wins() -> None:
     assert fault(SMALL + "run: {prefetch: 0}\n", "run.threads=0", "run.threads=-1") == (
-        "x.yaml:5: run.prefetch must be >= 1, got 0\noverride 'run.threads=-1': run.threads must be >= 1, got -1"
+        "x.yaml:5: run.prefetch config.range, got 0\noverride 'run.threads=-1': run.threads config.range, got -1"
     )

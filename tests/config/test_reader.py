@@ -25,7 +25,8 @@ from gpuflow.stages import (
     Resize,
     Torchvision,
 )
-from tests.config.files import FULL, SMALL, fault, read, stages_of, with_block
+from tests.config.files import FULL, SMALL, fault, problems, read, stages_of, with_block
+from tests.texts import outline
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,10 +84,10 @@ def test_shipped_files(path: Path) -> None:
 
 def test_unknown_pipelines_are_named() -> None:
     config = read(FULL)
-    for name, hint in (("vla", "did you mean 'val'?"), ("zzzz", "known: train, val"), ("serve", "known: train, val")):
+    for name in ("vla", "zzzz", "serve"):
         with pytest.raises(ConfigError) as caught:
             config.program(name)
-        assert str(caught.value) == f"x.yaml: pipelines has no pipeline {name!r}; {hint}"
+        assert outline(caught.value) == "x.yaml: pipelines config.unknown_key"
 
 
 @pytest.mark.parametrize(
@@ -120,16 +121,13 @@ def test_problems_are_values(text: str, override: str, path: tuple[str | int, ..
 
 def test_the_source_is_checked_whatever_else_is_wrong() -> None:
     assert fault(with_block("source: {folder: x, root: y}") + "run: {threads: 0}\n").splitlines() == [
-        "x.yaml:4: source.root must go with source.listing, got source.folder; remove root",
-        "x.yaml:5: run.threads must be >= 1, got 0",
+        "x.yaml:4: source.root config.conflict",
+        "x.yaml:5: run.threads config.range, got 0",
     ]
 
 
 def test_blocks_that_are_missing() -> None:
-    assert fault("run: {}\n") == (
-        "x.yaml: needs the key 'source'; only a file with neither source nor pipelines may have serve alone\n"
-        "x.yaml: needs the key 'pipelines'; only a file with neither source nor pipelines may have serve alone"
-    )
+    assert fault("run: {}\n") == ("x.yaml: config.missing_key\nx.yaml: config.missing_key")
 
 
 STAGES_4 = "stages: [{decode: {}}, {resize: {height: 4, width: 4}}]"
@@ -144,7 +142,7 @@ def test_a_file_with_serve_alone(start: str) -> None:
     for ask in (lambda: config.source, lambda: config.program("val"), lambda: config.any_program("train")):
         with pytest.raises(ConfigError) as caught:
             ask()
-        assert str(caught.value) == "x.yaml: has no block source; add source: {folder: ...} and pipelines: {val: ...}"
+        assert outline(caught.value) == "x.yaml: config.missing_key"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +155,9 @@ def test_a_file_with_serve_alone(start: str) -> None:
     ],
 )
 def test_source_and_pipelines_belong_together(block: str, missing: list[str]) -> None:
-    lines = fault(block if "serve" in block else block + SERVE).splitlines()
-    assert [line.split(";")[0] for line in lines] == [f"x.yaml: needs the key {key!r}" for key in missing]
+    text = block if "serve" in block else block + SERVE
+    assert fault(text).splitlines() == ["x.yaml: config.missing_key"] * len(missing)
+    assert all(repr(key) in problem.rule for key, problem in zip(missing, problems(text), strict=True))
 
 
 def test_three_ways_to_share_a_source() -> None:
@@ -172,7 +171,7 @@ def test_three_ways_to_share_a_source() -> None:
 @pytest.mark.parametrize("name", ["my pipeline", "a[7]", "", "größe", "a.b"])
 def test_faults_are_placed_whatever_the_pipelines_name(name: str) -> None:
     text = f"source: {{folder: x}}\npipelines:\n  '{name}':\n    stages:\n      - decode\n      - normalize\n"
-    assert fault(text).startswith(f"x.yaml:6: pipelines.{name}.stages[1].normalize leaves images of varying size")
+    assert fault(text).startswith(f"x.yaml:6: pipelines.{name}.stages[1].normalize stage.size")
 
 
 @pytest.mark.parametrize(
@@ -194,14 +193,11 @@ def test_the_part_that_a_pipeline_reads(block: str, parts: dict[str, str | None]
     assert {name: config.split_of(name) for name in config.programs} == parts
 
 
-@pytest.mark.parametrize(("parts", "hint"), [("train: 0.8, valid: 0.2", "did you mean 'valid'? "), ("x: 1", "")])
-def test_a_pipeline_that_reads_no_part_of_a_split_source(parts: str, hint: str) -> None:
+@pytest.mark.parametrize("parts", ["train: 0.8, valid: 0.2", "x: 1"])
+def test_a_pipeline_that_reads_no_part_of_a_split_source(parts: str) -> None:
     """It would read every sample, those of the other parts included."""
-    names = ", ".join(part.partition(":")[0] for part in parts.split(", "))
-    assert fault(with_block(f"source: {{folder: a, split: {{{parts}}}}}")) == (
-        f"x.yaml:2: pipelines.val is not a part of source.split, which has {names}; {hint}"
-        "set split: NAME, or split: all for the whole source"
-    )
+    text = with_block(f"source: {{folder: a, split: {{{parts}}}}}")
+    assert fault(text) == "x.yaml:2: pipelines.val config.conflict"
 
 
 @pytest.mark.parametrize(
@@ -236,16 +232,13 @@ def test_the_default_policy_depends_on_the_order_and_not_on_the_name(
 
 def test_random_stages_do_not_serve() -> None:
     text = FULL.replace("serve:\n  stages: *eval", "serve:\n  stages: [decode, random_resized_crop: {size: 8}]")
-    assert fault(text) == (
-        "x.yaml:19: serve.stages[1].random_resized_crop is random and cannot serve; "
-        "name the stages that pipelines.val uses"
-    )
+    assert fault(text) == ("x.yaml:19: serve.stages[1].random_resized_crop stage.random")
 
 
 def test_a_shared_fault_is_told_for_each_place_that_shares_it() -> None:
     assert fault(FULL.replace("shorter: 256", "shorter: 0")) == (
-        "x.yaml:4: pipelines.val.stages[1].resize.shorter must be >= 1, got 0\n"
-        "x.yaml:4: serve.stages[1].resize.shorter must be >= 1, got 0"
+        "x.yaml:4: pipelines.val.stages[1].resize.shorter config.range, got 0\n"
+        "x.yaml:4: serve.stages[1].resize.shorter config.range, got 0"
     )
 
 
@@ -271,16 +264,15 @@ trian: {}
 """
     assert fault(text) == "\n".join(
         [
-            "x.yaml:1: run.threads must be >= 1, got 0",
-            "x.yaml:5: pipelines.b.stages[0].decode.color must be one of rgb, bgr, gray, got 'pink'",
-            "x.yaml:6: pipelines.b.stages[1].resie is not a stage; did you mean 'resize'?",
-            "x.yaml:11: pipelines.a.stages[1].resize.interpolation must be one of nearest, bilinear, bicubic, "
-            "got 'cubic'",
-            "x.yaml:12: pipelines.a.stages[2].flip.horizontal must be a probability within [0, 1], got 3",
-            "x.yaml:12: pipelines.a.stages[2].flip.vertical must be a probability within [0, 1], got -1",
-            "x.yaml:13: pipelines.a.batch.size must be >= 1, got 0",
-            "x.yaml:16: source.seed must be >= 0, got -1",
-            "x.yaml:17: trian is not a key here; did you mean 'train'?",
+            "x.yaml:1: run.threads config.range, got 0",
+            "x.yaml:5: pipelines.b.stages[0].decode.color config.type, got 'pink'",
+            "x.yaml:6: pipelines.b.stages[1].resie stage.unknown",
+            "x.yaml:11: pipelines.a.stages[1].resize.interpolation config.type, got 'cubic'",
+            "x.yaml:12: pipelines.a.stages[2].flip.horizontal config.range, got 3",
+            "x.yaml:12: pipelines.a.stages[2].flip.vertical config.range, got -1",
+            "x.yaml:13: pipelines.a.batch.size config.range, got 0",
+            "x.yaml:16: source.seed config.range, got -1",
+            "x.yaml:17: trian config.unknown_key",
         ]
     )
 
@@ -355,19 +347,15 @@ def test_stages_that_cannot_carry_a_field_are_located() -> None:
     rules = read(CARRYING).pipelines["train"].targets.rules
     assert (rules.min_area, rules.min_visibility) == (4.0, 0.25)
     turning = CARRYING.replace("{name: RandomInvert}", "{name: RandomRotation, degrees: 9}")
-    assert fault(turning) == (
-        "x.yaml:8: pipelines.train.stages[2].torchvision may move pixels, and boxes cannot follow; use a geometry "
-        "stage of gpuflow, or leave the field out of source.fields"
-    )
+    assert fault(turning) == ("x.yaml:8: pipelines.train.stages[2].torchvision stage.order")
     assert read(turning.replace("boxes: {labels: classes}, ", "")).programs
 
 
 @pytest.mark.parametrize("rule", ["min_area: -1", "min_visibility: 1.5"])
 def test_rules_for_boxes_have_bounds(rule: str) -> None:
     key = rule.partition(":")[0]
-    assert f"pipelines.train.targets.{key} must be" in fault(
-        CARRYING.replace("{min_area: 4", f"{{{rule}", 1).replace(", min_visibility: 0.25", "")
-    )
+    text = CARRYING.replace("{min_area: 4", f"{{{rule}", 1).replace(", min_visibility: 0.25", "")
+    assert f"pipelines.train.targets.{key} config.range" in fault(text)
 
 
 def test_arguments_of_other_types_are_named() -> None:
@@ -403,7 +391,8 @@ def test_train_size_holds_for_overridden_lists_too() -> None:
 
 @pytest.mark.parametrize("size", ["big", "true", "0"])
 def test_a_train_size_that_is_none_is_one_fault(size: str) -> None:
-    assert fault(FULL, f"train.size={size}").startswith(f"override 'train.size={size}': train.size must be ")
+    (problem,) = problems(FULL, f"train.size={size}")
+    assert problem.place == f"override 'train.size={size}':" and problem.path == ("train", "size")
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
@@ -411,8 +400,7 @@ def test_a_train_size_that_is_none_is_one_fault(size: str) -> None:
 
 @pytest.mark.parametrize("text", ["a\\0b", "a\\ud800b"])
 def test_a_text_that_cannot_name_a_file_is_located(text: str) -> None:
-    expected = "source.folder must be text without NUL or lone surrogates, got "
-    assert fault(with_block(f'source: {{folder: "{text}"}}')).startswith(f"x.yaml:4: {expected}")
+    assert fault(with_block(f'source: {{folder: "{text}"}}')).startswith("x.yaml:4: source.folder config.type, got ")
 
 
 def test_a_name_whose_bytes_are_no_text_is_taken() -> None:
@@ -452,10 +440,10 @@ def test_of_very_many_faults_the_first_hundred_are_listed(block: str) -> None:
         read(text)
     *listed, last = caught.value.problems
     assert len(listed) == 100
-    assert str(last) == "x.yaml: may have more faults than these 100; correct these first"
+    assert outline(ConfigError([last])) == "x.yaml: config.rule"
 
 
 def test_a_long_key_is_cut_in_an_error() -> None:
     assert fault(SMALL + f"? {'k' * 100_000}\n: 1\n") == (
-        f"x.yaml:5: {'k' * 57}... is not a key here; known: pipelines, preprocess, run, serve, source, train"
+        "x.yaml:5: kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk... config.unknown_key"
     )

@@ -14,6 +14,7 @@ from gpuflow.stages import STAGES, WarpAffine
 from tests.config.files import fault, read
 from tests.datasets import make_photos
 from tests.faces import FIELDS, TARGET, face_config, make_faces
+from tests.texts import outline
 
 ALIGN = {"matrix": {"field": "align"}}
 BY_POINTS = {"source": {"field": "landmarks"}, "target": TARGET}
@@ -44,42 +45,39 @@ def test_a_field_is_part_of_the_stage_and_of_the_fingerprint(listing: Path, tmp_
         (
             {"matrix": {"field": "alin"}},
             FIELDS,
-            f"{STAGE}.matrix.field must name a field of source.fields, got 'alin'; did you mean 'align'?",
+            f"{STAGE}.matrix.field config.conflict, got 'alin'",
         ),
         (
             {"matrix": {"field": "map"}},
             FIELDS,
-            f"{STAGE}.matrix.field must name a field of source.fields, got 'map'; declare it there: map: {{type: any}}",
+            f"{STAGE}.matrix.field config.conflict, got 'map'",
         ),
         (
             ALIGN,
             {"label": None, "align": {"type": "keypoints", "column": "points"}},
-            f"{STAGE}.matrix.field must name a field of type any, got align, which is of type keypoints; "
-            "name another field",
+            f"{STAGE}.matrix.field config.conflict",
         ),
         (
             BY_POINTS,
             {"landmarks": {"type": "boxes", "column": "boxes"}},
-            f"{STAGE}.source.field must name a field of type any or keypoints, got landmarks, which is of type boxes; "
-            "name another field",
+            f"{STAGE}.source.field config.conflict",
         ),
         (
             {"matrix": {"fields": "align"}},
             FIELDS,
-            f"{STAGE}.matrix.fields is not a key here; did you mean 'field'?",
+            f"{STAGE}.matrix.fields config.unknown_key",
         ),
-        ({"matrix": {}}, FIELDS, f"{STAGE}.matrix needs the key 'field': the name of a field in source.fields"),
-        ({"matrix": {"field": 3}}, FIELDS, f"{STAGE}.matrix.field must be text, got 3"),
+        ({"matrix": {}}, FIELDS, f"{STAGE}.matrix config.missing_key"),
+        ({"matrix": {"field": 3}}, FIELDS, f"{STAGE}.matrix.field config.type, got 3"),
         (
             {"matrix": [[1, 2], [3, 4]]},
             FIELDS,
-            f"{STAGE}.matrix must be [[a number, a number, a number], [a number, a number, a number]] or "
-            "{field: NAME}, got [[1, 2], [3, 4]]",
+            f"{STAGE}.matrix config.type, got [[1, 2], [3, 4]]",
         ),
         (
             {**ALIGN, **BY_POINTS},
             FIELDS,
-            f"{STAGE} needs a matrix, or source and target; give one of these",
+            f"{STAGE} config.conflict",
         ),
     ],
     ids=["typo", "undeclared", "matrix type", "points type", "key", "no key", "no text", "numbers", "both"],
@@ -87,26 +85,23 @@ def test_a_field_is_part_of_the_stage_and_of_the_fingerprint(listing: Path, tmp_
 def test_errors(listing: Path, tmp_path: Path, warp: Any, fields: Any, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(face_config(tmp_path / "x.yaml", listing, warp, fields=fields), STAGES)
-    texts = [str(problem) for problem in caught.value.problems]
-    assert text in [one.partition(": ")[2] for one in texts]
-    assert all(one.startswith(f"{tmp_path / 'x.yaml'}:") for one in texts)
+    outlines = outline(caught.value).splitlines()
+    assert text in [one.partition(": ")[2] for one in outlines]
+    assert all(one.startswith(f"{tmp_path / 'x.yaml'}:") for one in outlines)
 
 
 def test_a_folder_declares_no_fields(tmp_path: Path) -> None:
     make_photos(tmp_path / "data")
-    with pytest.raises(ConfigError, match=r"must name a field of source\.fields, got 'align'; declare it there"):
+    with pytest.raises(ConfigError) as caught:
         read_config(face_config(tmp_path / "x.yaml", "", ALIGN, source={"folder": str(tmp_path / "data")}), STAGES)
+    assert f"{STAGE}.matrix.field config.conflict, got 'align'" in outline(caught.value)
 
 
 def test_a_service_has_no_records(listing: Path, tmp_path: Path) -> None:
     serve = {"stages": ["decode", {"warp_affine": {**BY_POINTS, "size": 20}}]}
     with pytest.raises(ConfigError) as caught:
         read_config(face_config(tmp_path / "x.yaml", listing, ALIGN, serve=serve), STAGES)
-    (problem,) = caught.value.problems
-    assert str(problem).partition(": ")[2] == (
-        "serve.stages[1].warp_affine takes source from a sample's record, which no request has; give numbers in place "
-        "of the field, or remove the stage"
-    )
+    assert outline(caught.value).partition(": ")[2] == "serve.stages[1].warp_affine config.conflict"
 
 
 def test_errors_in_views_name_the_view(listing: Path, tmp_path: Path) -> None:
@@ -123,28 +118,28 @@ def test_errors_in_views_name_the_view(listing: Path, tmp_path: Path) -> None:
 # --- mixing ----------------------------------------------------------------------------------------------------------
 
 MIXED = "pipelines: {train: {stages: [decode, center_crop: {size: 8}, normalize, cutmix, mixup]}}"
-OTHERS = "mixes images and labels, but samples also have {}; remove the stage or these fields"
-NO_CLASS = "mixes labels, but the samples do not have one class each; remove the stage or declare a class"
 
 
 @pytest.mark.parametrize(
-    ("source", "rule"),
+    "source",
     [
-        ("{listing: a.csv, fields: {image, label, boxes}}", OTHERS.format("boxes")),
-        ("{tar: a.tar, fields: {image, label, boxes, name: {type: text}}}", OTHERS.format("boxes, name")),
-        ("{listing: a.csv, fields: {image, label: {kind: classes}}}", NO_CLASS),
-        ("{listing: a.csv, fields: {image, label: {kind: vector}}}", NO_CLASS),
-        ("{hf: a, fields: {image}}", NO_CLASS),
-        ("{folder: a, fields: {image}}", NO_CLASS),
-        ("{coco: a.json, images: a}", OTHERS.format("boxes")),
-        ("{coco: a.json, images: a, fields: {image, mask}}", OTHERS.format("mask")),
-        ("{mix: [{source: {coco: a.json, images: a}}, {source: {coco: b.json, images: b}}]}", OTHERS.format("boxes")),
+        "{listing: a.csv, fields: {image, label, boxes}}",
+        "{tar: a.tar, fields: {image, label, boxes, name: {type: text}}}",
+        "{listing: a.csv, fields: {image, label: {kind: classes}}}",
+        "{listing: a.csv, fields: {image, label: {kind: vector}}}",
+        "{hf: a, fields: {image}}",
+        "{folder: a, fields: {image}}",
+        "{coco: a.json, images: a}",
+        "{coco: a.json, images: a, fields: {image, mask}}",
+        "{mix: [{source: {coco: a.json, images: a}}, {source: {coco: b.json, images: b}}]}",
     ],
 )
-def test_samples_that_cannot_be_mixed_are_known_before_the_source_is_open(source: str, rule: str) -> None:
+def test_samples_that_cannot_be_mixed_are_known_before_the_source_is_open(source: str) -> None:
     """As `gpuflow.load` says it of an open source, at the line of each mixing stage."""
-    at = "x.yaml:2: pipelines.train.stages"
-    assert fault(f"source: {source}\n{MIXED}\n") == f"{at}[3].cutmix {rule}\n{at}[4].mixup {rule}"
+    assert fault(f"source: {source}\n{MIXED}\n") == (
+        "x.yaml:2: pipelines.train.stages[3].cutmix config.conflict\n"
+        "x.yaml:2: pipelines.train.stages[4].mixup config.conflict"
+    )
 
 
 @pytest.mark.parametrize(

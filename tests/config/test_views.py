@@ -10,6 +10,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.stages import STAGES
+from tests.texts import outline
 
 TEXT = """\
 source: {folder: photos}
@@ -82,68 +83,61 @@ def test_the_fingerprint_covers_what_changes_the_pixels_and_not_the_order(file: 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("count: 2", "count: 0", "x.yaml:7: pipelines.train.views.global.count must be >= 1, got 0"),
+        ("count: 2", "count: 0", "x.yaml:7: pipelines.train.views.global.count config.range, got 0"),
         (
             "    views:",
             "    stages: [decode, {center_crop: {size: 8}}]\n    views:",
-            "x.yaml:6: pipelines.train.views stands in place of stages, and there are both; remove one of them",
+            "x.yaml:6: pipelines.train.views config.conflict",
         ),
         (
             "    decode: {color: rgb}\n",
             "    preset: torchpipe_cpu\n    height: 8\n    width: 8\n",
-            "x.yaml:7: pipelines.train.views cannot follow a preset; remove the preset, or use stages",
+            "x.yaml:7: pipelines.train.views config.conflict",
         ),
         (
             "[{random_resized_crop: {size: 13}}]",
             "[{flip: {horizontal: 0.5}}]",
-            "x.yaml:11: pipelines.train.views.local.stages[0].flip leaves images of varying size (uint8 ?x?x3 hwc), "
-            "which no batch can hold; add center_crop, random_crop, random_resized_crop, letterbox or resize with "
-            "height and width",
+            "x.yaml:11: pipelines.train.views.local.stages[0].flip stage.size",
         ),
         (
             "[{random_resized_crop: {size: 13}}]",
             "[]",
-            "x.yaml:11: pipelines.train.views.local.stages leaves images of varying size (uint8 ?x?x3 hwc), "
-            "which no batch can hold; add center_crop, random_crop, random_resized_crop, letterbox or resize with "
-            "height and width",
+            "x.yaml:11: pipelines.train.views.local.stages stage.size",
         ),
         (
             "          - random_resized_crop: {size: 24}\n",
             "          - decode\n          - random_resized_crop: {size: 24}\n",
-            "x.yaml:9: pipelines.train.views.global.stages[0].decode is shared by all views; write its parameters as "
-            "decode: {...} next to views",
+            "x.yaml:9: pipelines.train.views.global.stages[0].decode stage.order",
         ),
         (
             "          - random_resized_crop: {size: 24}\n",
             "          - random_resized_crop: {size: 0}\n",
-            "x.yaml:9: pipelines.train.views.global.stages[0].random_resized_crop.size must be >= 1, got 0",
+            "x.yaml:9: pipelines.train.views.global.stages[0].random_resized_crop.size config.range, got 0",
         ),
         (
             "{color: rgb}",
             "{color: pink}",
-            "x.yaml:4: pipelines.train.decode.color must be one of rgb, bgr, gray, got 'pink'",
+            "x.yaml:4: pipelines.train.decode.color config.type, got 'pink'",
         ),
         (
             "{count: 6, stages: [{random_resized_crop: {size: 13}}]}",
             "{count: 6}",
-            "x.yaml:11: pipelines.train.views.local needs the key 'stages': a list",
+            "x.yaml:11: pipelines.train.views.local config.missing_key",
         ),
         (
             "          - normalize\n",
             "          - normalize\n          - mixup\n",
-            "x.yaml:11: pipelines.train.views.global.stages[2].mixup mixes the samples of a batch, and views are not "
-            "mixed; remove the stage, or use no views",
+            "x.yaml:11: pipelines.train.views.global.stages[2].mixup config.conflict",
         ),
         (
             "{folder: photos}",
             "{listing: x.jsonl, fields: {image: , boxes: {labels: kinds}, caption: {type: text}}}",
-            "x.yaml:5: pipelines.train.views move the pixels in several ways, and boxes cannot follow; use stages in "
-            "place of views, or a source without these fields",
+            "x.yaml:5: pipelines.train.views config.conflict",
         ),
         (
             "count: 6,",
             "counts: 6,",
-            "x.yaml:11: pipelines.train.views.local.counts is not a key here; did you mean 'count'?",
+            "x.yaml:11: pipelines.train.views.local.counts config.unknown_key",
         ),
     ],
 )
@@ -151,16 +145,17 @@ def test_faults_have_their_places(file: Path, old: str, new: str, expected: str)
     assert old in TEXT
     with pytest.raises(ConfigError) as found:
         read(file, TEXT.replace(old, new))
-    assert expected in str(found.value)
-    assert len(found.value.problems) == 1
+    assert outline(found.value) == expected
 
 
 def test_decode_without_views_and_no_views_at_all_are_faults(file: Path) -> None:
     text = "source: {folder: x}\npipelines:\n  train: {decode: {}, stages: [decode, {center_crop: {size: 8}}]}\n"
-    with pytest.raises(ConfigError, match=r"decode is for views, and there are none; put decode before the stages"):
+    with pytest.raises(ConfigError) as found:
         read(file, text)
-    with pytest.raises(ConfigError, match=r"pipelines\.train\.views must name at least one view, got none"):
+    assert outline(found.value) == "x.yaml:3: pipelines.train.decode config.conflict"
+    with pytest.raises(ConfigError) as found:
         read(file, "source: {folder: x}\npipelines:\n  train: {views: {}}\n")
+    assert outline(found.value) == "x.yaml:3: pipelines.train.views config.missing_key"
 
 
 def test_a_pipeline_may_have_the_name_views(tmp_path: Path) -> None:
