@@ -15,10 +15,10 @@ import torch
 from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import BadSampleError, LoaderError, reason_of
 from gpuflow.execute.cpu.runner import bad_by_stage
-from gpuflow.execute.gpu.canvas import Canvas, tiles_of
 from gpuflow.execute.gpu.chunk_scan import ROW_BYTES, pixel_steps
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots, send_array
 from gpuflow.execute.gpu.passes import Pass, draw_passes
+from gpuflow.execute.gpu.results import Canvas, ImageRows, Target, tiles_of
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.local import smooth, smooth_plan_of
@@ -38,9 +38,6 @@ from gpuflow.pipeline.program import (
     misfits_of,
 )
 from gpuflow.pipeline.views import as_batch, slot_shape
-
-Target = torch.Tensor | Canvas
-"""Where a pass puts its results: slots [n, C, H, W], or a canvas while they differ in size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +114,6 @@ class DevicePasses:
         table = torch.from_numpy(one.table)
         return table.view(getattr(torch, one.result.dtype)) if table.dtype == torch.uint16 else table
 
-    def places(self, i: int, rows: Ints) -> Ints:
-        """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
-        return rows if i == len(self._passes) - 1 else np.arange(len(rows))
-
     def _is_in_place(self, i: int) -> bool:
         if not 0 < i < len(self._passes) - 1:
             return False
@@ -128,32 +121,32 @@ class DevicePasses:
         changes_few = isinstance(one.step, PointwiseStep | LocalStep) and one.table is None
         return changes_few and one.result.fixed and one.result == before.result
 
-    def targets(self, slots: torch.Tensor, draws: Sequence[Any], count: int) -> list[Target]:
-        """Where each pass puts its results for `count` images: the slots for the last one, new memory for others, or
-        the memory of the images that it reads.
+    def targets(self, slots: torch.Tensor, draws: Sequence[Any], rows: Ints) -> list[ImageRows]:
+        """Return where each pass puts its results for n images: the last one to these rows [n] of the slots, the others
+        to new memory, or to that of the images that they read.
 
         draws: the result of `draw_passes`.
         """
-        targets: list[Target] = []
+        targets: list[ImageRows] = []
+        all_rows = np.arange(len(rows))
         for i, (one, draw) in enumerate(zip(self._passes[:-1], draws, strict=False)):
             if self.in_place[i]:
                 targets.append(targets[i - 1])
             elif one.result.fixed:
-                targets.append(allocate_slots(self._device_stream, count, one.result))
+                targets.append(ImageRows(allocate_slots(self._device_stream, len(rows), one.result), all_rows))
             else:
-                targets.append(Canvas.allocate(self._device_stream, draw, one.result.shape[2]))
-        return [*targets, slots]
+                targets.append(ImageRows(Canvas.allocate(self._device_stream, draw, one.result.shape[2]), all_rows))
+        return [*targets, ImageRows(slots, rows)]
 
     def run(self, draws: Sequence[Any], places: Ints, slots: torch.Tensor) -> dict[int, BadSampleError]:
         """Queue all passes on n images, one for each slot. Returns what `run_later` does.
 
         draws: the result of `draw_passes`. places [n, 3]: see `DeviceImages`.
         """
-        rows = np.arange(len(places))
-        targets = self.targets(slots, draws, len(rows))
-        plan = self.plan_of_move(draws[0], places, targets[0], rows)
-        (first,), *later = self._send([[plan], *self.plans(draws, targets, rows)])
-        self.queue_move(0, draws[0], first, targets[0])
+        targets = self.targets(slots, draws, np.arange(len(places)))
+        plan = self.plan_of_move(draws[0], places, targets[0])
+        (first,), *later = self._send([[plan], *self.plans(draws, targets)])
+        self.queue_move(0, draws[0], first, targets[0].images)
         return self._queue(draws, targets, later)
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
@@ -168,23 +161,23 @@ class DevicePasses:
                 faults[i] = fault
         return faults
 
-    def run_later(self, draws: Sequence[Any], targets: Sequence[Target], rows: Ints) -> dict[int, BadSampleError]:
+    def run_later(self, draws: Sequence[Any], targets: Sequence[ImageRows]) -> dict[int, BadSampleError]:
         """Queue all passes after the first one, whose results are in targets[0].
 
-        draws: the result of `draw_passes`. targets: that of `targets`. rows [n]: see `places`.
+        draws: the result of `draw_passes`. targets: that of `targets`.
 
         Returns which of the n images an opaque stage refused, and why; their places in the last target hold no result.
         """
-        return self._queue(draws, targets, self._send(self.plans(draws, targets, rows)))
+        return self._queue(draws, targets, self._send(self.plans(draws, targets)))
 
-    def plans(self, draws: Sequence[Any], targets: Sequence[Target], rows: Ints, batches: int = 1) -> list[list[Array]]:
+    def plans(self, draws: Sequence[Any], targets: Sequence[ImageRows], batches: int = 1) -> list[list[Array]]:
         """What each pass after the first one reads on the device: an array with a row for each image, and others.
 
         batches: how many batches of n images, which use the same targets in turn, the draws describe.
         """
         plans: list[list[Array]] = []
         for i in range(1, len(self._passes)):
-            images, draw, places = targets[i - 1], draws[i], np.tile(self.places(i, rows), batches)
+            images, draw, rows = targets[i - 1].images, draws[i], np.tile(targets[i].rows, batches)
             match self._passes[i].step:
                 case ResamplingStep() | WarpStep():
                     if isinstance(images, Canvas):
@@ -193,13 +186,14 @@ class DevicePasses:
                         addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
                         steps = images.stride(2), images.stride(3)
                     own = np.column_stack([addresses, np.tile(steps, (len(addresses), 1))])
-                    plans.append([self.plan_of_move(draw, np.tile(own, (batches, 1)), targets[i], places)])
+                    target = ImageRows(targets[i].images, rows)
+                    plans.append([self.plan_of_move(draw, np.tile(own, (batches, 1)), target)])
                 case PointwiseStep():
-                    plans.append(adjust_plan_of(places, draw))
+                    plans.append(adjust_plan_of(rows, draw))
                 case LocalStep():
-                    plans.append([smooth_plan_of(places, draw)])
+                    plans.append([smooth_plan_of(rows, draw)])
                 case ApplyStep() | OpaqueStep():
-                    plans.append([places])
+                    plans.append([rows])
                 case unknown:
                     assert_never(unknown)
         return plans
@@ -211,7 +205,7 @@ class DevicePasses:
         return [[next(sent) for _ in plan] for plan in plans]
 
     def _queue(
-        self, draws: Sequence[Any], targets: Sequence[Target], plans: Sequence[Sequence[torch.Tensor]]
+        self, draws: Sequence[Any], targets: Sequence[ImageRows], plans: Sequence[Sequence[torch.Tensor]]
     ) -> dict[int, BadSampleError]:
         """Queue the passes after the first one. Returns what `run_later` does.
 
@@ -219,7 +213,7 @@ class DevicePasses:
         """
         refused: dict[int, BadSampleError] = {}
         for i, plan in enumerate(plans, start=1):
-            found = self.run_pass(i, draws[i], targets[i - 1], targets[i], plan)
+            found = self.run_pass(i, draws[i], targets[i - 1].images, targets[i].images, plan)
             refused = {**found, **refused}  # later passes get what is no image
         return refused
 
@@ -280,21 +274,15 @@ class DevicePasses:
                 target.index_copy_(0, places[part], result.to(target.device))
         return refused
 
-    def plan_of_move(
-        self,
-        draw: Resampling | Warping,
-        places: Ints,
-        target: Target,
-        rows: Ints,
-    ) -> Ints:
-        """A resampling or a warp of n images, to these rows [n] of the target or to a canvas, as its kernel reads it.
+    def plan_of_move(self, draw: Resampling | Warping, places: Ints, target: ImageRows) -> Ints:
+        """Encode a resampling or a warp of n images to a target as its kernel reads it.
 
         places [n, 3]: see `DeviceImages`.
         """
-        if isinstance(target, Canvas):
+        if isinstance(target.images, Canvas):
             tiles = tiles_of(draw)
-            return plan_of(tiles.draw, places[tiles.image], target.offsets(tiles))
-        return plan_of(draw, places, offsets_of(target, target, rows))
+            return plan_of(tiles.draw, places[tiles.image], target.images.offsets(tiles))
+        return plan_of(draw, places, target.offsets_from(target.images))
 
     def queue_move(self, i: int, drawn: Resampling | Warping, plan: torch.Tensor, target: Target) -> None:
         """Queue pass i, a resampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
@@ -333,17 +321,6 @@ def faults_of(draws: Sequence[Any], count: int) -> list[BadSampleError | None]:
     for misfit in misfits_of(draws):
         faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
     return faults
-
-
-def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: Ints | None = None) -> Ints:
-    """How many elements after the target's first one each of these rows of `images` begins, [n]; by default all rows.
-
-    Both are on one device with the same strides, but may be two allocations.
-    """
-    rows = np.arange(len(images)) if rows is None else rows
-    between, rest = divmod(images.data_ptr() - target.data_ptr(), target.element_size())
-    assert rest == 0 and images.stride()[1:] == target.stride()[1:]
-    return between + rows * images.stride(0)
 
 
 def plan_of(draw: Resampling | Warping, places: Ints, offsets: Array | int) -> Ints:

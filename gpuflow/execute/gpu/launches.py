@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from gpuflow.arrays import Ints
-from gpuflow.execute.gpu.canvas import Canvas
-from gpuflow.execute.gpu.device_passes import DevicePasses, Target
+from gpuflow.execute.gpu.device_passes import DevicePasses
 from gpuflow.execute.gpu.device_stream import DeviceStream, send_array
 from gpuflow.execute.gpu.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, Transfer, capture_launch
+from gpuflow.execute.gpu.results import Canvas, ImageRows, Target
 from gpuflow.execute.kernels.copy import ALIGN, FIELDS, copy_images
 from gpuflow.execute.tables import table_of
 from gpuflow.pipeline.program import Resampling, Warping
@@ -120,37 +120,11 @@ def _settings(draw: Resampling | Warping) -> Any:
 _PLANS_BYTES = 1 << 15
 
 
-class ImageRows(NamedTuple):
-    """Images in device memory.
-
-    address: of row 0. step: bytes from one row to the next. size: bytes of an image. rows: the rows to copy.
-    """
-
-    address: int
-    step: int
-    size: int
-    rows: Ints
-
-    @classmethod
-    def of(cls, images: torch.Tensor, rows: Ints) -> ImageRows | None:
-        """Rows of a tensor [N, C, H, W]; None if an image is not one block of memory."""
-        _, channels, height, width = images.shape
-        dense = (height * width, width, 1), (1, width * channels, channels)
-        if images.stride()[1:] not in dense:
-            return None
-        item = images.element_size()
-        return cls(images.data_ptr(), images.stride(0) * item, channels * height * width * item, rows)
-
-    @property
-    def addresses(self) -> Ints:
-        return self.address + self.rows * self.step
-
-
 @final
 class ImageCopies:
-    """Queues copies on a loader's stream. Any thread may call any method.
+    """Queues copies on a loader's stream. Any thread may call any method, within `device_stream.queued()`.
 
-    calls: makes the calls of C code; without it nothing is copied here.
+    calls: makes the calls of C code; without it torch copies.
     """
 
     def __init__(self, device_stream: DeviceStream, calls: GpuCalls | None) -> None:
@@ -166,27 +140,32 @@ class ImageCopies:
             except RuntimeError as error:
                 _LOG.info("Python code queues copies of images: %s", error)
 
-    @property
-    def available(self) -> bool:
-        """Whether C code can copy images at all."""
-        return self._launch is not None
-
-    def queue(
-        self, pairs: Sequence[tuple[ImageRows | None, ImageRows | None]], transfer: Transfer | None = None
-    ) -> bool:
-        """Queue copies from the first of each pair to the second. False if that is not possible; then none is queued.
+    def queue(self, pairs: Sequence[tuple[ImageRows, ImageRows]], transfer: Transfer | None = None) -> None:
+        """Queue copies from the first of each pair to the second, which have images of one size and layout.
 
         transfer: a copy of pinned memory to the device that comes before.
         """
+        if self._queue_by_c(pairs, transfer):
+            return
+        if transfer is not None:
+            self._device_stream.copy_into(transfer.device, transfer.host)
+        sent = self._device_stream.send_all([images.rows for pair in pairs for images in pair])
+        for these, those, (source, target) in zip(sent[::2], sent[1::2], pairs, strict=True):
+            target.tensor.index_copy_(0, those, source.tensor.index_select(0, these))
+
+    def _queue_by_c(self, pairs: Sequence[tuple[ImageRows, ImageRows]], transfer: Transfer | None) -> bool:
+        """Queue the copies by one kernel of C code. Return False if that is not possible; then none is queued."""
         if self._calls is None or self._launch is None:
             return False
         plans = [
-            table_of(len(source.rows), [source.addresses, target.addresses, source.size])
+            table_of(len(source.rows), [source.addresses, target.addresses, source.image_bytes])
             for source, target in pairs
-            if source is not None and target is not None
+            if source.image_bytes and target.image_bytes
         ]
+        if len(plans) < len(pairs):
+            return False
         plan = np.concatenate(plans)
-        if len(plans) < len(pairs) or (plan % ALIGN).any() or plan.nbytes > _PLANS_BYTES:
+        if (plan % ALIGN).any() or plan.nbytes > _PLANS_BYTES:
             return False
         try:
             memory = self._memory.get_nowait()

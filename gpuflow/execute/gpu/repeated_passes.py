@@ -24,6 +24,7 @@ from gpuflow.execute import packing
 from gpuflow.execute.gpu.device_passes import DeviceImages, DevicePasses, faults_of
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, draw_passes
+from gpuflow.execute.gpu.results import ImageRows
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import LocalStep, PointwiseStep, ResamplingStep, WarpStep
 
@@ -204,7 +205,7 @@ class _PassesOfOneSize:
         (draw,) = draw_passes(self._passes[:1], keys, sizes)
         faults, places = faults_of([draw], len(sizes)), np.zeros((len(sizes), 3), np.int64)
         rows = np.tile(np.arange(self.count), len(sizes) // self.count)
-        plan = self._plain.plan_of_move(draw, places, [*self._results, slots][0], rows)
+        plan = self._plain.plan_of_move(draw, places, ImageRows([*self._results, slots][0], rows))
         pinned = self._device_stream.pinned(plan.shape, torch.int64)
         pinned.numpy()[...] = plan
         batches = [slice(start, start + self.count) for start in range(0, len(sizes), self.count)]
@@ -222,7 +223,8 @@ class _PassesOfOneSize:
         first = [] if size is None else self._draw_first(of_all, np.tile(size, (total, 1)), slots)
         after_first = np.array(self._passes[0].result.shape[:2], np.int64)
         draws = draw_passes(self._passes[1:], of_all, np.tile(after_first, (total, 1)))
-        plans = self._plain.plans([None, *draws], [*self._results, slots], np.arange(self.count), batches)
+        targets = [ImageRows(images, np.arange(self.count)) for images in (*self._results, slots)]
+        plans = self._plain.plans([None, *draws], targets, batches)
         return _Ahead(keys, positions, step, size, first, draws, plans, *self._send(plans, batches))
 
     def _send(self, plans: Sequence[Sequence[Array]], batches: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, final
 
 import numpy as np
@@ -34,16 +33,16 @@ from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute import packing
 from gpuflow.execute.cpu.decode_pool import CpuDecodePool, PendingImages
-from gpuflow.execute.gpu.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.gpu.chunk_scan import ChunkScan, ChunkScanner, ChunkTables, FileChecks
 from gpuflow.execute.gpu.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
-from gpuflow.execute.gpu.decode_calls import AHEAD, DecodeCall, LaterResults, LaterRows, Undecoded, plan_calls
-from gpuflow.execute.gpu.device_passes import DevicePasses, Target, offsets_of, plan_of
-from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots, send_array
+from gpuflow.execute.gpu.decode_calls import AHEAD, CallPart, DecodeCall, Undecoded, plan_calls
+from gpuflow.execute.gpu.device_passes import DevicePasses, plan_of
+from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.gpu.gpu_call import GpuCalls, Transfer
-from gpuflow.execute.gpu.launches import FirstPasses, ImageCopies, ImageRows
+from gpuflow.execute.gpu.launches import FirstPasses, ImageCopies
 from gpuflow.execute.gpu.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.gpu.passes import Pass
+from gpuflow.execute.gpu.results import Canvas, ImageRows, LaterResults, Target, Tiles, tiles_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Resampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slots_of, split
@@ -55,18 +54,6 @@ training, which are late, and a second call needs as much GPU memory as the firs
 _SETTLED = 256
 """The number of batches in a row for which the GPU must not have waited so long before memory for a second call is
 given back. Freeing it may wait for the GPU, as may allocating it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Where the first pass of one output puts images [n]: a tensor and its rows [n], or a canvas.
-
-    held: if the images are those of `LaterResults`, the object that keeps the rows in use.
-    """
-
-    images: Target
-    rows: Ints
-    held: LaterRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +89,18 @@ class _Plan:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The images of one chunk in a call.
-
-    where, rows: see `CallPart`; of the chunk's files that nvJPEG decodes.
-    places: for each output where its first pass puts them. Empty for a call's first chunk once the call is over.
-    """
-
-    where: Ints | slice
-    rows: Ints
-    places: list[_Rows]
-
-
 @final
 class _Call:
     """One nvJPEG call, from its planning to its end.
 
-    chunks: those that were planned together. results: for each chunk that has any of its images, where the first passes
-    put them.
+    chunks: those that were planned together. results: for each chunk that has any of its images, where the first pass
+    of each output puts them.
     """
 
     def __init__(self, planned: DecodeCall, chunks: Sequence[Prepared]) -> None:
         self.planned = planned
         self.chunks: Sequence[Prepared] = chunks
-        self.results: dict[int, _Part] = {}
+        self.results: dict[int, list[ImageRows]] = {}
         self.good = np.zeros(len(planned), bool)
         """Which images were decoded, once the call is over."""
         self._error: BaseException | None = None
@@ -140,8 +114,7 @@ class _Call:
         """Record that the call is queued, and which images are good. It then drops its reference to the batch of its
         first chunk, because later chunks may refer to this call long after that batch has ended."""
         self.good = good
-        own = self.results[0]
-        self.results[0] = _Part(own.where, own.rows, [])
+        del self.results[0]
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
@@ -169,7 +142,7 @@ class Prepared:
     draws: for each output and each pass of it the random parameters for these rows.
     others: the samples that the CPU decodes, or None.
     faults: for each sample of the chunk None, or why it is bad.
-    early: calls for earlier chunks that decode images of this one, too, each with this chunk's place among its chunks.
+    early: calls for earlier chunks that decode images of this one, too, each with its part of this chunk.
     """
 
     payload: Payload
@@ -183,7 +156,7 @@ class Prepared:
     draws: list[list[Any]]
     others: PendingImages | None
     faults: list[BadSampleError | None]
-    early: list[tuple[_Call, int]] = field(default_factory=list)
+    early: list[tuple[_Call, CallPart]] = field(default_factory=list)
 
 
 class GpuRunner:
@@ -229,7 +202,7 @@ class GpuRunner:
         outputs = outputs_of(program)
         each_passes = tuple(tuple(passes[x.program]) for x in outputs)
         self._decode_bytes = decode_bytes
-        self._pinned = partial(_pinned, device_stream)
+        self._pinned = lambda size: device_stream.pinned([size], torch.uint8).numpy()
         self._cpu = CpuDecodePool(program, threads=threads, make=self._pinned)
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
@@ -392,20 +365,17 @@ class GpuRunner:
         """
         rows = chunk.rows
         pairs = zip(self._passes, split(slots), strict=True)
-        targets = [
-            passes.targets(own, draws, len(rows)) for (passes, own), draws in zip(pairs, chunk.draws, strict=True)
-        ]
-        first = [_Rows(own[0], passes.places(0, rows)) for passes, own in zip(self._passes, targets, strict=True)]
-        good = self._decode(chunk, first, ahead)
+        targets = [passes.targets(own, draws, rows) for (passes, own), draws in zip(pairs, chunk.draws, strict=True)]
+        good = self._decode(chunk, [own[0] for own in targets], ahead)
         by_stages: dict[int, BadSampleError] = {}
         for passes, draws, own in zip(self._passes, chunk.draws, targets, strict=True):
-            by_stages |= passes.run_later(draws, own, rows)
+            by_stages |= passes.run_later(draws, own)
         by_stages = {i: fault for i, fault in by_stages.items() if good[i]}
         whole = bool(by_stages) and len(by_stages) == good.sum()
         good[list(by_stages)] = False
         return rows[~good], {int(rows[i]): fault for i, fault in by_stages.items() if whole}
 
-    def _decode(self, chunk: Prepared, first: Sequence[_Rows], ahead: Sequence[Prepared]) -> Bools:
+    def _decode(self, chunk: Prepared, first: Sequence[ImageRows], ahead: Sequence[Prepared]) -> Bools:
         """Decode a chunk and run the first pass of each output, to its place. Returns which rows were decoded.
 
         The calls that are needed for this are put into a queue, and this thread runs calls from that queue, also those
@@ -428,35 +398,19 @@ class GpuRunner:
                     call.fail(error)
             raise
         good = np.ones(len(chunk.rows), bool)
-        moved: list[tuple[_Rows, Ints, _Rows]] = []
-        for call, number in [*((call, 0) for call in own), *chunk.early]:
-            part = call.results[number]
+        moved: list[tuple[ImageRows, ImageRows]] = []
+        for call, part in [*((call, call.planned.parts[0]) for call in own), *chunk.early]:
             good[part.rows] = call.good[part.where]
-            if number:
-                moved += [(place, place.rows[part.rows], one) for place, one in zip(first, part.places, strict=True)]
+            if part.chunk:
+                moved += zip(call.results[part.chunk], _taken(first, part.rows), strict=True)
         if moved:
-            self._move(moved)
-        for call, number in chunk.early:  # which may have images of other chunks, too
-            del call.results[number]
+            self._copies.queue(moved)
+        for call, part in chunk.early:  # which may have images of other chunks, too
+            del call.results[part.chunk]
         chunk.early.clear()  # which refer to this chunk
         return good
 
-    def _move(self, moved: Sequence[tuple[_Rows, Ints, _Rows]]) -> None:
-        """Copy results to their places. moved: each place, the rows of it, and the rows that hold the results."""
-        pairs = [
-            (place.images, rows, one.images, one.rows)
-            for place, rows, one in moved
-            if not isinstance(place.images, Canvas) and not isinstance(one.images, Canvas)
-        ]
-        assert len(pairs) == len(moved), "calls for later chunks have results of one size"
-        copies = [(ImageRows.of(results, own), ImageRows.of(images, rows)) for images, rows, results, own in pairs]
-        if self._copies.queue(copies):
-            return
-        sent = self._device_stream.send_all([numbers for _, rows, _, own in pairs for numbers in (rows, own)])
-        for at, own, (images, _, results, _) in zip(sent[::2], sent[1::2], pairs, strict=True):
-            images.index_copy_(0, at, results.index_select(0, own))
-
-    def _new_calls(self, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> list[_Call]:
+    def _new_calls(self, chunks: Sequence[Prepared], first: Sequence[ImageRows]) -> list[_Call]:
         """Plan the calls for the first chunk. The caller holds the lock."""
         calls: list[_Call] = []
         undecoded = [one.undecoded for one in chunks]
@@ -475,16 +429,14 @@ class GpuRunner:
             raise
         return calls
 
-    def _new_call(self, planned: DecodeCall, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> _Call:
+    def _new_call(self, planned: DecodeCall, chunks: Sequence[Prepared], first: Sequence[ImageRows]) -> _Call:
         """A call, with rows for the results of images of later chunks, whose `early` gets the call."""
         call = _Call(planned, chunks)
         own, *others = planned.parts
-        call.results[0] = _Part(own.where, own.rows, [_Rows(one.images, one.rows[own.rows]) for one in first])
-        for number, where, taken in others:
-            held = self._later.take(len(taken))
-            places = [_Rows(images, held.rows, held) for images in self._later.images]
-            call.results[number] = _Part(where, taken, places)
-            chunks[number].early.append((call, number))
+        call.results[0] = _taken(first, own.rows)
+        for part in others:
+            call.results[part.chunk] = self._later.take(len(part.rows))
+            chunks[part.chunk].early.append((call, part))
         return call
 
     def _run_call(self, call: _Call) -> None:
@@ -500,17 +452,16 @@ class GpuRunner:
         """Returns which of its images were decoded."""
         chunks, planned = call.chunks, call.planned
         draws = [own[0] for own in chunks[0].draws]
-        targets: list[Target] = [place.images for place in call.results[0].places]
+        targets: list[Target] = [images.images for images in call.results[0]]
         captured = self._first_passes.captured(draws, targets)
         if captured is not None:
             targets = captured.targets
         ends = np.cumsum(planned.spaces)
         with self._buffers.acquire(int(ends[-1]), wait=captured is None) as buffer:
             # Even if a chunk is never launched, or not to its end.
-            buffer.sources += [memory for number in call.results for memory in chunks[number].memory]
+            buffer.sources += [memory for part in planned.parts for memory in chunks[part.chunk].memory]
             addresses = buffer.address + ends - planned.spaces
-            parts = [(chunks[number].entries, part) for number, part in call.results.items()]
-            entries = _rows_of_call(len(planned), parts)
+            entries = _rows_of_call(planned, [chunks[part.chunk].entries for part in planned.parts])
             files = JpegBatch.of(entries, addresses, planned.sampling, with_regions=self._decodes_regions)
             plans = [_plan_of_call(call, i, addresses, target) for i, target in enumerate(targets)]
             gpu_call = None
@@ -524,48 +475,32 @@ class GpuRunner:
         return good
 
     def _place(self, images: PendingImages, faults: list[BadSampleError | None], slots: Any) -> None:
-        """Wait for images that the CPU decodes, copy them into their slots, and add faults."""
+        """Wait for images that the CPU decodes, queue copies into their slots, and add faults."""
         results, found = images.result()
-        rows, targets = images.rows, split(slots)
-        for row, fault in zip(rows.tolist(), found, strict=True):
+        for row, fault in zip(images.rows.tolist(), found, strict=True):
             faults[row] = fault
-        self._copy(results, rows, targets)
+        memory, rows = torch.empty_like(results, device=self._device_stream.device), np.arange(len(found))
+        pairs = zip(split(slots_of(self._program, memory)), split(slots), strict=True)
+        copies = [(ImageRows(decoded, rows), ImageRows(target, images.rows)) for decoded, target in pairs]
+        self._copies.queue(copies, Transfer(results, memory))
         self._device_stream.retain_until_done(images.memory, self._cpu.release)
-
-    def _copy(self, results: torch.Tensor, rows: Ints, targets: Sequence[torch.Tensor]) -> None:
-        """Queue copies of results, uint8 [n, bytes of a slot], to these rows [n] of each output's slots.
-
-        They are one transfer, and one kernel for each output.
-        """
-        device_stream = self._device_stream
-        if self._copies.available and isinstance(self._program, Program):
-            (target,) = targets
-            memory, own = torch.empty_like(results, device=device_stream.device), np.arange(len(rows))
-            source = ImageRows(memory.data_ptr(), memory.shape[1], memory.shape[1], own)
-            if self._copies.queue([(source, ImageRows.of(target, rows))], Transfer(results, memory)):
-                return
-        sent, received = send_array(device_stream, rows), device_stream.send(results)
-        for target, images in zip(targets, split(slots_of(self._program, received)), strict=True):
-            target.index_copy_(0, sent, images)
 
     def close(self) -> None:
         """End the threads that decode on the CPU. Nothing may be prepared or launched any more."""
         self._cpu.close()
 
 
-def _pinned(device_stream: DeviceStream, size: int) -> Bytes:
-    """Pinned memory of this many bytes."""
-    memory: Bytes = device_stream.pinned([size], torch.uint8).numpy()
-    return memory
+def _taken(images: Sequence[ImageRows], rows: Ints) -> list[ImageRows]:
+    """Return some of the images of each output. rows: their numbers among these images."""
+    return [ImageRows(one.images, one.rows[rows]) for one in images]
 
 
-def _rows_of_call(count: int, parts: Sequence[tuple[Ints, _Part]]) -> Ints:
-    """For a call's images [count] their rows of tables. parts: the table of each chunk, and its images in the call."""
-    (table, part), *others = parts
-    if not others:
-        return table.take(part.rows, 0)
-    rows = np.empty((count, table.shape[1]), np.int64)
-    for table, part in parts:
+def _rows_of_call(planned: DecodeCall, tables: Sequence[Ints]) -> Ints:
+    """Return the rows of a call's images [N] in tables, of which there is one for each of the call's parts."""
+    if len(tables) == 1:
+        return tables[0].take(planned.parts[0].rows, 0)
+    rows = np.empty((len(planned), tables[0].shape[1]), np.int64)
+    for table, part in zip(tables, planned.parts, strict=True):
         rows[part.where] = table.take(part.rows, 0)
     return rows
 
@@ -575,14 +510,13 @@ def _plan_of_call(call: _Call, i: int, addresses: Ints, target: Target) -> Ints:
 
     target: where the results are, or a tensor that their offsets count from.
     """
-    parts = [(call.chunks[number].plans[i], part) for number, part in call.results.items()]
+    parts = call.planned.parts
+    plans = [call.chunks[part.chunk].plans[i] for part in parts]
     if isinstance(target, Canvas):
-        ((plan, part),) = parts  # a call has images of one chunk then
+        (plan,), (part,) = plans, parts  # a call has images of one chunk then
         return plan.on_canvas(part.rows, addresses, target)
-    rows = _rows_of_call(len(addresses), [(plan.rows, part) for plan, part in parts])
-    for _, part in parts:
-        place = part.places[i]
-        assert not isinstance(place.images, Canvas), "their results have one size"
-        rows[part.where, -1] = offsets_of(target, place.images, place.rows)
+    rows = _rows_of_call(call.planned, [plan.rows for plan in plans])
+    for part in parts:
+        rows[part.where, -1] = call.results[part.chunk][i].offsets_from(target)
     rows[:, 0] += addresses
     return rows

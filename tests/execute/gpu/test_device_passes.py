@@ -71,7 +71,8 @@ def test_passes_that_change_few_images_write_to_the_images_that_they_read() -> N
     assert of_device.in_place == [False, True, True, False, False]
     slots = torch.empty(2, 3, 9, 8)
     draws = draw_passes(passes, Keys(0, 0, np.arange(2)), np.array([[20, 30]] * 2))
-    resampled, jittered, blurred, warped, last = of_device.targets(slots, draws, 2)
+    targets = of_device.targets(slots, draws, np.arange(2))
+    resampled, jittered, blurred, warped, last = (target.images for target in targets)
     assert resampled is jittered is blurred and warped is not resampled and last is slots
 
 

@@ -1,4 +1,4 @@
-"""Copies of images by C code: which images it takes, and where they end."""
+"""Copies of images: which of them C code makes, and where they end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gpuflow.execute.gpu.gpu_call import Transfer
-from gpuflow.execute.gpu.launches import ImageCopies, ImageRows
+from gpuflow.execute.gpu.launches import ImageCopies
+from gpuflow.execute.gpu.results import ImageRows
 from tests.execute.gpu.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.host_stream import HostStream
 
@@ -33,7 +34,7 @@ def test_rows_end_in_their_places(driver: FakeDriver, layout: torch.memory_forma
     here, there = np.array([4, 0, 2]), np.array([1, 8, 3])
     copies = copies_of(driver)
     for _ in range(2):  # with memory for plans that is new, then used again
-        assert copies.queue([(ImageRows.of(source, here), ImageRows.of(target, there))])
+        copies.queue([(ImageRows(source, here), ImageRows(target, there))])
     driver.check()
     expected = torch.zeros_like(target)
     expected[there.tolist()] = source[here.tolist()]
@@ -41,29 +42,36 @@ def test_rows_end_in_their_places(driver: FakeDriver, layout: torch.memory_forma
     assert copies._memory.qsize() == 1
 
 
-def test_pinned_results_are_transferred_first(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("by_c", [True, False])
+def test_pinned_results_are_transferred_first(driver: FakeDriver, by_c: bool) -> None:
     results, memory = torch.arange(96, dtype=torch.uint8).view(2, 48), torch.zeros(2, 48, dtype=torch.uint8)
     target = torch.zeros(4, 3, 4, 4, dtype=torch.uint8)
-    source = ImageRows(memory.data_ptr(), 48, 48, np.arange(2))
-    assert copies_of(driver).queue([(source, ImageRows.of(target, np.array([3, 1])))], Transfer(results, memory))
+    source = ImageRows(memory.view(2, 3, 4, 4), np.arange(2))
+    stream: Any = HostStream()
+    copies = ImageCopies(stream, driver.code() if by_c else None)
+    driver.calls.clear()
+    copies.queue([(source, ImageRows(target, np.array([3, 1])))], Transfer(results, memory))
     driver.check()
     assert torch.equal(target[[3, 1]].reshape(2, 48), results) and not target[[0, 2]].any()
+    assert [call[0] for call in driver.calls].count("transfer") == (2 if by_c else 0), "of the plans and the results"
 
 
-def test_what_it_does_not_take(driver: FakeDriver) -> None:
-    """The caller then copies by other means; nothing is queued."""
-    rows, target = np.array([0]), torch.zeros(1, 3, 4, 8)
-    part = torch.zeros(1, 3, 4, 16)[..., :8]
-    assert ImageRows.of(part, rows) is None, "an image with gaps"
-    odd = torch.zeros(2, 3, 3, 3, dtype=torch.uint8)
-    copies = copies_of(driver)
+PART = torch.rand(2, 3, 4, 16)[..., :8]
+WHOLE = torch.rand(2, 3, 4, 8)
+ODD = torch.randint(0, 256, (2, 3, 3, 3), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "sources", [[WHOLE, PART], [PART, WHOLE], [ODD]], ids=["gaps in one", "gaps in the first", "27 bytes"]
+)
+def test_torch_copies_what_c_code_does_not_take(driver: FakeDriver, sources: list[torch.Tensor]) -> None:
+    copies, targets = copies_of(driver), [torch.zeros_like(source) for source in sources]
     driver.calls.clear()
-    whole = ImageRows.of(target, rows)
-    assert not copies.queue([(whole, whole), (ImageRows.of(part, rows), whole)])
-    assert not copies.queue([(ImageRows.of(odd, rows), ImageRows.of(odd, rows + 1))]), "27 bytes"
+    here, there = np.array([1]), np.array([0])
+    copies.queue([(ImageRows(a, here), ImageRows(b, there)) for a, b in zip(sources, targets, strict=True)])
     assert driver.calls == []
-    stream: Any = HostStream()
-    assert not ImageCopies(stream, None).queue([(whole, whole)])
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target[0], source[1]) and not target[1].any()
 
 
 def test_a_kernel_that_cannot_be_captured(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,5 +79,7 @@ def test_a_kernel_that_cannot_be_captured(driver: FakeDriver, monkeypatch: pytes
         raise RuntimeError("no graph")
 
     monkeypatch.setattr("gpuflow.execute.gpu.launches.capture_launch", fail)
-    whole = ImageRows.of(torch.zeros(1, 3, 4, 8), np.array([0]))
-    assert not copies_of(driver).queue([(whole, whole)])
+    copies, target = copies_of(driver), torch.zeros_like(WHOLE)
+    driver.calls.clear()
+    copies.queue([(ImageRows(WHOLE, np.array([0])), ImageRows(target, np.array([1])))])
+    assert torch.equal(target[1], WHOLE[0]) and driver.calls == []

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from gpuflow.execute.cpu.runner import CpuRunner
-from gpuflow.execute.gpu import canvas, device_passes
+from gpuflow.execute.gpu import device_passes
+from gpuflow.execute.gpu import results as results_of_passes
 from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
 from gpuflow.execute.gpu.device_stream import allocate_slots
 from gpuflow.execute.gpu.passes import passes_of
@@ -117,7 +118,7 @@ def forms(arrays: Sequence[Any]) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 def main() -> None:
-    canvas.TILE = 16  # so that images have several tiles
+    results_of_passes.TILE = 16  # so that images have several tiles
     use_large_tiles()
     for kernel in ("resample_all", "warp_all", "adjust", "interleave"):
         setattr(device_passes, kernel, counted(kernel))

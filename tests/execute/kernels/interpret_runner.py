@@ -32,7 +32,8 @@ from PIL import Image
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.runner import CpuRunner
-from gpuflow.execute.gpu import canvas, decode_calls, device_passes
+from gpuflow.execute.gpu import device_passes
+from gpuflow.execute.gpu import results as results_of_passes
 from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
 from gpuflow.execute.gpu.passes import Pass, passes_of, passes_of_each
 from gpuflow.execute.gpu.runner import GpuRunner, Prepared
@@ -714,7 +715,7 @@ def no_memory(
     def fail(stream: Any, count: int, spec: Any) -> torch.Tensor:
         raise MemoryError("no room for images")
 
-    with patch.object(decode_calls, "allocate_slots", fail):
+    with patch.object(results_of_passes, "allocate_slots", fail):
         try:
             runner.launch(first, slots, [second])
         except MemoryError as error:
@@ -726,7 +727,7 @@ def no_memory(
 
 
 def main(mode: str) -> None:
-    canvas.TILE = 16  # so that images have several tiles
+    results_of_passes.TILE = 16  # so that images have several tiles
     use_large_tiles()
     names: Sequence[str] = tuple(PIPELINES)
     drivers: list[FakeDriver] = []

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from gpuflow.execute.gpu.canvas import Canvas, tiles_of
 from gpuflow.execute.gpu.device_passes import plan_of
+from gpuflow.execute.gpu.results import Canvas, tiles_of
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.pipeline.parameters import Border
 from gpuflow.pipeline.program import WarpStep

@@ -1,18 +1,20 @@
-"""Results of differing sizes on a GPU: one above the other in one block of memory, made in tiles of one size.
+"""Memory for the results of passes on a GPU: rows of tensors, or a canvas, which holds results of differing sizes.
 
-The kernels are compiled for one size of the results. So each image's result is cut into square tiles of one size, and a
-kernel computes each tile as if it were a separate image, with the geometry shifted to the tile's place.
+The kernels are compiled for one size of the results. So on a canvas, each image's result is cut into square tiles of
+one size, and a kernel computes each tile as if it were a separate image, with the geometry shifted to the tile's place.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from gpuflow.arrays import Ints
-from gpuflow.execute.gpu.device_stream import DeviceStream
+from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.pipeline.program import Resampling, Warping
 
 TILE = 128
@@ -67,6 +69,93 @@ class Canvas:
     def offsets(self, tiles: Tiles) -> Ints:
         """How many elements after the canvas's first one each tile begins."""
         return tiles.tops * self.pitch + tiles.lefts * self.memory.shape[2]
+
+
+Target = torch.Tensor | Canvas
+"""Where a pass puts its results: slots [N, C, H, W], or a canvas while they differ in size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Some images of a target: rows [n] of a tensor, or all of a canvas.
+
+    owner: returns rows of `LaterResults` once it is deleted.
+    """
+
+    images: Target
+    rows: Ints
+    owner: object = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The target, of images that have one size."""
+        assert not isinstance(self.images, Canvas), "these images differ in size"
+        return self.images
+
+    @property
+    def addresses(self) -> Ints:
+        """The address of each image, [n]."""
+        return self.tensor.data_ptr() + self.rows * (self.tensor.stride(0) * self.tensor.element_size())
+
+    @property
+    def image_bytes(self) -> int:
+        """The size of an image; 0 if it is not one block of memory."""
+        _, channels, height, width = self.tensor.shape
+        blocks = (height * width, width, 1), (1, width * channels, channels)
+        size = channels * height * width * self.tensor.element_size()
+        return size if self.tensor.stride()[1:] in blocks else 0
+
+    def offsets_from(self, target: torch.Tensor) -> Ints:
+        """Return how many elements after the target's first one each image begins, [n].
+
+        The target is on the same device and has the same strides, but may be another allocation.
+        """
+        images = self.tensor
+        between, rest = divmod(images.data_ptr() - target.data_ptr(), target.element_size())
+        assert rest == 0 and images.stride()[1:] == target.stride()[1:]
+        return between + self.rows * images.stride(0)
+
+
+class _LaterRows:
+    """Rows of `LaterResults` that are in use until this object is deleted.
+
+    Work that is queued on the loader's stream after that may overwrite them, so work that reads them must be queued
+    before.
+    """
+
+    def __init__(self, rows: Ints, free: deque[int]) -> None:
+        self._rows, self._free = rows, free
+
+    def __del__(self) -> None:
+        self._free.extend(self._rows.tolist())
+
+
+class LaterResults:
+    """Memory for a fixed number of images for each output of a program, allocated when it is first needed.
+
+    If each call allocated memory for its own images, torch would keep a block for each number of images
+    (experiments/real_data/NOTES.md). One thread at a time may call the methods; any thread may delete rows.
+
+    specs: of the results of each output's first pass. images: for each of them a tensor [K, C, H, W].
+    """
+
+    def __init__(self, device_stream: DeviceStream, specs: Sequence[ImageSpec]) -> None:
+        self._device_stream, self._specs = device_stream, specs
+        self._free: deque[int] = deque()
+        self.images: list[torch.Tensor] = []
+
+    def reserve(self, images: int) -> int:
+        """Return the number of free rows. The first call allocates memory for this number of images."""
+        if not self.images:
+            self.images = [allocate_slots(self._device_stream, images, spec) for spec in self._specs]
+            self._free.extend(range(images))
+        return len(self._free)
+
+    def take(self, count: int) -> list[ImageRows]:
+        """Take `count` rows of each output's images. At least that many must be free."""
+        rows = np.array([self._free.popleft() for _ in range(count)], np.int64)
+        owner = _LaterRows(rows, self._free)
+        return [ImageRows(images, rows, owner) for images in self.images]
 
 
 def _layout(draw: Resampling | Warping) -> tuple[Ints, int, int]:
