@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import Allocate, Payload, Subset, open_source, source_spec, subset
+from gpuflow.sources import KINDS, Allocate, Payload, Subset, open_source, source_spec, subset
 from gpuflow.sources.split import split_counts, split_indices
-from tests.config.files import KIND_WORDS
 from tests.sources.conftest import ReadAll
+
+KIND_WORDS = f"{', '.join(list(KINDS)[:-1])} and {list(KINDS)[-1]}"
 
 
 class MemorySource:

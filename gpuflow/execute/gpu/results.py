@@ -16,6 +16,7 @@ import torch
 from gpuflow.arrays import Ints
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.pipeline.program import Resampling, Warping
+from gpuflow.pipeline.stage import ImageSpec
 
 TILE = 128
 """The side of a tile, in pixels. Every image has room for whole tiles."""
