@@ -18,9 +18,9 @@ from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode.chunk_files import Headers, Rewritten, find_complete, read_headers
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
 from gpuflow.execute.gpu.passes import Pass, draw_passes
-from gpuflow.execute.tables import resampling_plan_of, table_of
+from gpuflow.execute.tables import table_of
 from gpuflow.native.pool import NativePool
-from gpuflow.pipeline.program import Resampling, Warping, any_misfit
+from gpuflow.pipeline.program import any_misfit
 from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.pipeline.views import Output
 from gpuflow.sources import SPARE_BYTES, Payload
@@ -119,10 +119,8 @@ _ALIGN = 256
 class ChunkTables(NamedTuple):
     """Of n files that nvJPEG decodes.
 
-    entries [n, 7]: as `JpegBatch.of` takes them, but where a file begins in the payload instead of its address.
-    samplings, pixels, spaces [n]: as `Undecoded` takes them. steps [n, 3]: the `pixel_steps` of what is decoded.
-    plans: for each output the plan of its first pass (`resampling_plan_of`), where the first column is the first one of
-        `steps` and the last one 0; None if the pass is no resampling, or if its results differ in size.
+    entries [n, 7]: as `JpegBatch.of` takes them. samplings, pixels, spaces [n]: as `Undecoded` takes them.
+    steps [n, 3]: the `pixel_steps` of what is decoded.
     """
 
     entries: Ints
@@ -130,7 +128,6 @@ class ChunkTables(NamedTuple):
     pixels: Ints
     spaces: Ints
     steps: Ints
-    plans: list[Ints | None]
 
     @classmethod
     def of(
@@ -138,8 +135,7 @@ class ChunkTables(NamedTuple):
         headers: Headers,
         rows: Ints,
         files: Sequence[Ints],
-        draws: Sequence[Resampling | Warping],
-        fixed: Sequence[bool],
+        boxes: Sequence[Ints],
         *,
         channels: int,
         with_regions: bool,
@@ -148,15 +144,14 @@ class ChunkTables(NamedTuple):
 
         Args:
             headers: of all its files.
-            files: where each row's file begins in the payload and how many bytes of it nvJPEG gets, [n] each.
-            draws, fixed: for each output the random parameters of its first pass, and whether its results are of one
-                size.
+            files: the address of each row's file, and how many bytes of it nvJPEG gets, [n] each.
+            boxes: for each output what its first pass reads, [n, 4], as `Regions.around` takes them.
             channels: of the decoded images.
             with_regions: whether only the parts of images are decoded that the first passes read.
         """
         sizes, orientations = headers.sizes[rows], headers.orientations[rows]
         if with_regions:
-            regions = Regions.around([draw.box for draw in draws], sizes, channels, orientations)
+            regions = Regions.around(boxes, sizes, channels, orientations)
         else:
             regions = Regions.whole(sizes, channels, orientations)
         x, y, width, height, steps = regions
@@ -167,26 +162,19 @@ class ChunkTables(NamedTuple):
             pixels=sizes[:, 0] * sizes[:, 1],
             spaces=-(-pitches * height // _ALIGN) * _ALIGN,
             steps=steps,
-            plans=[
-                resampling_plan_of(draw, steps, 0) if has_one_size and isinstance(draw, Resampling) else None
-                for draw, has_one_size in zip(draws, fixed, strict=True)
-            ],
         )
 
-    def with_files(self, which: Bools, files: Rewritten, start: int) -> ChunkTables:
-        """The same if those `which` are read in their rewritten form, whose offsets count from `start`."""
+    def with_files(self, which: Bools, files: Rewritten) -> ChunkTables:
+        """The same if those `which` are read in their rewritten form."""
         entries, samplings = self.entries.copy(), self.samplings.copy()
-        entries[which, 0] = files.offsets + start
+        entries[which, 0] = files.offsets + files.buffer.ctypes.data
         entries[which, 1] = files.sizes + SPARE_BYTES
         samplings[which] = files.sampling
         return self._replace(entries=entries, samplings=samplings)
 
     def take(self, kept: Bools) -> ChunkTables:
         """The same for some of the files."""
-        *tables, plans = self
-        entries, samplings, pixels, spaces, steps = (table[kept] for table in tables)
-        taken = [None if plan is None else plan[kept] for plan in plans]
-        return ChunkTables(entries, samplings, pixels, spaces, steps, taken)
+        return ChunkTables(*(table[kept] for table in self))
 
 
 class ChunkScan(NamedTuple):
@@ -251,9 +239,8 @@ class ChunkScanner:
         tables = ChunkTables.of(
             headers,
             rows,
-            (starts, lengths + spare),
-            [own[0] for own in draws],
-            [own[0].result.fixed for own in self.passes],
+            (payload.buffer.ctypes.data + starts, lengths + spare),
+            [own[0].box for own in draws],
             channels=1 if decoder.color == "gray" else 3,
             with_regions=self.with_regions,
         )

@@ -22,9 +22,8 @@ from gpuflow.execute.gpu.results import Canvas, ImageRows, Target, tiles_of
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.local import smooth, smooth_plan_of
-from gpuflow.execute.kernels.resample import resample_all
+from gpuflow.execute.kernels.resample import resample_all, resampling_plan_of
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
-from gpuflow.execute.tables import resampling_plan_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,

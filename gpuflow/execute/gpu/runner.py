@@ -33,7 +33,7 @@ from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute import packing
 from gpuflow.execute.cpu.decode_pool import CpuDecodePool, PendingImages
-from gpuflow.execute.gpu.chunk_scan import ChunkScan, ChunkScanner, ChunkTables, FileChecks
+from gpuflow.execute.gpu.chunk_scan import ChunkScanner, FileChecks
 from gpuflow.execute.gpu.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
 from gpuflow.execute.gpu.decode_calls import AHEAD, CallPart, DecodeCall, Undecoded, plan_calls
 from gpuflow.execute.gpu.device_passes import DevicePasses, plan_of
@@ -272,12 +272,16 @@ class GpuRunner:
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
         the indices of the samples in the source, if any; files that were checked are recognised by them.
         """
-        scan = self._scanner(payload, keys)
-        tables, memory, complete = self._with_addresses(scan, payload)
-        if (own := ~scan.progressive).any():
-            pool = self._cpu.native_threads()
-            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices, pool)
-        scan = scan._replace(tables=tables)
+        scan, memory, pool = self._scanner(payload, keys), [payload.buffer], self._cpu.native_threads()
+        which = scan.progressive
+        complete = np.ones(len(which), bool)
+        if which.any():
+            rewritten = rewrite_progressive(payload, scan.rows[which], self._pinned, pool)
+            memory.append(rewritten.buffer)
+            complete[which] = rewritten.sizes > 0
+            scan = scan._replace(tables=scan.tables.with_files(which, rewritten))
+        if not which.all():
+            complete[~which] = self._checks.complete(scan.rows[~which], payload, scan.headers, indices, pool)
         if not complete.all():
             scan = scan.take(complete, self._scanner, keys)
         headers, rows, draws, tables = scan.headers, scan.rows, scan.draws, scan.tables
@@ -295,29 +299,14 @@ class GpuRunner:
             memory=memory,
             undecoded=Undecoded(tables.samplings, tables.pixels, tables.spaces),
             plans=[
-                _Plan.of(own[0], tables.steps, fixed=passes.first.result.fixed) if plan is None else _Plan(plan, None)
-                for own, passes, plan in zip(draws, self._passes, tables.plans, strict=True)
+                _Plan.of(own[0], tables.steps, fixed=passes.first.result.fixed)
+                for own, passes in zip(draws, self._passes, strict=True)
             ],
             sizes=np.column_stack([headers.upright_sizes, headers.tags.astype(np.int64)]),
             draws=draws,
             others=self._cpu.begin(payload, others, keys) if len(others) else None,
             faults=headers.faults,
         )
-
-    def _with_addresses(self, scan: ChunkScan, payload: Payload) -> tuple[ChunkTables, list[Bytes], Bools]:
-        """The scan's tables with the address of each file. Progressive files are rewritten.
-
-        Returns them, the memory that has the files, and which files [n] nvJPEG can decode if they are complete: all but
-        those that cannot be rewritten.
-        """
-        tables, which = scan.tables, scan.progressive
-        tables.entries[:, 0] += payload.buffer.ctypes.data
-        if not which.any():
-            return tables, [payload.buffer], np.ones(len(which), bool)
-        found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._cpu.native_threads())
-        good = ~which
-        good[which] = found.sizes > 0
-        return tables.with_files(which, found, found.buffer.ctypes.data), [payload.buffer, found.buffer], good
 
     # --- on a launching thread --------------------------------------------------------------------------------------
 

@@ -15,9 +15,24 @@ import torch
 import triton
 import triton.language as tl
 
-from gpuflow.execute.tables import FIELDS
+from gpuflow.arrays import Array, Ints
+from gpuflow.execute.tables import table_of
+from gpuflow.pipeline.program import Resampling
 
 ROWS, COLUMNS, WARPS = 4, 32, 1
+FIELDS = (
+    "address", "step_y", "step_x",
+    "box_y", "box_x", "box_height", "box_width",
+    "mirror_y", "mirror_x",
+    "grid_height", "grid_width",
+    "shown_y", "shown_x", "shown_height", "shown_width",
+    "window_y", "window_x", "window_height", "window_width",
+    "flip_y", "flip_x",
+    "offset",
+)  # fmt: skip
+"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the device address of the image's upper left pixel and the bytes
+from there to the next row's and the next column's, the fields of `Resampling`, and how many elements
+after the first one of the kernel's result the image's begins."""
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}
 _KEPT = {"nearest": 0, "bilinear": 4, "bicubic": 8}
@@ -196,3 +211,14 @@ def resample_all(
         KIND=_KINDS[interpolation], ANTIALIAS=antialias, KEPT=_KEPT[interpolation],
         ROWS=ROWS, COLUMNS=COLUMNS, ALIGNED=out.stride(0) % 16 == 0, num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+def resampling_plan_of(resampling: Resampling, places: Ints, offsets: Array | int) -> Ints:
+    """Encode a resampling as the kernel reads it: int64 [n, len(FIELDS)].
+
+    places [n, 3]: the first three columns. offsets [n]: the last one, or one number for all.
+    """
+    drawn = resampling.box, resampling.mirrors, resampling.grid, resampling.shown, resampling.window, resampling.flips
+    plan = table_of(len(places), [places, *drawn, offsets])
+    assert plan.shape[1] == len(FIELDS)
+    return plan

@@ -23,7 +23,6 @@ from triton.runtime.jit import JITFunction
 
 from gpuflow.execute import kernels
 from gpuflow.execute.kernels import color, copy, interleave, local, resample, warp
-from gpuflow.execute.tables import FIELDS as RESAMPLING_FIELDS
 from gpuflow.pipeline.parameters import Border
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
@@ -98,7 +97,7 @@ def launch_all(count: int, side: int) -> None:
         return memory(count, len(fields), dtype=torch.int64)
 
     for kind, antialias in itertools.product(("nearest", "bilinear", "bicubic"), (True, False)):
-        resample.resample_all(described(RESAMPLING_FIELDS), table, out, interpolation=kind, antialias=antialias)
+        resample.resample_all(described(resample.FIELDS), table, out, interpolation=kind, antialias=antialias)
     for interpolation, border in itertools.product(INTERPOLATIONS, BORDERS):
         warp.warp_all(described(warp.FIELDS), table, out, lookup=Lookup(interpolation, border, (0,)))
     weights, active = np.ones((count, 5)), each.astype(bool)
