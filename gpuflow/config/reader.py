@@ -25,7 +25,6 @@ from gpuflow.config.record_fields import declared_problems
 from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.config.words import fits, meant_key, problems_of, type_in_words
 from gpuflow.config.yaml_file import read_yaml
-from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem, show
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.records import GEOMETRIC, Field
@@ -335,14 +334,14 @@ class _Reader:
         ]
         for name, program in programs.items():
             if name != "serve" and (problem := carry_problem(program, fields)) is not None:
-                heads = sum(isinstance(stage, Preset) for stage in program.pipeline.stages)
-                self._report(replace(problem, path=("pipelines", name, "stages", *_after_heads(problem.path, heads))))
+                place = _after_heads(problem.path, program.pipeline.heads)
+                self._report(replace(problem, path=("pipelines", name, "stages", *place)))
         for name in views:
             if (problem := views_carry_problem(fields)) is not None:
                 self._report(problem.below("pipelines", name))
 
-    def _head(self, block: dict[Any, Any]) -> tuple[Preset, ...] | None:
-        """What stands before a block's stages; None where its keys are at fault, which `_document` reports."""
+    def _head(self, block: dict[Any, Any]) -> tuple[Decoder, ...] | None:
+        """Return what stands before a block's stages; None if its keys are at fault, which `_document` reports."""
         known = {key: value for key, value in block.items() if key in PresetKeys.model_fields}
         try:
             keys = PresetKeys.model_validate(known)
@@ -374,7 +373,7 @@ class _Reader:
             return None
 
     def _report_misplaced(self, at: tuple[Key, ...], stages: Sequence[Stage], head: Sequence[Stage]) -> bool:
-        """Report decoders in a view, or the first stage that a preset refuses. Returns whether there is one."""
+        """Report decoders in a view, or the first stage that a preset refuses. Return whether there is one."""
         of_view = at[2:3] == ("views",)  # and not of a pipeline with that name
         decoders = [i for i, stage in enumerate(stages) if of_view and isinstance(stage, Decoder)]
         for i in decoders:
@@ -383,9 +382,9 @@ class _Reader:
             self._report(Problem.of(place, "is shared by all views", action=action, code="stage.order"))
         if decoders:
             return True
-        for preset in (first for first in head if isinstance(first, Preset)):
+        for decoder in (first for first in head if isinstance(first, Decoder)):
             for i, stage in enumerate(stages):
-                if (rule := preset.refuses(stage, serving=at[0] == "serve")) is not None:
+                if (rule := decoder.refuses(stage, serving=at[0] == "serve")) is not None:
                     self._report(Problem.of((*at, i), rule, code="stage.order"))
                     return True
         return False

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpuflow.config.models import Config
-from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem
 from gpuflow.pipeline.records import RecordValue, field_problems_of
 from gpuflow.pipeline.stage import Mixing
@@ -39,11 +38,9 @@ def mixing_problems(name: str, program: AnyProgram, fields: Sequence[str], *, on
     if fields:
         rule = f"mixes images and labels, but samples also have {', '.join(fields)}"
         action = "remove the stage or these fields"
-    stages = program.pipeline.stages
-    heads = sum(isinstance(stage, Preset) for stage in stages)
-    for i, stage in enumerate(stages):
+    for i, stage in enumerate(program.pipeline.stages):
         if isinstance(stage, Mixing):
-            at = ("pipelines", name, "stages", i - heads, stage.stage_name)
+            at = ("pipelines", name, "stages", i - program.pipeline.heads, stage.stage_name)
             yield Problem.of(at, rule, action=action, code="config.conflict")
 
 
@@ -77,8 +74,7 @@ def _taken(name: str, program: AnyProgram) -> Mapping[tuple[Key, ...], RecordVal
             for view in program.pipeline.views
             for (i, stage, parameter), value in view.pipeline.record_values.items()
         }
-    heads = sum(isinstance(stage, Preset) for stage in program.pipeline.stages)
     return {
-        ("pipelines", name, "stages", i - heads, stage, parameter): value
+        ("pipelines", name, "stages", i - program.pipeline.heads, stage, parameter): value
         for (i, stage, parameter), value in program.pipeline.record_values.items()
     }

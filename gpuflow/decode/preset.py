@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeGuard
+from typing import ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -46,6 +46,7 @@ class Preset(s.Decoder):
     max_scans: ClassVar[int] = MAX_SCANS  # type: ignore[misc]
     background: ClassVar[None] = None  # type: ignore[misc]
     formats: ClassVar[tuple[str, ...]] = ("png16",)  # type: ignore[misc]
+    at_head: ClassVar[bool] = True
 
     name: Literal["torchpipe_cpu", "torchpipe_gpu"]
     height: int
@@ -56,6 +57,10 @@ class Preset(s.Decoder):
     def device(self) -> str:
         """The device that its operators run on: `cpu` or `cuda`."""
         return "cpu" if self.name == "torchpipe_cpu" else "cuda"
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.device == "cuda"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         return spec.replace(shape=(self.height, self.width, 3), layout="hwc", color=self.color)
@@ -99,14 +104,14 @@ class Preset(s.Decoder):
             raise BadSampleError(self.stage_name, reason, UNSUPPORTED if label else "sample.bad")
         check_animation(data)
         check_scans(data)
-        if self.device == "cuda" and data[:2].tobytes() == b"\xff\xd8":
+        if self.needs_gpu and data[:2].tobytes() == b"\xff\xd8":
             header, library = probe(data, max_pixels=self.max_pixels), find_libjpeg_turbo()
             if library is not None and header.channels in (1, 3) and not library.accepts(data, header.size):
                 require_memory(header)
                 raise BadSampleError(self.stage_name, DAMAGED)
 
     def refuses(self, stage: s.Stage, *, serving: bool) -> str | None:
-        """A text that says why a stage cannot follow this preset; None if it can.
+        """Return a text that says why a stage cannot follow this preset; None if it can.
 
         In serving, images pass through torchpipe's graph in batches, where only modules run. In training on a GPU, the
         images come from that graph. Crops and flips may still follow there: they give the same pixels before and after
@@ -121,12 +126,7 @@ class Preset(s.Decoder):
             return None if has_module else "cannot follow a preset, after which only stages such as normalize may come"
         selects_pixels = isinstance(stage, s.Geometry) and not stage.resizes and not stage.pads and stage.warps is None
         has_module = isinstance(stage, s.Pointwise) and stage.module() is not None
-        if self.device == "cpu" or selects_pixels or has_module or isinstance(stage, s.Mixing):
+        if not self.needs_gpu or selects_pixels or has_module or isinstance(stage, s.Mixing):
             return None
         allowed = "flips, crops that do not pad, normalize and mixing stages"
         return f"cannot follow {self.name}, after which only {allowed} may come"
-
-
-def is_preset_on_gpu(decoder: s.Decoder) -> TypeGuard[Preset]:
-    """Whether a decoder is a preset that runs only on a GPU."""
-    return isinstance(decoder, Preset) and decoder.device == "cuda"

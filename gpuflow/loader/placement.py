@@ -8,7 +8,6 @@ import torch
 
 from gpuflow.config import Config
 from gpuflow.config.resources import share_threads_of, threads_of
-from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.gpu.backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
 from gpuflow.execute.gpu.decode_buffers import BUFFERS
@@ -28,8 +27,8 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
     """
     program = _program_of(config, name)
     decoder = program.decoder
-    if is_preset_on_gpu(decoder):
-        return _by_torchpipe(config, name, decoder, device)
+    if decoder.needs_gpu:
+        return _by_torchpipe(config, name, str(decoder.library), device)
     backend = decoder.backend
     if device.type != "cuda":
         placement = Placement(None, None, "the loader's device is the CPU")
@@ -61,8 +60,8 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
 def explain_gpu(config: Config, name: str) -> str:
     """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
     program = _program_of(config, name)
-    if is_preset_on_gpu(program.decoder):
-        return program.decoder.library
+    if program.decoder.needs_gpu:
+        return str(program.decoder.library)
     if program.decoder.backend == "cpu":
         return f"decoded on the CPU: {CPU_ASKED_FOR}"
     if torch.cuda.is_available():
@@ -80,11 +79,12 @@ def _program_of(config: Config, name: str) -> AnyProgram:
     return config.views[name] if name in config.views else config.programs[name]
 
 
-def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.device) -> Placement:
+def _by_torchpipe(config: Config, name: str, library: str, device: torch.device) -> Placement:
     """A preset that runs on a GPU has no other place."""
 
     def fault(rule: str) -> ConfigError:
-        return ConfigError([Problem(f"{config.path}: pipelines.{name}.preset", f"is {preset.name}, {rule}")])
+        preset = config.pipelines[name].preset
+        return ConfigError([Problem(f"{config.path}: pipelines.{name}.preset", f"is {preset}, {rule}")])
 
     if device.type != "cuda":
         raise fault("which needs a GPU, but the loader's device is the CPU; use device cuda, or torchpipe_cpu")
@@ -105,7 +105,7 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
         threads=threads_of(run),
         timeout_seconds=run.timeout_s,
     )
-    return Placement(device_stream, runner, preset.library)
+    return Placement(device_stream, runner, library)
 
 
 def memory_for_decoding(config: Config, name: str, batch_size: int) -> tuple[int, int]:

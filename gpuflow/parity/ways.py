@@ -24,7 +24,7 @@ import torch
 from gpuflow.arrays import Ints
 from gpuflow.config import BatchSpec, Config, PipelineSpec
 from gpuflow.decode.codecs import decoder_description
-from gpuflow.decode.preset import Preset, is_preset_on_gpu
+from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.runner import header_of
 from gpuflow.loader.assemble import build_loader
@@ -214,7 +214,7 @@ class Training:
 
     def missing(self) -> str | None:
         decoder = self.config.programs[self.name].decoder
-        by_torchpipe = is_preset_on_gpu(decoder)
+        by_torchpipe = decoder.needs_gpu
         if self.device == "cpu" and (by_torchpipe or decoder.backend == "gpu"):
             return f"{decoder!r} runs only on a GPU"
         return missing_gpu(self.device) or (missing_torchpipe(preset=True) if by_torchpipe else None)
@@ -273,7 +273,7 @@ class Serving:
         if self.config.serve is None:
             return f"{self.config.path} has no block serve"
         decoder = self.config.programs["serve"].decoder
-        if self.device == "cpu" and is_preset_on_gpu(decoder):
+        if self.device == "cpu" and decoder.needs_gpu:
             return f"{decoder!r} runs only on a GPU"
         return missing_torchpipe(preset=isinstance(decoder, Preset)) or missing_gpu(self.device)
 

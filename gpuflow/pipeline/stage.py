@@ -239,6 +239,17 @@ class Decoder(Stage):
     max_scans: int
     background: tuple[int, int, int] | None
     formats: tuple[str, ...]
+    at_head: ClassVar[bool] = False
+    """Whether its keys stand in the block of a pipeline, before the list of stages."""
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Return True if it decodes only on a GPU, and there by torchpipe's operators."""
+        return False
+
+    def refuses(self, stage: Stage, *, serving: bool) -> str | None:
+        """Return a text that says why a stage cannot follow it; None if it can."""
+        return None
 
     @property
     def library(self) -> str | None:
@@ -482,6 +493,11 @@ class Pipeline:
             shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values}
             lines.append(f"{stage.stage_name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})")
         return tuple(lines)
+
+    @property
+    def heads(self) -> int:
+        """Return how many of the stages stand before the list of stages in a file."""
+        return sum(isinstance(stage, Decoder) and stage.at_head for stage in self.stages)
 
     @property
     def record_values(self) -> dict[tuple[int, str, str], RecordValue]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypedD
 import torch
 
 from gpuflow.config.resources import serving_processes_of, threads_of
-from gpuflow.decode.preset import Preset
 from gpuflow.engines import (
     Engine,
     ModelInfo,
@@ -143,7 +142,7 @@ class Predictor:
         self.image, self.pipeline = image, pipeline
         self.classes, self.preprocessing = classes, graph.preprocessing
         first_stage = pipeline.stages[0] if pipeline is not None else None
-        self.has_preset = isinstance(first_stage, Preset)
+        self.has_preset = graph.preset is not None
         self.formats = first_stage.formats if isinstance(first_stage, Decoder) else ()
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]

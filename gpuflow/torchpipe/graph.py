@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuflow.config import ModelSpec
-from gpuflow.decode.preset import Preset, is_preset_on_gpu
+from gpuflow.decode.preset import Preset
 from gpuflow.engines.base import model_error
 from gpuflow.engines.onnx import info_of
 from gpuflow.engines.tensorrt import PlanCache, Platform, Settings, cache_directory, cache_key
@@ -197,7 +197,7 @@ def chain(
             threads = 1 if processes else min(threads, _CPU_INSTANCES)
     if preset is not None:
         first = {"backend": PRESET_OPERATORS[preset.name], **preset_parameters(preset)}
-        if is_preset_on_gpu(preset):
+        if preset.needs_gpu:
             threads = min(threads, _PRESET_INSTANCES)
     else:
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
