@@ -296,7 +296,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     on this one.
     """
     from gpuflow.sources import check_weights_file
-    from gpuflow.sources.hints import missing_source, missing_weights
+    from gpuflow.sources.directories import missing_source, missing_weights
 
     config = _read(path, overrides)
     weights = [one.weights for one in config.sources if one.weights is not None]

@@ -27,7 +27,7 @@ import difflib
 import enum
 import errno
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
@@ -342,6 +342,13 @@ def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant:
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """What `suggest` says, as the end of a sentence: `; did you mean 'resize'?`."""
     return f"; {suggest(word, known)}"
+
+
+def near_word(word: str, known: Collection[str]) -> str:
+    """A clause that suggests the closest known word, or lists the known words if they are few; else empty."""
+    if len(known) > 20:
+        known = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return did_you_mean(word, known) if known else ""
 
 
 def dotted(path: Iterable[Key]) -> str:

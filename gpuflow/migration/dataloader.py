@@ -25,10 +25,10 @@ from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, is_system_fault, show, system_fault
 from gpuflow.loader.held_fields import for_numpy
 from gpuflow.sources import Allocate, Payload, Source
+from gpuflow.sources.base import fingerprint
 from gpuflow.sources.files import FileSource
-from gpuflow.sources.fingerprint import fingerprint
+from gpuflow.sources.labels import loses_digits
 from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.sample_labels import loses_digits
 from gpuflow.sources.storage import LocalStorage
 
 PLACE = "gpuflow.wrap:"

@@ -23,7 +23,8 @@ from gpuflow.engines.base import class_difference
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.loader.assemble import open_split
 from gpuflow.sources import Allocate, Payload
-from gpuflow.sources.choose import images_below, spread
+from gpuflow.sources.base import spread
+from gpuflow.sources.folder import images_below
 
 Encoded = Bytes
 """The bytes of one file, [n]."""

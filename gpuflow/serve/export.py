@@ -45,7 +45,8 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.runtime.files import atomic_write, replaced_file
 from gpuflow.sources import Payload
-from gpuflow.sources.choose import images_below, spread
+from gpuflow.sources.base import spread
+from gpuflow.sources.folder import images_below
 
 TOLERANCE = 1e-4
 """The largest difference of a logit, relative to the largest logit or to 1, whichever is greater."""

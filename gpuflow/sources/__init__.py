@@ -13,33 +13,26 @@ import numpy as np
 from gpuflow.arrays import Floats
 from gpuflow.errors import ConfigError
 from gpuflow.sources.base import (
-    Extent,
-    NotMeasuredError,
+    RecordSource,
     Source,
-    SourceSpec,
-    WeightsSpec,
+    fields_of,
+    fingerprint_of,
+    has_labels,
+    has_one_class,
     is_read_remotely,
-    spec_class,
+    left_out_of,
+    records_of,
+    without_records,
 )
 from gpuflow.sources.coco import Coco
-from gpuflow.sources.fingerprint import fingerprint_of
 from gpuflow.sources.folder import Folder
 from gpuflow.sources.hf import Hf, HfSource
 from gpuflow.sources.listing import Listing
 from gpuflow.sources.mix import Mix, MixEntry, MixSource
 from gpuflow.sources.offered import Offered, offered_kinds
-from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
-from gpuflow.sources.record_source import (
-    RecordSource,
-    fields_of,
-    has_labels,
-    has_one_class,
-    left_out_of,
-    records_of,
-    without_records,
-)
+from gpuflow.sources.source_spec import Extent, NotMeasuredError, SourceSpec, WeightsSpec, spec_class
 from gpuflow.sources.split import Subset, subset
-from gpuflow.sources.storage import CachedStorage
+from gpuflow.sources.storage import SPARE_BYTES, Allocate, CachedStorage, Payload, lay_out
 from gpuflow.sources.tar import Tar
 from gpuflow.sources.weights import check_weights_file, read_weights
 
@@ -118,12 +111,13 @@ def open_source(spec: SourceSpec) -> Source:
 
 
 def unwrapped(source: Source) -> Source:
-    """The source that a part is of; another source as it is."""
+    """Return the source that a part belongs to; another source as it is."""
     return source.source if isinstance(source, Subset) else source
 
 
 def cache_counts(source: Source) -> dict[str, int] | None:
-    """What came from `source.cache` and from the server, see `CachedStorage.counts`; of a mix that of all its sources.
+    """Count what came from `source.cache` and from the server, see `CachedStorage.counts`; of a mix that of all its
+    sources.
 
     None without a cache.
     """
@@ -134,7 +128,7 @@ def cache_counts(source: Source) -> dict[str, int] | None:
 
 
 def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
-    """The weight of each sample of a source, or of a part of it; None where `spec` gives no weights.
+    """Read the weight of each sample of a source, or of a part of it; None where `spec` gives no weights.
 
     Raises:
         SourceError: a weight cannot be read, is negative or not finite, or all of the part are 0.

@@ -18,16 +18,16 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from gpuflow.arrays import Ints
-from gpuflow.errors import Problem, SourceError, show
+from gpuflow.errors import Problem, SourceError, near_word, show
 from gpuflow.pipeline.records import GEOMETRIC
-from gpuflow.sources.base import Samples
+from gpuflow.sources.directories import missing_path
 from gpuflow.sources.field_spec import FieldSpec
-from gpuflow.sources.files import FileSource
-from gpuflow.sources.hints import missing_path, near_word
-from gpuflow.sources.keys import Listed
-from gpuflow.sources.listing_text import check_path, parsed_json, resolved
+from gpuflow.sources.files import FileSource, Listed
+from gpuflow.sources.labels import Locate
+from gpuflow.sources.listing_text import check_path, load, parsed_json, resolved
 from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.record_builder import Locate, RecordBuilder
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.source_spec import Samples
 from gpuflow.sources.storage import is_remote, open_storage
 
 _IMAGES = 4096
@@ -130,10 +130,8 @@ def _index(spec: Coco) -> FileSource:
 
 
 def _document(place: str) -> dict[str, Any]:
-    """The file, with its three lists."""
-    if not is_remote(place) and not os.path.exists(place):
-        raise SourceError(f"source.coco must be a file, got {place!r}, which does not exist{missing_path(place)}")
-    data = open_storage(place).load(place)
+    """Load the file, which has three lists."""
+    data = load(place, "source.coco")
     try:
         document = parsed_json(data)
     except json.JSONDecodeError as fault:
@@ -152,7 +150,7 @@ def _document(place: str) -> dict[str, Any]:
 
 
 def _categories(document: Mapping[str, Any], place: str) -> tuple[tuple[str, ...], dict[int, int]]:
-    """The categories' names in ascending order of their ids, and each id's label."""
+    """Return the names of the categories in ascending order of their ids, and the label of each id."""
     names: dict[int, str] = {}
     for k, category in enumerate(document["categories"]):
         here = f"{place}: categories[{k}]"
@@ -185,7 +183,7 @@ def _checked_images(document: Mapping[str, Any], place: str) -> list[dict[str, A
 
 
 def _sizes(images: Sequence[Mapping[str, Any]]) -> Ints:
-    """Height and width of each image, zeros where its entry does not give both."""
+    """Return height and width of each image, zeros where its entry does not give both."""
     sizes = [(image.get("height"), image.get("width")) for image in images]
     known = [all(type(side) is int and 0 < side < _SIDE for side in size) for size in sizes]
     return np.array([size if one else (0, 0) for size, one in zip(sizes, known, strict=True)], np.int64)
@@ -194,7 +192,7 @@ def _sizes(images: Sequence[Mapping[str, Any]]) -> Ints:
 def _held_annotations(
     annotations: Sequence[Any], sample_of: Mapping[int, int], label_of: Mapping[int, int], place: str
 ) -> list[array[int]]:
-    """The numbers of each sample's annotations in the file, without those of crowds. Checks all of them."""
+    """Collect the numbers of each sample's annotations in the file, without those of crowds. Checks all of them."""
     held = [array("q") for _ in sample_of]
     for k, annotation in enumerate(annotations):
         sample = _check_annotation(annotation, f"{place}: annotations[{k}]", sample_of, label_of)
@@ -204,7 +202,7 @@ def _held_annotations(
 
 
 def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], label_of: Mapping[int, int]) -> int:
-    """The sample that an annotation belongs to."""
+    """Check an annotation. Return the sample that it belongs to."""
     if not isinstance(annotation, dict):
         raise SourceError(f"{here} must be an object, got {show(annotation)}; correct it")
     image, category = annotation.get("image_id"), annotation.get("category_id")
@@ -226,12 +224,12 @@ def _is_crowd(annotation: Mapping[str, Any]) -> bool:
 
 
 def _or_empty(value: Any) -> Any:
-    """A value of an annotation; an empty list where it has none, or null."""
+    """Return a value of an annotation; an empty list where it has none, or null."""
     return [] if value is None else value
 
 
 def _default_fields(annotations: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, FieldSpec], ...]:
-    """Boxes, and the masks and keypoints that annotations have."""
+    """Return boxes, and the masks and keypoints that annotations have."""
     fields = [("boxes", FieldSpec(type="boxes"))]
     kept = [annotation for annotation in annotations if not _is_crowd(annotation)]
     if any(annotation.get("segmentation") for annotation in kept):
@@ -242,7 +240,7 @@ def _default_fields(annotations: Sequence[Mapping[str, Any]]) -> tuple[tuple[str
 
 
 def _with_column(field: FieldSpec) -> FieldSpec:
-    """A field with COCO's key and form."""
+    """Return a field with COCO's key and form."""
     match field.type:
         case "boxes":
             return FieldSpec(type="boxes", column="bbox", format="xywh")
@@ -255,7 +253,7 @@ def _with_column(field: FieldSpec) -> FieldSpec:
 
 
 def _empty_keypoints(document: Mapping[str, Any], place: str) -> list[float]:
-    """The keypoints of an annotation without any: as many as others have, none of them labelled.
+    """Return the keypoints of an annotation without any: as many as others have, none of them labelled.
 
     Where no annotation has keypoints, as in a small part of a dataset, they are those that the categories name.
     """
@@ -286,7 +284,8 @@ def _columns(
     empty_keypoints: Sequence[float],
     place: str,
 ) -> dict[str, list[Any]]:
-    """The columns of some images: values of the annotations of each, and of declared keys of the images themselves."""
+    """Return the columns of some images: values of the annotations of each, and of declared keys of the images
+    themselves."""
     columns: dict[str, list[Any]] = {
         "bbox": [[one["bbox"] for one in of_image] for of_image in annotations],
         "segmentation": [[_or_empty(one.get("segmentation")) for one in of_image] for of_image in annotations],

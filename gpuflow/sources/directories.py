@@ -1,20 +1,26 @@
-"""Walks directories, and expands patterns. Links are followed, but not back to a directory above them."""
+"""Local paths: walks directories, expands patterns, and suggests what a path that does not exist was meant to be.
+
+Links are followed, but not back to a directory above them.
+"""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import glob
 import os
 from collections.abc import Iterator
 
 from gpuflow.errors import SourceError
+from gpuflow.sources.source_spec import SourceSpec, WeightsSpec
+from gpuflow.sources.storage import is_remote
 
 Identity = tuple[int, int]
 """The device and the inode of a directory, the same by any path."""
 
 
 def ancestors(root: str) -> frozenset[Identity]:
-    """A directory and all above it."""
+    """Return a directory and all above it."""
     path = os.path.realpath(root)
     found = {identity_of(path)}
     while (parent := os.path.dirname(path)) != path:
@@ -61,7 +67,8 @@ def walk(top: str, above: frozenset[Identity], extensions: tuple[str, ...]) -> I
 
 
 def matching(pattern: str, top: str) -> list[str]:
-    """The paths that match a pattern of `glob`, sorted, without those that run through a link back to an ancestor.
+    """Expand a pattern of `glob` to paths, sorted, without those that run through a link back to an
+    ancestor.
 
     Unlike `glob`, it does not follow such links below a `**`: there are exponentially many paths over several of them.
 
@@ -86,7 +93,7 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 
 def _goes_back(path: str, top: str) -> bool:
-    """Whether a path below `top` runs through a link to a directory above that link."""
+    """Return True if a path below `top` runs through a link to a directory above that link."""
     top = top or os.curdir
     above = set(ancestors(top))
     *below, _ = os.path.relpath(path, top).split(os.sep)
@@ -99,7 +106,7 @@ def _goes_back(path: str, top: str) -> bool:
 
 
 def is_directory(entry: os.DirEntry[str], extensions: tuple[str, ...]) -> bool:
-    """Whether an entry, or what a link leads to, is a directory. A link that leads nowhere is none.
+    """Return True if an entry, or what a link leads to, is a directory. A link that leads nowhere is none.
 
     extensions: an entry that cannot be examined counts as a file if its name ends with one of these.
     """
@@ -114,3 +121,36 @@ def is_directory(entry: os.DirEntry[str], extensions: tuple[str, ...]) -> bool:
 def cannot_be_listed(directory: str, fault: OSError) -> SourceError:
     reason = (fault.strerror or str(fault)).lower()
     return SourceError(f"{directory}: directory must be readable, got: {reason}; make it readable or remove it")
+
+
+def missing_path(path: str) -> str:
+    """Return a clause for a local path that does not exist: suggests a similar name, or says where relative paths
+    start."""
+    if "$" in path:
+        return "; variables such as $HOME are not replaced, write the path itself"
+    parent, name = os.path.split(path.rstrip("/"))
+    while parent and not os.path.isdir(parent):
+        parent, name = os.path.split(parent)
+    siblings = os.listdir(parent or ".") if os.access(parent or ".", os.R_OK) else []
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    if close:
+        rest = path.rstrip("/")[len(os.path.join(parent, name)) :]
+        return f"; did you mean {os.path.join(parent, close[0]) + rest!r}?"
+    return "; check the path" if os.path.isabs(path) else f"; relative paths start from {os.getcwd()}"
+
+
+def missing_source(spec: SourceSpec) -> str:
+    """Return what a source names that does not exist, and a hint; empty if it exists, or is not a single local path."""
+    path = spec.where
+    if not spec.is_path or is_remote(path) or any(mark in path for mark in "*?[{"):
+        return ""
+    return _missing(path)
+
+
+def missing_weights(spec: WeightsSpec) -> str:
+    """Return the file of weights if it does not exist, and a hint; empty if it exists, or if none is named."""
+    return _missing(spec.file) if spec.file is not None else ""
+
+
+def _missing(path: str) -> str:
+    return "" if os.path.exists(os.path.expanduser(path)) else f"{path!r}{missing_path(path)}"

@@ -58,7 +58,7 @@ class FieldSpec:
 
     @property
     def is_mask_file(self) -> bool:
-        """Whether it is a mask in a separate file."""
+        """Return True if it is a mask in a separate file."""
         return self.type == "mask" and self.kind in (None, "file")
 
 
@@ -81,7 +81,7 @@ _ONCE = ("image", "label", "boxes")
 def classes_of_boxes(
     declared: Sequence[tuple[str, FieldSpec]], classes: int | tuple[str, ...] | None
 ) -> int | tuple[str, ...] | None:
-    """The classes of the boxes' labels: the boxes' own, else those of the source if no label is declared.
+    """Return the classes of the boxes' labels: the boxes' own, else those of the source if no label is declared.
 
     classes: those of the source.
     """
@@ -90,12 +90,12 @@ def classes_of_boxes(
 
 
 def label_field(declared: Sequence[tuple[str, FieldSpec]]) -> tuple[str, FieldSpec | None]:
-    """The column and the spec of the samples' labels; an empty name and None if no label is declared."""
+    """Return the column and the spec of the samples' labels; an empty name and None if no label is declared."""
     return next(((field.column or name, field) for name, field in declared if field.type == "label"), ("", None))
 
 
 def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
-    """The fields as pairs of name and spec, each with its type where the name says it."""
+    """Return the fields as pairs of name and spec, each with its type where the name says it."""
     items: Iterable[tuple[str, Any]] = given.items() if isinstance(given, Mapping) else given
     pairs = []
     for name, value in items:
@@ -115,7 +115,7 @@ def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
 def field_problems(
     pairs: Sequence[tuple[str, FieldSpec]], labels_of: Callable[[FieldSpec], str | None]
 ) -> Iterator[Problem]:
-    """A problem for each broken rule between the keys of fields, its path from the mapping of fields on.
+    """Yield a problem for each broken rule between the keys of fields, its path from the mapping of fields on.
 
     Args:
         pairs: names and specs.
@@ -143,7 +143,8 @@ def field_problems(
 
 
 def _key_problems(spec: FieldSpec, labels: str | None) -> Iterator[Problem]:
-    """Rules between the keys of one field with a type. labels: the column with the labels of boxes."""
+    """Yield a problem for each broken rule between the keys of one field with a type. labels: the column with the
+    labels of boxes."""
     assert spec.type is not None
     for key in spec.given:
         if key not in _KEYS[spec.type]:

@@ -1,23 +1,25 @@
-"""A source with one file per sample: the result of indexing a folder or a listing."""
+"""A source with one file per sample: the result of indexing a folder or a listing, and the spec of the latter."""
 
 from __future__ import annotations
 
+import random
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
 from gpuflow.arrays import Array
-from gpuflow.errors import redacted
-from gpuflow.pipeline.records import Field, LeftOut, Records
-from gpuflow.sources.fingerprint import fingerprint
+from gpuflow.errors import SourceError, redacted
+from gpuflow.sources.base import fingerprint, is_read_remotely
 from gpuflow.sources.paths import PathTable
-from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_table import NO_FIELDS, RecordTable
-from gpuflow.sources.storage import Storage
+from gpuflow.sources.record_table import NO_FIELDS, RecordTable, TableSource
+from gpuflow.sources.source_spec import Cached, Extent, NotMeasuredError
+from gpuflow.sources.storage import Allocate, Payload, Storage
 
 
 @final
-class FileSource:
+class FileSource(TableSource):
     """A source with one file per sample, all on one storage. Folders, listings and COCO files are such sources.
 
     Args:
@@ -43,22 +45,18 @@ class FileSource:
         table: RecordTable = NO_FIELDS,
         splits: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
+        super().__init__(classes, labels, has_labels, table)
         self.storage, self._paths, self._root = storage, paths, root
-        self.labels, self.classes, self.note = labels, classes, note
-        self.has_labels, self._table, self.splits = has_labels, table, dict(splits or {})
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return self._table.fields
+        self.note, self.splits = note, dict(splits or {})
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `gpuflow.sources.fingerprint`."""
+        """See `gpuflow.sources.base.fingerprint`."""
         return fingerprint(self.entries, self.labels, self.classes, known=self._table.digest())
 
     @property
     def entries(self) -> bytes:
-        """See `gpuflow.sources.fingerprint.entries_of`."""
+        """See `gpuflow.sources.base.entries_of`."""
         return self._paths.entries_below(self._root)
 
     @property
@@ -66,35 +64,42 @@ class FileSource:
         """Return what its images, and the files of its masks, are read from."""
         return (self.storage, *self._table.storages)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def path(self, index: int) -> str:
         return redacted(self._paths[index])
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self.storage.read(self._paths.take(indices), allocate)
 
-    def records(self, indices: Sequence[int]) -> Records:
-        return self._table.records(indices)
-
-    @property
-    def left_out(self) -> Mapping[int, LeftOut]:
-        return self._table.left_out
-
-    def without_records(self) -> FileSource:
-        return FileSource(
-            self.storage,
-            self._paths,
-            self.labels,
-            self.classes,
-            root=self._root,
-            note=self.note,
-            has_labels=self.has_labels,
-            table=NO_FIELDS,
-            splits=self.splits,
-        )
-
     def close(self) -> None:
         self.storage.close()
         self._table.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Cached):
+    """A source whose images are the files that one file lists, which may be URLs."""
+
+    lists_urls = True
+
+    @abstractmethod
+    def index(self) -> FileSource:
+        """Index the source. Raises SourceError."""
+
+    def open(self) -> FileSource:
+        source = self.index()
+        if self.cache is not None and not any(storage.remote for storage in source.storages):
+            source.close()
+            raise SourceError(
+                f"source.cache must go with URLs, got {self.where!r}, which lists local files, and these are not "
+                "copied; remove cache"
+            )
+        return source
+
+    def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+        source = self.open()
+        try:
+            if is_read_remotely(source):
+                raise NotMeasuredError(f"{redacted(self.where)} lists files behind URLs")
+            return [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
+        finally:
+            source.close()

@@ -15,23 +15,29 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import ClassVar, final
 
 import numpy as np
 
-from gpuflow.errors import Problem, SourceError
-from gpuflow.sources.base import Extent, Samples
-from gpuflow.sources.directories import ancestors, cannot_be_listed, identity_of, is_directory, walk
+from gpuflow.errors import Problem, SourceError, near_word
+from gpuflow.sources.directories import ancestors, cannot_be_listed, identity_of, is_directory, missing_path, walk
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.files import FileSource
-from gpuflow.sources.hints import missing_path, near_word
-from gpuflow.sources.keys import Cached, WithExtensions, WithSplits
 from gpuflow.sources.paths import PathTableBuilder
+from gpuflow.sources.source_spec import Cached, Extent, Samples, WithExtensions, WithSplits
 from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
 from gpuflow.sources.tar import extents_in_shards
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The extensions of ImageFolder, in its order; upper and lower case are equal."""
+
+
+def images_below(directory: Path) -> list[Path]:
+    """Find all images below a directory, found by suffix and sorted. Empty if there is no such
+    directory."""
+    return sorted(path for path in directory.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+
 
 _OTHER_KINDS = {
     ".csv": "listing",
@@ -146,7 +152,7 @@ def _open(spec: Folder) -> FileSource:
 
 
 def _without_images(root: str, empty: Sequence[str], extensions: Sequence[str]) -> SourceError:
-    """empty: the class directories that hold no image, at least one."""
+    """Return the error for class directories without an image, of which there is at least one."""
     others = f"; nor do {', '.join(empty[1:_NAMED])}" if len(empty) > 1 else ""
     others += f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
     return SourceError(

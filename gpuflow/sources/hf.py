@@ -16,28 +16,23 @@ from typing import Any, Self, final
 import numpy as np
 
 from gpuflow.arrays import Array, Ints
-from gpuflow.errors import Problem, SourceError
-from gpuflow.pipeline.records import Field, LeftOut, Records
-from gpuflow.sources.base import Source
-from gpuflow.sources.directories import ancestors, identity_of, matching, walk
+from gpuflow.errors import Problem, SourceError, near_word
+from gpuflow.sources.base import Source, fingerprint, relative
+from gpuflow.sources.directories import ancestors, identity_of, matching, missing_path, walk
 from gpuflow.sources.field_spec import Fields, FieldSpec, classes_of_boxes, label_field
-from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
-from gpuflow.sources.hints import missing_path, near_word
-from gpuflow.sources.keys import Named, WithSplits, WithWindow
-from gpuflow.sources.labels import resolve_labels
+from gpuflow.sources.labels import Locate, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_builder import Locate, RecordBuilder
-from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable
-from gpuflow.sources.sample_labels import sample_labels
-from gpuflow.sources.storage import LocalStorage, Storage, is_remote
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable, TableSource
+from gpuflow.sources.source_spec import Named, WithSplits, WithWindow
+from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Storage, is_remote
 
 Classes = tuple[str, ...]
 
 
 @final
-class HfSource:
+class HfSource(TableSource):
     """The samples of a dataset, in the order of its files and their rows. `Hf` opens it.
 
     Args:
@@ -57,8 +52,8 @@ class HfSource:
         has_labels: bool = True,
         table: RecordTable = NO_FIELDS,
     ) -> None:
-        self._cells, self._names, self._table = cells, tuple(names), table
-        self.labels, self.classes, self.splits, self.has_labels = labels, classes, dict(splits), has_labels
+        super().__init__(classes, labels, has_labels, table)
+        self._cells, self._names, self.splits = cells, tuple(names), dict(splits)
 
     @property
     def shard_sizes(self) -> tuple[int, ...] | None:
@@ -66,7 +61,7 @@ class HfSource:
 
     @property
     def window(self) -> int | None:
-        """How many neighbouring samples are shuffled among each other by default."""
+        """Return how many neighbouring samples are shuffled among each other by default."""
         return self._cells.window
 
     @property
@@ -75,37 +70,19 @@ class HfSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `gpuflow.sources.fingerprint`. Names of the files, sizes of the images or of the row groups."""
+        """See `gpuflow.sources.base.fingerprint`. Names of the files, sizes of the images or of the row groups."""
         return fingerprint(self.entries, self.labels, self.classes, self._cells.sizes(), known=self._table.digest())
 
     @property
     def entries(self) -> bytes:
-        """See `gpuflow.sources.fingerprint.entries_of`: the names of the files, whose rows have one order."""
+        """See `gpuflow.sources.base.entries_of`: the names of the files, whose rows have one order."""
         return b"".join(os.fsencode(name) + b"\0" for name in relative(self._names))
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def path(self, index: int) -> str:
         return self._cells.path(index)
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self._cells.read(indices, allocate)
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return self._table.fields
-
-    def records(self, indices: Sequence[int]) -> Records:
-        return self._table.records(indices)
-
-    @property
-    def left_out(self) -> Mapping[int, LeftOut]:
-        return self._table.left_out
-
-    def without_records(self) -> HfSource:
-        labels, classes, has_labels = self.labels, self.classes, self.has_labels
-        return HfSource(self._cells, self._names, labels, classes, self.splits, has_labels=has_labels, table=NO_FIELDS)
 
     def close(self) -> None:
         self._cells.close()
@@ -179,7 +156,7 @@ def _open(spec: Hf) -> HfSource:
 
 
 def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
-    """The files of each split that is named, or all of them under no name."""
+    """Find the files of each split that is named; without names all of them, under an empty name."""
     if not os.path.isdir(root):
         paths, fixed = [root], os.path.dirname(root)
         if not os.path.exists(root):
@@ -218,7 +195,7 @@ def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _below(root: str) -> list[str]:
-    """The Parquet files in a directory and below it."""
+    """Find the Parquet files in a directory and below it."""
     top = root.rstrip("/") or "/"
     found = walk(top, ancestors(top) - {identity_of(top)}, (_PARQUET,))
     return sorted(
@@ -231,7 +208,8 @@ _WILDCARD = re.compile(r"[*?[]")
 
 
 def _by_name(paths: Sequence[str], names: Sequence[str], root: str) -> dict[str, list[str]]:
-    """Parquet files by split: `train-00000-of-00002.parquet`, `train.parquet` or `train/0.parquet` below `root`."""
+    """Sort Parquet files by split: `train-00000-of-00002.parquet`, `train.parquet` or `train/0.parquet` below
+    `root`."""
     found, split_of = dict[str, list[str]](), dict[str, str]()
     for name in names:
         own = [path for path in paths if _is_of_split(os.path.relpath(path, root), name)]
@@ -250,13 +228,13 @@ def _by_name(paths: Sequence[str], names: Sequence[str], root: str) -> dict[str,
 
 
 def _is_of_split(path: str, name: str) -> bool:
-    """Whether a file has the name of a split, or lies in a directory that has."""
+    """Return True if a file has the name of a split, or lies in a directory that has."""
     *directories, file = path.split(os.sep)
     return name in directories or file.startswith((f"{name}-", f"{name}."))
 
 
 def _saved(folder: str) -> list[str]:
-    """The Arrow files of one split, as its state.json lists them."""
+    """Return the Arrow files of one split, as its state.json lists them."""
     files = _loaded(os.path.join(folder, "state.json"), "_data_files")
     if files is None:
         raise SourceError(
@@ -268,7 +246,7 @@ def _saved(folder: str) -> list[str]:
 
 
 def _loaded(path: str, key: str, *, optional: bool = False) -> list[Any] | None:
-    """A list in a JSON file; None where there is no such file. Raises SourceError."""
+    """Load a list from a JSON file; None where there is no such file. Raises SourceError."""
     try:
         with open(path, encoding="utf-8") as file:
             value = parsed_json(file.read())
@@ -330,7 +308,7 @@ class _Reader:
             raise broken(self._where, self._tables[0].form, error) from error
 
     def _image_column(self, name: str | None) -> str:
-        """The column of images of this name, or that there is. Raises SourceError."""
+        """Find the column of images of this name, or the only one. Raises SourceError."""
         of_images = [field.name for field in self._schema if is_of_bytes(field.type, self._tables[0])]
         if name is None:
             called = [column for column in of_images if _get(self._features, column, "_type") == "Image"] or of_images
@@ -345,7 +323,7 @@ class _Reader:
         return name
 
     def _label_column(self) -> str:
-        """The column of labels that `label` names, or that there is. Raises SourceError."""
+        """Find the column of labels that `label` names, or the only one. Raises SourceError."""
         name = self._spec.label
         if name is None:
             classes = [column for column in self._schema.names if self._class_names(column) is not None]
@@ -408,7 +386,7 @@ class _Reader:
             column, kind = f"{column}.{first}", kind.field(first).type
 
     def _class_names(self, column: str) -> Classes | None:
-        """The names that `datasets` knows for the values of a column, or of the items of its lists."""
+        """Return the names that `datasets` knows for the values of a column, or of the items of its lists."""
         feature: Any = self._features
         for key in (column,) if column in self._features else column.split("."):
             feature = _item(feature)
@@ -418,7 +396,7 @@ class _Reader:
         return tuple(map(str, names)) if isinstance(names, list) else None
 
     def _classes_of(self, column: str, given: int | Classes | None) -> int | Classes | None:
-        """The classes that a column's values are of: what is given, else the names that `datasets` knows."""
+        """Return the classes that a column's values are of: what is given, else the names that `datasets` knows."""
         names = self._class_names(column)
         if names is None or isinstance(given, tuple):
             return given
@@ -439,7 +417,7 @@ class _Reader:
         return labels.build()
 
     def _class_labels(self, column: str, classes: int | Classes | None) -> tuple[Classes, Ints]:
-        """Labels of one class each, from a column of numbers or of names."""
+        """Read labels of one class each, from a column of numbers or of names."""
         pa = pyarrow()
         stored, names = self._schema.field(column).type, self._class_names(column)
         kind = stored.value_type if pa.types.is_dictionary(stored) else stored
@@ -491,7 +469,7 @@ class _Reader:
         return builder.build(masks, (self._storage,) if masks else ())
 
     def _blocks(self, columns: Sequence[str], labels: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-        """The values of columns, block by block, as lists of what JSON has. `a.b` is the member b of column a.
+        """Yield blocks of the values of columns, as lists of what JSON has. `a.b` is the member b of column a.
 
         labels: those whose numbers are replaced by the names that `datasets` knows for them.
         """
@@ -520,7 +498,8 @@ class _Reader:
                 first += batch.num_rows
 
     def _with_names(self, column: str, values: list[Any], first: int) -> list[Any]:
-        """Labels, or lists of them, by their names where `datasets` knows those. first: the number of values[0]."""
+        """Return labels, or lists of them, by their names where `datasets` knows those. first: the number of
+        values[0]."""
         names, locate = self._class_names(column), self._locate
         if names is None:
             return values
@@ -539,7 +518,8 @@ class _Reader:
 
 
 def _name(label: Any, names: Classes, locate: Callable[..., str], *at: Any) -> Any:
-    """The name of a label that is a number, anything else as it is. Raises SourceError for one that has no name."""
+    """Return the name of a label that is a number, anything else as it is. Raises SourceError for one that has no
+    name."""
     if type(label) is int and not 0 <= label < len(names):
         raise SourceError(
             f"{locate(*at)} must be one of the {len(names)} classes, 0..{len(names) - 1}, got {label}; correct it, or "
@@ -554,7 +534,7 @@ def _get(features: Mapping[str, Any], column: str, key: str) -> Any:
 
 
 def _item(feature: Any) -> Any:
-    """The feature of the items of a list, however `datasets` wrote it; others as they are."""
+    """Return the feature of the items of a list, however `datasets` wrote it; others as they are."""
     while True:
         if isinstance(feature, list) and feature:
             feature = feature[0]
@@ -565,7 +545,7 @@ def _item(feature: Any) -> Any:
 
 
 def _member(value: Any, path: str) -> Any:
-    """`a.b` of a structure, or of each structure in a list."""
+    """Return `a.b` of a structure, or of each structure in a list."""
     for key in path.split("."):
         if isinstance(value, list):
             value = [item.get(key) if isinstance(item, dict) else None for item in value]
@@ -575,7 +555,7 @@ def _member(value: Any, path: str) -> Any:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether the values of an Arrow type are those of JSON."""
+    """Return True if the values of an Arrow type are those of JSON."""
     types = pyarrow().types
     if types.is_struct(kind):
         return all(_is_plain(field.type) for field in kind)

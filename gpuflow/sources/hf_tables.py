@@ -19,9 +19,8 @@ import numpy as np
 from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.payload import Allocate, Payload, lay_out
-from gpuflow.sources.storage import LocalStorage, Shard, Storage
-from gpuflow.sources.storage.retry import LOCAL_DELAYS, retry
+from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Shard, Storage
+from gpuflow.sources.storage.local import LOCAL_DELAYS, retry
 
 _NO_CELL = "has no image: its cell is null, or a path without the image"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -29,7 +28,7 @@ _LARGEST_GROUP, _WINDOW_BYTES, _LONGEST_WINDOW = 1 << 30, 256_000_000, 8192
 
 
 def pyarrow() -> Any:
-    """The package, or MissingExtra."""
+    """Import pyarrow. Raises MissingExtra where it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -51,7 +50,7 @@ class Cells(Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many neighbouring samples are shuffled among each other; None if any two may be."""
+        """Return how many neighbouring samples are shuffled among each other; None if any two may be."""
 
     def path(self, index: int) -> str:
         """See `Source.path`."""
@@ -60,7 +59,7 @@ class Cells(Protocol):
         """See `Source.read`."""
 
     def sizes(self) -> Ints:
-        """What is known of sizes without reading, for a fingerprint."""
+        """Return what is known of sizes without reading, for a fingerprint."""
 
     def close(self) -> None: ...
 
@@ -73,7 +72,7 @@ class _Rows:
     ends: Ints
 
     def place(self, index: int) -> tuple[int, int]:
-        """The number of a row's file, and its number in it."""
+        """Return the number of a row's file, and its number in it."""
         number = int(np.searchsorted(self.ends, index, side="right"))
         return number, index - (int(self.ends[number - 1]) if number else 0)
 
@@ -94,11 +93,12 @@ class Table(Protocol):
     rows: int
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        """The record batches of all rows, with these columns alone. Raises SourceError if the file has changed."""
+        """Yield the record batches of all rows, with these columns alone. Raises SourceError if the file has
+        changed."""
 
 
 def open_table(storage: Storage, path: str) -> Table:
-    """A file of either format: Arrow if its name says so, else Parquet. Raises SourceError."""
+    """Open a file of either format: Arrow if its name says so, else Parquet. Raises SourceError."""
     pa = pyarrow()
     [shard] = storage.inspect([path])
     if isinstance(shard, str):
@@ -111,7 +111,7 @@ def open_table(storage: Storage, path: str) -> Table:
 
 
 def broken(path: str, form: str, error: BaseException) -> BaseException:
-    """The error for a file that is damaged or cut short; a fault of the environment as it is raised."""
+    """Return the error for a file that is damaged or cut short; a fault of the environment as it is raised."""
     if is_system_fault(error):
         return system_fault(error, path)
     reason = reason_of(error).rstrip(".")
@@ -190,7 +190,7 @@ def _row_group(file: Any, group: int, columns: Sequence[str]) -> Any:
 
 @contextmanager
 def _parquet_file(shard: Shard, local: LocalStorage, metadata: Any = None) -> Iterator[Any]:
-    """A Parquet file, open. Raises SourceError at the end if it has changed since it was found."""
+    """Open a Parquet file. Raises SourceError at the end if it has changed since it was found."""
     try:
         place = local.place(shard.path)
         with pyarrow().parquet.ParquetFile(place, metadata=metadata, page_checksum_verification=True) as file:
@@ -202,7 +202,7 @@ def _parquet_file(shard: Shard, local: LocalStorage, metadata: Any = None) -> It
 
 
 def features_of(schema: Any) -> dict[str, Any]:
-    """What `datasets` wrote of the columns; empty in a file of other software."""
+    """Return what `datasets` wrote of the columns; empty in a file of other software."""
     try:
         known = parsed_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError):
@@ -219,7 +219,7 @@ class _Group(NamedTuple):
 
 
 def _group(array: Any) -> tuple[_Group, int]:
-    """The cells of an Arrow array of bytes, or of `datasets`' images; and the address of their data."""
+    """Return the cells of an Arrow array of bytes, or of `datasets`' images; and the address of their data."""
     pa = pyarrow()
     if pa.types.is_struct(array.type):
         array = array.flatten()[array.type.get_field_index("bytes")]
@@ -236,7 +236,7 @@ def _group(array: Any) -> tuple[_Group, int]:
 
 
 def is_of_bytes(kind: Any, table: Table) -> bool:
-    """Whether a column of this type of a table can hold encoded images."""
+    """Return True if a column of this type of a table can hold encoded images."""
     types = pyarrow().types
     if types.is_struct(kind):
         place = kind.get_field_index("bytes")
@@ -246,7 +246,7 @@ def is_of_bytes(kind: Any, table: Table) -> bool:
 
 
 def open_cells(tables: Sequence[Table], storage: Storage, column: str, window: int | None) -> Cells:
-    """A column of images of several files of one format. window: see `SourceSpec`. Raises SourceError."""
+    """Open a column of images of several files of one format. window: see `SourceSpec`. Raises SourceError."""
     rows = _Rows(files=tuple(table.shard for table in tables), ends=np.cumsum([table.rows for table in tables]))
     if isinstance(tables[0], _ParquetTable):
         return _parquet_cells([table for table in tables if isinstance(table, _ParquetTable)], rows, column, window)
@@ -409,30 +409,20 @@ class ParquetCells:
         owners = np.searchsorted(self.ends, places, side="right")
         groups: dict[int, _Group | str] = {number: self._get(number) for number in np.unique(owners).tolist()}
         within = places - (self.ends[owners] - np.diff(self.ends, prepend=0)[owners])
-        cells: list[Bytes] = []
-        errors: list[str | None] = []
-        none = np.zeros(0, np.uint8)
+        cells: list[Bytes | str] = []
         for number, i in zip(owners.tolist(), within.tolist(), strict=True):
             group = groups[number]
-            cell, error = none, None
             if isinstance(group, str):
-                error = group
+                cells.append(group)
             elif group.valid is not None and not group.valid[i]:
-                error = _NO_CELL
+                cells.append(_NO_CELL)
             else:
                 cell = group.data[group.offsets[i] : group.offsets[i + 1]]
-                error = None if len(cell) else "empty file"
-            cells.append(cell)
-            errors.append(error)
-        sizes = [len(cell) for cell in cells]
-        offsets, end = lay_out(sizes)
-        buffer = allocate(end)
-        for offset, cell in zip(offsets, cells, strict=True):
-            buffer[offset : offset + len(cell)] = cell
-        return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
+                cells.append(cell if len(cell) else "empty file")
+        return Payload.of(cells, allocate)
 
     def _get(self, number: int) -> _Group | str:
-        """A row group, or why it cannot be read. Raises what `Storage` says."""
+        """Load a row group; or return why it cannot be read. Raises what `Storage` says."""
         pa = pyarrow()
         path = self.rows.files[int(self.owners[number])].path
         permanent = (FileNotFoundError, PermissionError, SourceError, pa.ArrowInvalid)

@@ -1,15 +1,22 @@
-"""Resolves labels as written, numbers or class names, to class names and label numbers."""
+"""The labels of samples: one class each, several classes, a number or a vector.
+
+Labels of classes, as written numbers or names, are resolved to the names of the classes and numbers from 0.
+"""
 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import chain
+from typing import Any, Protocol, final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gpuflow.arrays import Ints
-from gpuflow.errors import SourceError, show
-from gpuflow.sources.hints import near_word
+from gpuflow.arrays import Array, Bools, Bytes, Ints
+from gpuflow.errors import SourceError, near_word, show
+from gpuflow.sources.field_spec import FieldSpec
 
 _MAX_INFERRED = 1_000_000
 
@@ -23,7 +30,7 @@ class Codes(dict[object, int]):
 
 
 def texts_of(labels: Iterable[object], classes: int | tuple[str, ...] | None) -> list[str]:
-    """Labels as texts for `resolve_labels`: without outer spaces, unless these belong to the name of a class."""
+    """Return labels as texts for `resolve_labels`. Outer spaces stay if they belong to the name of a class."""
     names = frozenset(classes if isinstance(classes, tuple) else ())
     return [text if text in names else text.strip() for text in map(str, labels)]
 
@@ -68,7 +75,7 @@ _DIGITS = re.compile(r"-?[0-9]{1,4000}")
 
 
 def _integer(text: str) -> int | None:
-    """The value of decimal digits; None for any other text. A sign is understood, so that it can be refused."""
+    """Parse decimal digits; None for any other text. A sign is understood, so that it can be refused."""
     return int(text) if _DIGITS.fullmatch(text) else None
 
 
@@ -76,7 +83,7 @@ _SEPARATORS = "|;,"
 
 
 def _several(text: str, names: Container[str]) -> str:
-    """What to do about a label that is several names or integers in one; empty if it is not."""
+    """Suggest what to do about a label that is several names or integers in one; empty if it is not."""
     for separator in _SEPARATORS:
         parts = [part.strip() for part in text.split(separator)]
         if len(parts) > 1 and all(part in names or _integer(part) is not None for part in parts):
@@ -152,3 +159,214 @@ def _named(values: Sequence[str], names: tuple[str, ...], locate: Callable[[int]
             )
         labels[code] = places[text]
     return labels
+
+
+# --- the labels of samples --------------------------------------------------------------------------------------------
+
+
+@final
+class Locate:
+    """Where values stand, for messages.
+
+    Args:
+        sample: returns the place of sample i: `list.jsonl:17`.
+        value: returns the place of one of its values, by default `list.jsonl:17: boxes`.
+        row: returns the place of row j of a value, by default `list.jsonl:17: boxes[2]`.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[int], str],
+        value: Callable[[int, str], str] | None = None,
+        row: Callable[[int, str, int], str] | None = None,
+    ) -> None:
+        self.sample = sample
+        self.value = value or (lambda i, column: f"{sample(i)}: {column}")
+        self.row = row or (lambda i, column, j: f"{self.value(i, column)}[{j}]")
+
+
+@final
+class Labels:
+    """The labels of samples, or of boxes, in the making: each distinct one has a number.
+
+    Args:
+        classes: see `resolve_labels`.
+        place: the place of the whole source, for messages.
+    """
+
+    def __init__(self, classes: int | tuple[str, ...] | None, place: str) -> None:
+        self._classes, self._place = classes, place
+        self._codes, self._numbers, self._firsts = Codes(), array("i"), list[str]()
+
+    def add(self, labels: Sequence[int | str], locate: Callable[[int], str]) -> None:
+        """Append labels. locate: returns the place of labels[i]."""
+        codes = self._codes
+        for i, label in enumerate(labels):
+            code = codes[label]
+            if code == len(self._firsts):
+                self._firsts.append(locate(i))
+            self._numbers.append(code)
+
+    def build(self) -> tuple[tuple[str, ...], Ints]:
+        """Resolve the labels to the names of the classes and indices into them. Raises SourceError."""
+        if not self._codes:
+            names = self._classes if isinstance(self._classes, tuple) else map(str, range(self._classes or 0))
+            return tuple(names), np.zeros(0, np.int64)
+        written = texts_of(self._codes, self._classes)
+        names, labels = resolve_labels(written, self._classes, self._firsts.__getitem__, self._place)
+        return names, labels[np.frombuffer(self._numbers, dtype=np.int32)]
+
+
+def loses_digits(numbers: Array) -> Bools:
+    """Return which of these are whole numbers that float32 does not hold, such as time stamps.
+
+    Python's numbers, in an array of objects, are compared as they are: float64 may round one to a number of float32.
+    """
+    rounded = numbers.astype(np.float64)
+    with np.errstate(over="ignore"):
+        held = rounded.astype(np.float32)
+    lost = np.asarray((np.floor(rounded) == rounded) & (held != rounded))
+    large = np.abs(rounded) >= 2.0**53
+    lost[large] = held[large].astype(object) != numbers[large].astype(object)
+    return lost
+
+
+def names_in(text: str, separator: str) -> list[str]:
+    """Split a text such as `cat|dog` to labels; an empty one has none."""
+    return [name.strip() for name in text.split(separator)] if text.strip() else []
+
+
+class SampleLabels(Protocol):
+    """Collects labels, block by block."""
+
+    def add(self, values: Sequence[Any]) -> None:
+        """Append the labels of the next samples. Raises SourceError at the faulty one."""
+
+    def build(self) -> tuple[tuple[str, ...], Array]:
+        """Build the names of the classes, and the labels: see `Source.labels`."""
+
+
+def sample_labels(
+    spec: FieldSpec | None, column: str, classes: int | tuple[str, ...] | None, place: str, locate: Locate
+) -> SampleLabels:
+    """Return the collector of the labels that a field declares; with None, of no labels.
+
+    Args:
+        column: where they stand.
+        classes: see `resolve_labels`.
+        place: the place of the whole source.
+        locate: the places of single samples.
+    """
+    if spec is None:
+        return _NoLabels()
+    match spec.kind:
+        case "classes":
+            return _ClassesEach(Labels(classes, place), column, locate, spec.separator)
+        case "number" | "vector":
+            return _Numbers(column, locate, is_vector=spec.kind == "vector")
+        case "class" | None:
+            return _OneClassEach(Labels(classes, place), column, locate)
+        case other:
+            raise AssertionError(f"no kind of label: {other!r}")
+
+
+@final
+class _NoLabels:
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, values: Sequence[Any]) -> None:
+        self._count += len(values)
+
+    def build(self) -> tuple[tuple[str, ...], Ints]:
+        return (), np.zeros(self._count, np.int64)
+
+
+@final
+class _OneClassEach:
+    def __init__(self, labels: Labels, column: str, locate: Locate) -> None:
+        self._labels, self._column, self._locate, self._count = labels, column, locate, 0
+
+    def add(self, values: Sequence[Any]) -> None:
+        for i, value in enumerate(values):
+            if type(value) not in (int, str):
+                here = self._locate.value(self._count + i, self._column)
+                raise SourceError(f"{here} must be an integer or a class name, got {show(value)}; correct it")
+        self._labels.add(values, lambda i: self._locate.sample(self._count + i))
+        self._count += len(values)
+
+    def build(self) -> tuple[tuple[str, ...], Ints]:
+        return self._labels.build()
+
+
+@final
+class _ClassesEach:
+    def __init__(self, labels: Labels, column: str, locate: Locate, separator: str | None) -> None:
+        self._labels, self._column, self._locate, self._separator = labels, column, locate, separator
+        self._counts: list[int] = []
+
+    def add(self, values: Sequence[Any]) -> None:
+        first = len(self._counts)
+        if self._separator is not None:
+            values = [names_in(value, self._separator) if type(value) is str else value for value in values]
+        for i, value in enumerate(values):
+            if type(value) is not list or not set(map(type, value)) <= {int, str}:
+                here = self._locate.value(first + i, self._column)
+                raise SourceError(f"{here} must be a list of integers or class names, got {show(value)}; correct it")
+        counts = [len(value) for value in values]
+        owners = np.repeat(np.arange(first, first + len(values)), counts)
+        self._labels.add(list(chain.from_iterable(values)), lambda k: self._locate.sample(int(owners[k])))
+        self._counts += counts
+
+    def build(self) -> tuple[tuple[str, ...], Bytes]:
+        classes, labels = self._labels.build()
+        if not classes:
+            here = self._locate.value(0, self._column)
+            raise SourceError(f"{here} must name a class in at least one sample, got none; add labels")
+        held = np.zeros((len(self._counts), len(classes)), np.uint8)
+        held[np.repeat(np.arange(len(self._counts)), self._counts), labels] = 1
+        return classes, held
+
+
+@final
+class _Numbers:
+    def __init__(self, column: str, locate: Locate, *, is_vector: bool) -> None:
+        self._column, self._locate, self._is_vector = column, locate, is_vector
+        self._blocks: list[NDArray[np.float32]] = []
+        self._count, self._length = 0, -1
+
+    def add(self, values: Sequence[Any]) -> None:
+        for i, value in enumerate(values):
+            self._check(self._count + i, value)
+        numbers = np.array(list(values), object)
+        for i in np.flatnonzero(loses_digits(numbers))[:1]:
+            row = int(i) // self._length
+            here = self._locate.value(self._count + row, self._column)
+            raise SourceError(
+                f"{here} must have no more digits than float32 holds, got {show(values[row])}; subtract an offset, or "
+                "declare a field of type number, which is float64"
+            )
+        self._blocks.append(numbers.astype(np.float32))
+        self._count += len(values)
+
+    def _check(self, i: int, value: Any) -> None:
+        numbers = value if self._is_vector else [value]
+        here = self._locate.value(i, self._column)
+        rule = "must be a list of finite numbers" if self._is_vector else "must be a finite number"
+        if type(numbers) is not list or not numbers or not all(map(_is_number, numbers)):
+            raise SourceError(f"{here} {rule}, got {show(value)}; correct it")
+        if self._length < 0:
+            self._length = len(numbers)
+        if len(numbers) != self._length:
+            rule = f"must have {self._length} numbers like the first one"
+            raise SourceError(f"{here} {rule}, got {len(numbers)}; correct it")
+
+    def build(self) -> tuple[tuple[str, ...], NDArray[np.float32]]:
+        return (), np.concatenate(self._blocks)
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # which NaN is not either

@@ -1,4 +1,4 @@
-"""The listing source: a CSV or JSON-lines file of paths and labels.
+"""The listing source: a CSV or JSON-lines file of paths and labels, or of declared fields.
 
 The file is read and checked in blocks of thousands of rows. Only if a check fails, it is read again row by row to find
 the faulty row.
@@ -10,35 +10,42 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from gpuflow.errors import SourceError
-from gpuflow.sources.files import FileSource
-from gpuflow.sources.keys import Listed, Named
-from gpuflow.sources.labels import Codes, resolve_labels, texts_of
-from gpuflow.sources.listing_fields import open_with_fields
+from gpuflow.errors import SourceError, near_word, show
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
+from gpuflow.sources.files import FileSource, Listed
+from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, sample_labels, texts_of
 from gpuflow.sources.listing_text import (
     check_path,
     check_sample,
+    column_of,
     csv_lines,
     csv_rows,
     json_lines,
     json_objects,
     load,
     parsed_json,
+    parsed_number,
     resolved,
 )
 from gpuflow.sources.paths import PathTableBuilder
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_table import MaskFiles
+from gpuflow.sources.source_spec import Named
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
 _ROWS = 16_384
 """Number of rows in one block."""
+_ROWS_WITH_FIELDS = 4096
+"""The same where samples have fields, which take more memory."""
 
 _LOOKED_AT = 1000
 """Number of rows that say whether the first one is a header."""
@@ -107,9 +114,9 @@ def _index(spec: Listing) -> FileSource:
     root = spec.root if spec.root is not None else parent_of(place)
     root = root if is_remote(root) else os.path.expanduser(root)
     if spec.declared:
-        return open_with_fields(spec, place, root, spec.cache, is_csv=_FORMATS[extension][1] is _csv_rows)
+        return _with_fields(spec, place, root, is_csv=extension == ".csv")
     chunks, rows = _FORMATS[extension]
-    data = load(place)
+    data = load(place, "source.listing")
     table, codes, parts = PathTableBuilder(), Codes(), []
     try:
         for paths, labels in chunks(data):
@@ -132,12 +139,12 @@ def _index(spec: Listing) -> FileSource:
 
     classes, values = resolve_labels(texts_of(codes, spec.classes), spec.classes, locate, place)
     located = resolved(table, root, lambda i: f"{place}:{next(islice(rows(data, place), i, None)).line}")
-    note = _header_note(data) if rows is _csv_rows else ""
+    note = _header_note(data) if extension == ".csv" else ""
     return FileSource(open_storage(located[0], spec.cache), located, values[row_codes], classes, root=root, note=note)
 
 
 def _columns(data: bytes) -> Columns:
-    """The columns, by the first rows. Raises ValueError for a header that leaves open which ones are meant."""
+    """Find the columns by the first rows. Raises ValueError for a header that leaves open which ones are meant."""
     first, rows = list[str](), list[list[str]]()
     with suppress(csv.Error, UnicodeDecodeError):  # a faulty row is found again when it is read
         reader = filter(None, csv_lines(data))
@@ -157,7 +164,7 @@ def _columns(data: bytes) -> Columns:
 
 
 def _is_header(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Whether the first row, in lower case, names columns: it is unlike the rows below it, which are samples.
+    """Return True if the first row, in lower case, names columns: it is unlike the rows below it, which are samples.
 
     A row with a path is a sample, with any label. Without one, it is a header if its words are usual names of columns,
     or if a column has paths or numbers in every row below and nothing that is equal to its name. Words with a slash or
@@ -182,7 +189,7 @@ def _is_header(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
 
 
 def _path_column(names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Which of two columns has the paths: by its name or that of the other one, else by the rows."""
+    """Return which of two columns has the paths: by its name or that of the other one, else by the rows."""
     if "path" in names or "label" in names:
         return names.index("path") if "path" in names else 1 - names.index("label")
     with_paths = [all(_FILE.match(row[i]) for row in rows if len(row) == 2) for i in (0, 1)]
@@ -190,7 +197,7 @@ def _path_column(names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
 
 
 def _header_note(data: bytes) -> str:
-    """What `gpuflow explain` says about the first row."""
+    """Describe the first row for `gpuflow explain`."""
     header, path, label, _ = _columns(data)
     if header is None:
         return "no header, its first row is a sample"
@@ -272,3 +279,189 @@ _FORMATS: dict[str, tuple[_Chunks, _Rows]] = {
     ".ndjson": (_json_lines, _json_rows),
     ".json": (_json_lines, _json_rows),
 }
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+Block = dict[str, list[Any]]
+
+
+@final
+class _Lines:
+    """Where samples stand: their lines in the file."""
+
+    def __init__(self, place: str) -> None:
+        self.place, self.numbers = place, array("q")
+        self.locate = Locate(lambda i: f"{place}:{self.numbers[i]}")
+
+
+def _with_fields(spec: Listing, place: str, root: str, *, is_csv: bool) -> FileSource:
+    """Index a listing with the fields that `spec` declares. Samples have the order of its rows.
+
+    root: the directory that relative paths start from.
+    """
+    declared = dict(spec.declared)
+    image = next((field.column or name for name, field in declared.items() if field.type == "image"), "path")
+    label_column, label = label_field(spec.declared)
+    lines = _Lines(place)
+    builder = RecordBuilder(spec.declared, classes_of_boxes(spec.declared, spec.classes), place, lines.locate)
+    label_classes = label.classes if label is not None and label.classes is not None else spec.classes
+    labels = sample_labels(label, label_column, label_classes, place, lines.locate)
+    masks = {name: field.column or name for name, field in declared.items() if field.is_mask_file}
+    tables = {column: PathTableBuilder() for column in (image, *masks.values())}
+    columns = list(dict.fromkeys([*tables, *([label_column] if label is not None else []), *builder.columns()]))
+    data = load(place, "source.listing")
+    if is_csv:
+        blocks = _csv_blocks(data, lines, columns, _parsers(spec.declared, place))
+    else:
+        blocks = _json_blocks(data, lines, columns)
+    for first, block in blocks:
+        for column, table in tables.items():
+            for i, path in enumerate(block[column], start=first):
+                if not isinstance(path, str):
+                    here = lines.locate.value(i, column)
+                    raise SourceError(f"{here} must be the path of a file, got {show(path)}; correct it")
+                check_path(path, lines.locate.value(i, column))
+            table.add(block[column])
+        labels.add(block[label_column if label is not None else image])
+        builder.add(block, len(block[image]))
+    if not lines.numbers:
+        raise SourceError(f"{place}: must list at least one sample, got none; add rows")
+    paths = {column: resolved(table, root, lines.locate.sample) for column, table in tables.items()}
+    storage = open_storage(paths[image][0], spec.cache)
+    files = {}
+    for name, column in masks.items():
+        path = paths[column][0]
+        same = is_remote(path) == storage.remote
+        files[name] = MaskFiles(storage if same else open_storage(path, spec.cache), paths[column], root)
+    storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
+    classes, values = labels.build()
+    records = builder.build(files, storages)
+    if label is None:
+        classes = records.box_classes
+    return FileSource(storage, paths[image], values, classes, root=root, has_labels=label is not None, table=records)
+
+
+# --- CSV --------------------------------------------------------------------------------------------------------------
+
+
+class _Parser(NamedTuple):
+    """How a cell becomes a value, and what such a cell is called."""
+
+    parse: Callable[[str], Any]
+    form: str
+
+
+def _csv_blocks(
+    data: bytes, lines: _Lines, columns: Sequence[str], parsers: Mapping[str, _Parser]
+) -> Iterator[tuple[int, Block]]:
+    """Yield blocks of samples, and the number of the first one in each. Cells are parsed to what JSON lines hold."""
+    rows = csv_rows(data, lines.place)
+    line, header = next(rows, (1, None))
+    if header is None:
+        return
+    names = [name.strip() for name in header]
+    places = {column: column_of(column, names, f"{lines.place}:{line}") for column in columns}
+    first = 0
+    while block := list(islice(rows, _ROWS_WITH_FIELDS)):
+        lines.numbers.extend(line for line, _ in block)
+        for line, row in block:
+            if len(row) != len(names):
+                raise SourceError(
+                    f"{lines.place}:{line}: row must have the header's {len(names)} fields, got {len(row)} "
+                    f"field{'s' * (len(row) != 1)}; quote a field that has a comma"
+                )
+            check_sample(row, header, f"{lines.place}:{line}")
+        cells = {column: [row[place] for _, row in block] for column, place in places.items()}
+        parsed = {column: _parsed(texts, column, first, lines, parsers.get(column)) for column, texts in cells.items()}
+        yield first, parsed
+        first += len(block)
+
+
+def _parsed(texts: list[str], column: str, first: int, lines: _Lines, parser: _Parser | None) -> list[Any]:
+    """Parse cells; without a parser they stay text. first: the number of the first sample."""
+    if parser is None or parser is _TEXT:
+        return texts
+    try:
+        return list(map(parser.parse, texts))
+    except ValueError:
+        for i, text in enumerate(texts, start=first):
+            try:
+                parser.parse(text)
+            except ValueError as fault:
+                here = lines.locate.value(i, column)
+                raise SourceError(f"{here} must be {parser.form}, got {show(text)}; correct it") from fault
+        raise
+
+
+def _parsers(declared: Sequence[tuple[str, FieldSpec]], place: str) -> dict[str, _Parser]:
+    """Return how the cells of columns become values.
+
+    Raises SourceError if two fields would read one column differently.
+    """
+    found: dict[str, tuple[str, _Parser]] = {}
+    for name, spec in declared:
+        read = [(spec.column or name, _parser(spec))]
+        if spec.labels is not None:
+            read.append((spec.labels, _NAMES))
+        for column, parser in read:
+            other, known = found.setdefault(column, (name, parser))
+            if known != parser:
+                raise SourceError(
+                    f"{place}: the fields {other} and {name} must not read the column {column!r} in two ways "
+                    f"({known.form}, {parser.form}); name another column for one of them"
+                )
+    return {column: parser for column, (_, parser) in found.items()}
+
+
+def _parser(spec: FieldSpec) -> _Parser:
+    """Return how a cell becomes the value of a field."""
+    if spec.type in ("boxes", "keypoints") or spec.kind in ("rle", "polygons", "vector"):
+        return _LIST
+    if spec.type == "number" or spec.kind == "number":
+        return _ONE_NUMBER
+    return _NAMES if spec.kind == "classes" and spec.separator is None else _TEXT
+
+
+def _list(text: str) -> Any:
+    """Parse a list in JSON; no text is an empty list."""
+    return parsed_json(text) if text.strip() else []
+
+
+def _names(text: str) -> Any:
+    """Parse `cat|dog`, or a list in JSON."""
+    if text.lstrip().startswith("["):
+        return parsed_json(text)
+    return names_in(text, "|")
+
+
+_TEXT = _Parser(str, "text")
+_LIST = _Parser(_list, "a list in JSON")
+_ONE_NUMBER = _Parser(parsed_number, "a number")
+_NAMES = _Parser(_names, "labels separated by |, or a list in JSON")
+
+
+# --- JSON lines -------------------------------------------------------------------------------------------------------
+
+
+def _json_blocks(data: bytes, lines: _Lines, columns: Sequence[str]) -> Iterator[tuple[int, Block]]:
+    """Like `_csv_blocks`, for JSON lines."""
+    rows = _objects_with(data, lines.place, columns)
+    first = 0
+    while block := list(islice(rows, _ROWS_WITH_FIELDS)):
+        lines.numbers.extend(line for line, _ in block)
+        yield first, {column: [row[column] for _, row in block] for column in columns}
+        first += len(block)
+
+
+def _objects_with(data: bytes, place: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each object, and its line. Raises SourceError if it lacks one of these keys."""
+    for number, row in json_objects(data, place):
+        for column in columns:
+            if column not in row:
+                raise SourceError(
+                    f"{place}:{number}: object must have the key {column!r}, got {', '.join(row)}"
+                    f"{near_word(column, list(row))}"
+                )
+        yield number, row

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from gpuflow.errors import SourceError
-from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.errors import SourceError, near_word
+from gpuflow.sources.directories import missing_path
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.storage import is_over_http, is_remote, open_storage
 
@@ -25,10 +25,13 @@ _ESCAPES = str.maketrans({mark: f"%{ord(mark):02X}" for mark in "%#?"})
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
-def load(place: str) -> bytes:
-    """The bytes of a listing, without the mark of their encoding. Raises SourceError."""
+def load(place: str, key: str) -> bytes:
+    """Read a file that lists samples, without the mark of its encoding. Raises SourceError.
+
+    key: of the configuration, which names the file.
+    """
     if not is_remote(place) and not os.path.exists(place):
-        raise SourceError(f"source.listing must be a file, got {place!r}, which does not exist{missing_path(place)}")
+        raise SourceError(f"{key} must be a file, got {place!r}, which does not exist{missing_path(place)}")
     return open_storage(place).load(place).removeprefix(BOM_UTF8)
 
 
@@ -72,7 +75,7 @@ def _scheme(path: str) -> str:
 
 
 def csv_lines(data: bytes) -> Any:
-    """A reader of the rows of CSV. A mark of the encoding may begin a line, as in files that were joined."""
+    """Return a reader of the rows of CSV. A mark of the encoding may begin a line, as in files that were joined."""
     csv.field_size_limit(max(csv.field_size_limit(), _LARGEST_CELL))  # of all readers of this process: it has no other
     lines: Iterable[str] = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline="")
     if BOM_UTF8 in data:
@@ -104,7 +107,7 @@ def check_sample(row: Sequence[str], header: Sequence[str] | None, here: str) ->
 
 
 def column_of(name: str, header: Sequence[str], here: str) -> int:
-    """The place of the only column of this very name, else of the only one that differs in case alone.
+    """Find the only column of this very name, else the only one that differs in case alone.
 
     Raises SourceError, for a header that stands `here`, if there is none, or if there are several.
     """
@@ -117,7 +120,7 @@ def column_of(name: str, header: Sequence[str], here: str) -> int:
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """The value of JSON. Raises ValueError, also for one that is nested too deeply."""
+    """Parse JSON. Raises ValueError, also for a value that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -125,7 +128,7 @@ def parsed_json(text: str | bytes) -> Any:
 
 
 def parsed_number(text: str) -> int | float:
-    """A number in ASCII digits, or `nan` or `inf`. Raises ValueError, also for `1_0`, which Python takes.
+    """Parse a number in ASCII digits, or `nan` or `inf`. Raises ValueError, also for `1_0`, which Python takes.
 
     Whole numbers keep all their digits, as in JSON, unless float64 has none of their size.
     """
@@ -177,7 +180,7 @@ def check_path(path: str, here: str) -> None:
 
 
 def _not_utf8(data: bytes, place: str) -> SourceError:
-    """The error for text that cannot be decoded. place: the file's."""
+    """Return the error for text that cannot be decoded. place: the file's."""
     try:
         data.decode()
     except UnicodeDecodeError as fault:

@@ -13,13 +13,20 @@ from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.records import Column, Field, LeftOut, Ragged, Records
-from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
+from gpuflow.sources.base import (
+    Source,
+    fields_of,
+    fingerprint,
+    fingerprint_of,
+    has_labels,
+    is_read_remotely,
+    left_out_of,
+    records_of,
+    without_records,
+)
 from gpuflow.sources.field_spec import FieldSpec
-from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
-from gpuflow.sources.keys import WithSplits
-from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_source import fields_of, has_labels, left_out_of, records_of, without_records
-from gpuflow.sources.storage import Storage
+from gpuflow.sources.source_spec import SourceSpec, WithSplits
+from gpuflow.sources.storage import Allocate, Payload, Storage
 
 
 @final
@@ -48,17 +55,17 @@ class MixSource:
         self._keypoints = _keypoint_counts(parts)
 
     def with_parts(self, parts: Sequence[Source]) -> MixSource:
-        """The same mix of other samples of the same sources."""
+        """Return a mix of other samples of the same sources."""
         return MixSource(parts, self.classes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of samples of each source."""
+        """Return the number of samples of each source."""
         return tuple(map(len, self.parts))
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `gpuflow.sources.fingerprint`: those of all sources."""
+        """See `gpuflow.sources.base.fingerprint`: those of all sources."""
         known = " ".join(map(fingerprint_of, self.parts))
         return fingerprint(b"", self.labels, self.classes, self.sizes, known=known)
 
@@ -70,7 +77,8 @@ class MixSource:
         return self.parts[number].path(index - self._first(number))
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        """Each source reads into its share of one buffer, which is allocated once all know how many bytes they need."""
+        """Read each source into its share of one buffer, which is allocated once all know how many bytes they
+        need."""
         places = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self._ends, places, side="right")
         numbers = np.unique(owners).tolist()
@@ -119,7 +127,7 @@ class MixSource:
         return Records(columns, [errors[i] for i in order.tolist()], sizes)
 
     def _records_of(self, number: int, own: Ints) -> Records:
-        """The records of samples of one source, whose boxes have the labels of the mix."""
+        """Read the records of samples of one source; its boxes get the labels of the mix."""
         part, lookup = self.parts[number], self._lookups[number]
         records = records_of(part, own.tolist())
         if lookup is None:
@@ -142,7 +150,8 @@ class MixSource:
 
     @property
     def storage(self) -> Storage | None:
-        """That of a source behind URLs, if there is one. Local files are on several storages, and this is none."""
+        """Return the storage of a source behind URLs, if there is one. Local files are on several storages, and this is
+        none."""
         return next((part.storage for part in self.parts if is_read_remotely(part)), None)
 
     def close(self) -> None:
@@ -150,7 +159,7 @@ class MixSource:
             part.close()
 
     def _first(self, number: int) -> int:
-        """The index of a source's first sample."""
+        """Return the index of a source's first sample."""
         return int(self._ends[number]) - len(self.parts[number])
 
 
@@ -297,17 +306,18 @@ def _check(parts: Sequence[Source]) -> None:
 
 
 def _has_the_classes(field: Field, source: Source) -> bool:
-    """Whether the labels of boxes are of the source's classes, because no label is declared that they belong to."""
+    """Return True if the labels of boxes are of the source's classes, because no label is declared that they belong
+    to."""
     return bool(field.labels) and not has_labels(source) and field.classes == source.classes
 
 
 def _comparable_fields(source: Source) -> list[Field]:
-    """The fields, without the classes that are compared as those of the source."""
+    """Return the fields, without the classes that are compared as those of the source."""
     return [replace(field, classes=()) if _has_the_classes(field, source) else field for field in fields_of(source)]
 
 
 def _described(field: Field) -> str:
-    """The type of a field in an error, with what belongs to it."""
+    """Return the type of a field in an error, with what belongs to it."""
     kind = f"{field.type} of instances" if field.instances else field.type
     labels = f" with labels from {field.labels!r}" if field.labels else ""
     fill = f" with fill: {field.fill}" if field.fill else ""
@@ -316,7 +326,7 @@ def _described(field: Field) -> str:
 
 
 def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:
-    """For each field of keypoints how many an instance has; 0 while no source has instances."""
+    """Return, for each field of keypoints how many an instance has; 0 while no source has instances."""
     counts = dict[str, int]()
     for part in parts:
         names = [field.name for field in fields_of(part) if field.type == "keypoints"]
@@ -329,7 +339,7 @@ def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:
 
 
 def _classes(spec: Mix, parts: Sequence[Source]) -> tuple[str, ...]:
-    """The classes of a mix: what all sources have, or what `spec` says. Raises SourceError."""
+    """Return the classes of a mix: those of all sources, or those that `spec` names. Raises SourceError."""
     if spec.classes is not None:
         if has_labels(parts[0]) and parts[0].labels.dtype.kind == "f":
             raise SourceError("source.classes must go with labels that are classes, got numbers; remove it")
@@ -360,7 +370,7 @@ def _place(classes: tuple[str, ...], name: str) -> int:
 
 
 def _lookup(part: Source, classes: tuple[str, ...]) -> Ints | None:
-    """For each class of a source its place among all classes; None if it has just these."""
+    """Return, for each class of a source its place among all classes; None if it has just these."""
     if part.classes == classes:
         return None
     places = {name: place for place, name in enumerate(classes)}
@@ -368,7 +378,7 @@ def _lookup(part: Source, classes: tuple[str, ...]) -> Ints | None:
 
 
 def _relabelled(part: Source, lookup: Ints | None, count: int) -> Array:
-    """A source's labels, as places among all `count` classes."""
+    """Return a source's labels as numbers of all `count` classes of the mix."""
     labels: Array = part.labels
     if lookup is None or not has_labels(part):
         return labels
@@ -381,7 +391,7 @@ def _relabelled(part: Source, lookup: Ints | None, count: int) -> Array:
 
 
 def _joined(parts: Sequence[Column], order: Ints, keypoints: int | None) -> Column:
-    """Columns one after the other, and of these rows the ones in `order`.
+    """Join columns one after the other, and put their rows into `order`.
 
     keypoints: of a column of keypoints, how many an instance has: where no sample has one, the column does not say.
     """

@@ -74,18 +74,18 @@ class PathTable:
         return os.fsdecode(self.take([index])[0])
 
     def entries(self) -> list[str]:
-        """All entries as text, without the prefix."""
+        """Decode all entries to text, without the prefix."""
         return os.fsdecode(self.blob[:-1]).split("\0") if len(self) else []
 
     def entries_below(self, root: str) -> bytes:
-        """All entries, each followed by a NUL; of whole paths without `root` where they begin with it."""
+        """Return all entries, each followed by a NUL; of whole paths without `root` where they begin with it."""
         start = os.fsencode(os.path.join(root, ""))
         if self.prefix or not start:
             return self.blob
         return (b"\0" + self.blob).replace(b"\0" + start, b"\0")[1:]
 
     def take(self, indices: Sequence[int]) -> Paths:
-        """The paths at these indices."""
+        """Select the paths at these indices."""
         places = np.asarray(indices, dtype=np.int64)
         firsts, nexts = self.starts[places].tolist(), self.starts[places + 1].tolist()
         blob = self.blob
@@ -117,7 +117,7 @@ class PathTableBuilder:
 
     @property
     def has_absolute(self) -> bool:
-        """Whether any path starts with a slash or is a URL."""
+        """Return True if any path starts with a slash or is a URL."""
         return self._absolute
 
     def chunks(self) -> Iterator[list[str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -24,13 +24,13 @@ from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.pipeline.records import GEOMETRIC, Field, LeftOut, Ragged, Rle
 from gpuflow.sources.field_spec import FieldSpec
-from gpuflow.sources.labels import Codes, resolve_labels, texts_of
+from gpuflow.sources.labels import Labels, Locate
 from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTable, Rows, Store
 from gpuflow.sources.storage import Storage
 
 
 def run_lengths(text: str) -> Ints:
-    """The run lengths that pycocotools compressed to a text. Raises ValueError if it is none of its texts.
+    """Expand the run lengths that pycocotools compressed to a text. Raises ValueError if it is none of its texts.
 
     A character holds 5 bits of a number, lowest first, and whether more follow; the last one's highest bit is the sign.
     From the fourth number on, each is the difference to the one two places before it.
@@ -58,59 +58,6 @@ def run_lengths(text: str) -> Ints:
 
 _MANTISSA = 2.0**53
 """Below this, float64 holds every whole number."""
-
-
-@final
-class Locate:
-    """Where values stand, for messages.
-
-    Args:
-        sample: returns the place of sample i: `list.jsonl:17`.
-        value: returns the place of one of its values, by default `list.jsonl:17: boxes`.
-        row: returns the place of row j of a value, by default `list.jsonl:17: boxes[2]`.
-    """
-
-    def __init__(
-        self,
-        sample: Callable[[int], str],
-        value: Callable[[int, str], str] | None = None,
-        row: Callable[[int, str, int], str] | None = None,
-    ) -> None:
-        self.sample = sample
-        self.value = value or (lambda i, column: f"{sample(i)}: {column}")
-        self.row = row or (lambda i, column, j: f"{self.value(i, column)}[{j}]")
-
-
-@final
-class Labels:
-    """The labels of samples, or of boxes, in the making: each distinct one has a number.
-
-    Args:
-        classes: see `resolve_labels`.
-        place: the place of the whole source, for messages.
-    """
-
-    def __init__(self, classes: int | tuple[str, ...] | None, place: str) -> None:
-        self._classes, self._place = classes, place
-        self._codes, self._numbers, self._firsts = Codes(), array("i"), list[str]()
-
-    def add(self, labels: Sequence[int | str], locate: Callable[[int], str]) -> None:
-        """Append labels. locate: returns the place of labels[i]."""
-        codes = self._codes
-        for i, label in enumerate(labels):
-            code = codes[label]
-            if code == len(self._firsts):
-                self._firsts.append(locate(i))
-            self._numbers.append(code)
-
-    def build(self) -> tuple[tuple[str, ...], Ints]:
-        """The names of the classes, and each label as an index into them. Raises SourceError."""
-        if not self._codes:
-            names = self._classes if isinstance(self._classes, tuple) else map(str, range(self._classes or 0))
-            return tuple(names), np.zeros(0, np.int64)
-        written = texts_of(self._codes, self._classes)
-        names, labels = resolve_labels(written, self._classes, self._firsts.__getitem__, self._place)
-        return names, labels[np.frombuffer(self._numbers, dtype=np.int32)]
 
 
 @final
@@ -148,7 +95,7 @@ class RecordBuilder:
         self._keypoints: dict[str, int] = {}
 
     def columns(self) -> list[str]:
-        """The columns that `add` needs."""
+        """Return the columns that `add` needs."""
         columns = [spec.column or name for name, spec in self._declared if not spec.is_mask_file]
         return columns + [spec.labels for _, spec in self._declared if spec.labels is not None]
 
@@ -194,7 +141,7 @@ class RecordBuilder:
         storages: tuple[Storage, ...] = (),
         box_labels: tuple[tuple[str, ...], Ints] | None = None,
     ) -> RecordTable:
-        """The table of all samples.
+        """Build the table of all samples.
 
         Args:
             files: the columns of masks that are files.
@@ -261,13 +208,13 @@ class RecordBuilder:
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def _fault(self, i: int, column: str, rule: str, value: Any, row: int | None = None) -> SourceError:
-        """The error for the value, or for one of its rows, of sample i of the block."""
+        """Return the error for the value, or for one of its rows, of sample i of the block."""
         i += self._count
         here = self._locate.value(i, column) if row is None else self._locate.row(i, column, row)
         return SourceError(f"{here} {rule}, got {show(value)}; correct it")
 
     def _value_fault(self, i: int, column: str, rule: str, value: Any) -> SourceError:
-        """The error for a number or a text."""
+        """Return the error for a number or a text."""
         action = ", or declare it with type: any, which keeps missing values" if value is None else ""
         return SourceError(f"{self._fault(i, column, rule, value)}{action}")
 
@@ -281,7 +228,7 @@ class RecordBuilder:
             self._invalid[name].setdefault(before + row, (i + self._count, f"{place} {rule}"))
 
     def _lists(self, column: str, values: Sequence[Any]) -> Ints:
-        """The lengths of values, which must be lists."""
+        """Return the lengths of values. Raises SourceError for a value that is no list."""
         for i, value in enumerate(values):
             if type(value) is not list:
                 raise self._fault(i, column, "must be a list with an entry for each instance", value)
@@ -373,7 +320,7 @@ class RecordBuilder:
         return counts
 
     def _keypoint_count(self, column: str, values: Sequence[Any]) -> int:
-        """How many keypoints the first instance has."""
+        """Return how many keypoints the first instance has."""
         i, j, first = next(_rows_of(values))
         flat = _numeric([first], None)
         if (
@@ -506,7 +453,8 @@ class _InstanceBuilder:
 
 
 def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> Floats | None:
-    """Rows as float64 [len(rows), *shape], or of any one shape; None if one is of another shape or not of numbers."""
+    """Convert rows to float64 [len(rows), *shape], or of any one shape; None if one is of another shape or not of
+    numbers."""
     if not rows and shape is not None:
         return np.zeros((0, *shape))
     try:
@@ -525,7 +473,7 @@ def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> Floats | None:
 
 
 def _outline(value: Any) -> Floats | None:
-    """x and y in turn, from such a list or one of pairs; None if it is neither."""
+    """Return x and y in turn, from such a list or from a list of pairs; None if it is neither."""
     if not isinstance(value, list):
         return None
     try:
@@ -537,7 +485,7 @@ def _outline(value: Any) -> Floats | None:
 
 
 def _rows_of(values: Sequence[Any]) -> Any:
-    """Each row with the number of its sample and its number within it."""
+    """Yield each row with the number of its sample and its number within it."""
     return ((i, j, row) for i, value in enumerate(values) for j, row in enumerate(value))
 
 

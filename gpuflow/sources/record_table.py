@@ -7,26 +7,25 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.arrays import Bytes, Floats, Ints
+from gpuflow.arrays import Array, Bytes, Floats, Ints
 from gpuflow.pipeline.records import Column, Field, LeftOut, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources.paths import PathTable
-from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.storage import Shard, Storage
+from gpuflow.sources.storage import Allocate, Payload, Shard, Storage
 
 
 class Store(Protocol):
     """A column of all samples."""
 
     def take(self, samples: Ints, errors: list[str | None]) -> Column:
-        """The values of these samples. Sets `errors[i]` where that of sample i cannot be read."""
+        """Read the values of these samples. Set `errors[i]` where that of sample i cannot be read."""
 
     def parts(self) -> Iterator[bytes]:
-        """All values as bytes, for a fingerprint."""
+        """Yield all values as bytes, for a fingerprint."""
 
 
 @final
@@ -49,18 +48,18 @@ class RecordTable:
 
     @property
     def box_classes(self) -> tuple[str, ...]:
-        """The names of the classes of boxes; empty without boxes or their labels."""
+        """Return the names of the classes of boxes; empty without boxes or their labels."""
         return next((field.classes for field in self.fields if field.type == "boxes"), ())
 
     def records(self, indices: Sequence[int]) -> Records:
-        """The fields of these samples. Raises what `Storage` says."""
+        """Read the fields of these samples. Raises what `Storage` says."""
         samples = np.asarray(indices, dtype=np.int64)
         errors = [self.errors.get(i) for i in samples.tolist()]
         columns = {name: store.take(samples, errors) for name, store in self.stores.items()}
         return Records(columns, errors, None if self.sizes is None else self.sizes[samples])
 
     def digest(self) -> str:
-        """A hash of all fields and values, as 16 hex digits; empty without fields. Masks' files are not read."""
+        """Hash all fields and values to 16 hex digits; an empty text without fields. Masks' files are not read."""
         if not self.fields:
             return ""
         digest = hashlib.blake2b(repr(self.fields).encode(), digest_size=8)
@@ -78,6 +77,32 @@ class RecordTable:
 
 NO_FIELDS = RecordTable((), {}, {})
 """The table of a source without fields."""
+
+
+class TableSource:
+    """What sources have in common whose labels and records are in memory: see `Source` and `RecordSource`."""
+
+    def __init__(self, classes: tuple[str, ...], labels: Array, has_labels: bool, table: RecordTable) -> None:
+        self.classes, self.labels, self.has_labels, self._table = classes, labels, has_labels, table
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return self._table.fields
+
+    @property
+    def left_out(self) -> Mapping[int, LeftOut]:
+        return self._table.left_out
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def records(self, indices: Sequence[int]) -> Records:
+        return self._table.records(indices)
+
+    def without_records(self) -> Self:
+        source = copy.copy(self)
+        source._table = NO_FIELDS
+        return source
 
 
 @final
@@ -225,7 +250,7 @@ class _Cells(Protocol):
         """See `Source.path`."""
 
     def sizes(self) -> Ints:
-        """What is known of their sizes without reading."""
+        """Return what is known of their sizes without reading."""
 
 
 @final
@@ -248,7 +273,7 @@ def _memory(size: int) -> Bytes:
 
 
 def _masks(payload: Payload, names: Sequence[str], errors: list[str | None]) -> list[MaskFile]:
-    """The files as masks. Each that could not be read, or is empty, is an error of its sample's record."""
+    """Return the files as masks. Each one that could not be read, or is empty, is an error of its sample's record."""
     for i, error in enumerate(payload.errors):
         if error is not None and errors[i] is None:
             errors[i] = f"mask {names[i]}: {error}"

@@ -18,12 +18,20 @@ from gpuflow.arrays import Ints
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.pipeline.rng import key64, permute
-from gpuflow.sources.base import Source, SourceSpec
-from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
+from gpuflow.sources.base import (
+    Source,
+    fields_of,
+    fingerprint,
+    fingerprint_of,
+    has_labels,
+    has_one_class,
+    left_out_of,
+    records_of,
+    without_records,
+)
 from gpuflow.sources.mix import MixSource
-from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_source import fields_of, has_labels, has_one_class, left_out_of, records_of, without_records
-from gpuflow.sources.storage import Storage
+from gpuflow.sources.source_spec import SourceSpec
+from gpuflow.sources.storage import Allocate, Payload, Storage
 
 
 @final
@@ -42,7 +50,7 @@ class Subset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `gpuflow.sources.fingerprint`: that of the other source, and which of its samples these are."""
+        """See `gpuflow.sources.base.fingerprint`: that of the other source, and which of its samples these are."""
         return fingerprint(b"", self.labels, self.classes, self.indices, known=fingerprint_of(self.source))
 
     @property
@@ -87,7 +95,7 @@ class Subset:
 
 
 def subset(source: Source, spec: SourceSpec, name: str) -> Source:
-    """The split called `name`, or the whole source where `spec` declares no such split."""
+    """Select the split called `name`, or the whole source where `spec` declares no such split."""
     if name not in spec.part_names:
         return source
     if isinstance(source, MixSource):
@@ -109,7 +117,7 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
 
 
 def split_indices(labels: Ints, classes: Sequence[str], fractions: Sequence[float], seed: int, place: int) -> Ints:
-    """The sorted indices of the samples in split number `place`."""
+    """Draw the sorted indices of the samples in split number `place`."""
     class_sizes = np.bincount(labels, minlength=len(classes))
     ends = np.cumsum(split_counts(class_sizes, fractions), axis=1)
     members = np.argsort(labels, kind="stable")
@@ -157,7 +165,7 @@ def split_counts(class_sizes: Ints, fractions: Sequence[float]) -> Ints:
 
 
 def _shard_sizes(sizes: tuple[int, ...] | None, indices: Ints) -> tuple[int, ...] | None:
-    """The number of samples in `indices` from each shard, without shards that have none."""
+    """Count the samples in `indices` from each shard, without shards that have none."""
     if sizes is None:
         return None
     held = np.diff(np.searchsorted(indices, np.cumsum(sizes)), prepend=0)

@@ -1,12 +1,12 @@
 """The tar source: WebDataset-style shards whose members share a key, `0001.jpg` with `0001.cls` or `0001.json`.
 
-A key is a member's path up to the first dot of its file name. The headers are walked once; where each image lies is
-cached in the user's cache folder (`~/.cache/gpuflow`), and from then on a sample is one read at an offset.
+A key is a member's path up to the first dot of its file name. Declared fields are keys of the `.json` member, or
+separate members. The headers are walked once; where each image lies, and what the other members hold that are no masks,
+is cached in the user's cache folder (`~/.cache/gpuflow`). From then on a sample is one read at an offset.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -14,40 +14,36 @@ import re
 import tarfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import product
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
 from gpuflow.arrays import Array, Ints
-from gpuflow.errors import Problem, SourceError, redacted
-from gpuflow.pipeline.records import Field, LeftOut, Records
-from gpuflow.sources.base import Extent
-from gpuflow.sources.field_spec import FieldSpec
-from gpuflow.sources.fingerprint import fingerprint, relative
-from gpuflow.sources.hints import missing_path
-from gpuflow.sources.keys import Cached, Named, WithExtensions, WithWindow
-from gpuflow.sources.labels import Codes, resolve_labels
-from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_table import NO_FIELDS, RecordTable
-from gpuflow.sources.storage import CachedStorage, ReadAt, Shard, Storage, is_remote, open_storage
-from gpuflow.sources.tar_fields import read_fields
+from gpuflow.errors import Problem, SourceError, near_word, redacted, show
+from gpuflow.sources.base import fingerprint, relative
+from gpuflow.sources.directories import missing_path
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
+from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, sample_labels
+from gpuflow.sources.listing_text import parsed_json
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_table import NO_FIELDS, MaskMembers, RecordTable, TableSource
+from gpuflow.sources.source_spec import Cached, Extent, Named, WithExtensions, WithWindow
+from gpuflow.sources.storage import Allocate, CachedStorage, Payload, ReadAt, Shard, Storage, is_remote, open_storage
 from gpuflow.sources.tar_members import (
-    SCAN_FORMAT,
     Member,
+    MemberTable,
+    Places,
     Sample,
-    cache_path,
+    cached_arrays,
     json_of,
     key_of,
     label_in,
-    load_arrays,
     no_label,
     samples_of,
-    save_arrays,
     text_of,
 )
 
@@ -55,35 +51,19 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp")
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Index:
-    """The places and labels of all samples, as arrays.
-
-    images: the images' member names.
-    starts, sizes: each image's offset and size in its shard, in bytes.
-    codes: each sample's label, as an index into `values`.
-    values: the distinct labels as written, in order of first occurrence.
-    shard_sizes: number of samples in each shard.
-    """
-
-    images: PathTable
-    starts: Ints
-    sizes: Ints
-    codes: Ints
-    values: list[str]
-    shard_sizes: Ints
+_ROWS = 4096
+"""Number of samples in one block."""
+_LABEL = ".cls or .json"
+"""The column of a label that is not given: the member `.cls`, else the key `label` or `cls` of `.json`."""
 
 
 @final
-class TarSource:
+class TarSource(TableSource):
     """The samples of one or more shards. `Tar` opens it."""
 
     def __init__(
         self,
         storage: Storage,
-        shards: Sequence[Shard],
         index: _Index,
         classes: tuple[str, ...],
         labels: Array,
@@ -91,53 +71,31 @@ class TarSource:
         has_labels: bool = True,
         table: RecordTable = NO_FIELDS,
     ) -> None:
-        self.storage, self._shards, self._index = storage, tuple(shards), index
-        self.has_labels, self._table = has_labels, table
-        self._ends = np.cumsum(index.shard_sizes)
-        self.classes, self.labels = classes, labels
-        self.shard_sizes: tuple[int, ...] = tuple(index.shard_sizes.tolist())
+        super().__init__(classes, labels, has_labels, table)
+        self.storage, self._shards, self._images, self._ends = storage, index.shards, index.images, index.ends
+        self.shard_sizes: tuple[int, ...] = tuple(index.sizes.tolist())
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `gpuflow.sources.fingerprint`. Names and sizes of the images, names and lengths of the shards."""
-        index, known = self._index, self._table.digest()
-        return fingerprint(self.entries, self.labels, self.classes, index.sizes, index.shard_sizes, known=known)
+        """See `gpuflow.sources.base.fingerprint`. Names and sizes of the images, names and lengths of the shards."""
+        sizes, known = self._images.sizes, self._table.digest()
+        return fingerprint(self.entries, self.labels, self.classes, sizes, self.shard_sizes, known=known)
 
     @property
     def entries(self) -> bytes:
-        """See `gpuflow.sources.fingerprint.entries_of`."""
+        """See `gpuflow.sources.base.entries_of`."""
         shards = relative([shard.path for shard in self._shards])
-        return b"".join([self._index.images.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        return b"".join([self._images.names.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
 
     def path(self, index: int) -> str:
         shard = self._shards[int(np.searchsorted(self._ends, index, side="right"))]
-        return redacted(f"{shard.path}/{self._index.images[index]}")
+        return redacted(f"{shard.path}/{self._images.names[index]}")
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)
         shards = [self._shards[i] for i in np.searchsorted(self._ends, places, side="right").tolist()]
-        starts, sizes = self._index.starts[places].tolist(), self._index.sizes[places].tolist()
+        starts, sizes = self._images.starts[places].tolist(), self._images.sizes[places].tolist()
         return self.storage.read_ranges(shards, starts, sizes, allocate)
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return self._table.fields
-
-    def records(self, indices: Sequence[int]) -> Records:
-        return self._table.records(indices)
-
-    @property
-    def left_out(self) -> Mapping[int, LeftOut]:
-        return self._table.left_out
-
-    def without_records(self) -> TarSource:
-        classes, labels, has_labels = self.classes, self.labels, self.has_labels
-        return TarSource(
-            self.storage, self._shards, self._index, classes, labels, has_labels=has_labels, table=NO_FIELDS
-        )
 
     def close(self) -> None:
         self.storage.close()
@@ -200,45 +158,9 @@ def _open(spec: Tar) -> TarSource:
     names = expand_braces(pattern)
     storage = open_storage(pattern, spec.cache)
     shards = _inspected(storage, names)
-    if spec.declared:
-        source = _with_fields(spec, storage, shards)
-        _warn_of_small_cache(spec, storage, shards, len(source))
-        return source
-    extensions = spec.image_suffixes
-    cache = cache_path("tar", shards, SCAN_FORMAT, *spec.extensions)
-    index = _index_of(load_arrays(cache))
-    if index is None:
-        index = _build_index(storage, shards, extensions)
-        save_arrays(cache, _arrays_of(index))
-    if not len(index.codes):
-        raise SourceError(
-            f"{spec.tar}: must hold at least one image ({', '.join(extensions)}), got none; check what is in it"
-        )
-    ends = np.cumsum(index.shard_sizes)
-
-    def locate(code: int) -> str:
-        first = int(np.argmax(index.codes == code))
-        return f"{shards[int(np.searchsorted(ends, first, side='right'))].path}/{index.images[first]}"
-
-    classes, labels = resolve_labels(index.values, spec.classes, locate, spec.tar)
-    _warn_of_small_cache(spec, storage, shards, len(labels))
-    return TarSource(storage, shards, index, classes, labels[index.codes])
-
-
-def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSource:
-    """The shards with the fields that `spec` declares."""
-    found = read_fields(spec, storage, shards, spec.image_suffixes)
-    index = _Index(
-        images=found.images,
-        starts=found.starts,
-        sizes=found.sizes,
-        codes=np.zeros(0, np.int64),
-        values=[],
-        shard_sizes=found.shard_sizes,
-    )
-    return TarSource(
-        storage, shards, index, found.classes, found.labels, has_labels=found.has_labels, table=found.table
-    )
+    source = (_with_fields if spec.declared else _with_labels)(spec, storage, shards)
+    _warn_of_small_cache(spec, storage, shards, len(source))
+    return source
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -280,7 +202,7 @@ def _inspected(storage: Storage, names: Sequence[str]) -> list[Shard]:
 
 
 def _warn_of_small_cache(spec: Tar, storage: Storage, shards: Sequence[Shard], samples: int) -> None:
-    """Blocks serve several samples of a window. A cache that does not hold one downloads them for each sample."""
+    """Warn of a cache that is smaller than a window: it downloads blocks anew for each sample that they serve."""
     cache = spec.cache
     if cache is None or not isinstance(storage, CachedStorage):
         return
@@ -295,35 +217,99 @@ def _warn_of_small_cache(spec: Tar, storage: Storage, shards: Sequence[Shard], s
         )
 
 
-def _build_index(storage: Storage, shards: Sequence[Shard], extensions: tuple[str, ...]) -> _Index:
-    images, codes, values = PathTableBuilder(), [], Codes()
-    starts: list[Ints] = []
-    sizes: list[Ints] = []
-    counts = []
-    for labelled in storage.scan(shards, functools.partial(_labelled_images, extensions=extensions)):
-        images.add([image.name for image, _ in labelled])
-        starts.append(np.array([image.start for image, _ in labelled], dtype=np.int64))
-        sizes.append(np.array([image.size for image, _ in labelled], dtype=np.int64))
-        codes.append(np.array([values[label] for _, label in labelled], dtype=np.int64))
-        counts.append(len(labelled))
-    return _Index(
-        images=images.build(),
-        starts=np.concatenate(starts),
-        sizes=np.concatenate(sizes),
-        codes=np.concatenate(codes),
-        values=[str(value) for value in values],
-        shard_sizes=np.array(counts, dtype=np.int64),
+# --- the index --------------------------------------------------------------------------------------------------------
+
+
+@final
+class _Index:
+    """The images of all samples and, by suffix, their other members, as arrays that can be cached.
+
+    `names`, `name_starts`, `starts`, `sizes`: of the images, see `MemberTable`. `shard_sizes`: numbers of samples.
+    Without fields: `codes`, each sample's label, and `values`, the distinct ones as written, in JSON.
+    With fields, for each suffix of content `.x`: `text.x`, all contents, and `text.x.ends`; -1 - end where there is no
+    member. For each suffix of masks: `mask.x.names` and so on, as of the images.
+
+    Raises SourceError if there is no image.
+    """
+
+    def __init__(self, spec: Tar, shards: Sequence[Shard], arrays: Mapping[str, Array]) -> None:
+        self.arrays, self.shards = arrays, tuple(shards)
+        self.images = Places.of(arrays)
+        self.sizes = arrays["shard_sizes"]
+        self.ends = np.cumsum(self.sizes)
+        self.locate = Locate(self.sample, self._value, self._row)
+        if not len(self.images.names):
+            suffixes = ", ".join(spec.image_suffixes)
+            raise SourceError(f"{spec.tar}: must hold at least one image ({suffixes}), got none; check what is in it")
+
+    def content(self, suffix: str, i: int) -> bytes | None:
+        """Return the content of the member of sample i with this suffix; None if it has none."""
+        ends = self.arrays[f"text.{suffix}.ends"]
+        if ends[i] < 0:
+            return None
+        start = 0 if i == 0 else ends[i - 1]
+        start = -1 - start if start < 0 else start
+        return bytes(self.arrays[f"text.{suffix}"][start : ends[i]])
+
+    def masks(self, suffix: str, storage: Storage) -> MaskMembers:
+        """Return the members with a suffix of masks, as a column of records."""
+        return MaskMembers(storage, self.shards, self.ends, *Places.of(self.arrays, f"mask.{suffix}."))
+
+    def sample(self, i: int) -> str:
+        """Return the place of sample i."""
+        return f"{self._shard(i)}/{self.images.names[i]}"
+
+    def member(self, i: int, suffix: str) -> str:
+        """Return the path of a sample's member, whether or not there is one."""
+        return f"{self._shard(i)}/{self.key(i)}.{suffix}"
+
+    def key(self, i: int) -> str:
+        """Return the key that the members of sample i share."""
+        return key_of(self.images.names[i])[0]
+
+    def _shard(self, i: int) -> str:
+        return self.shards[int(np.searchsorted(self.ends, i, side="right"))].path
+
+    def _value(self, i: int, column: str) -> str:
+        if column == _LABEL:
+            return f"{self.member(i, 'json' if self.content('cls', i) is None else 'cls')}: label"
+        return self.member(i, column[1:]) if column.startswith(".") else f"{self.member(i, 'json')}: {column}"
+
+    def _row(self, i: int, column: str, j: int) -> str:
+        return f"{self._value(i, column)}{': ' if column.startswith('.') else ''}[{j}]"
+
+
+def _with_labels(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSource:
+    """Index shards whose samples have a label and no fields."""
+    scan = partial(_labelled_images, extensions=spec.image_suffixes)
+
+    def make() -> dict[str, Array]:
+        images, codes, values, counts = MemberTable(), list[Ints](), Codes(), list[int]()
+        for labelled in storage.scan(shards, scan):
+            images.add([image for image, _ in labelled])
+            codes.append(np.array([values[label] for _, label in labelled], np.int64))
+            counts.append(len(labelled))
+        written = np.frombuffer(json.dumps(list(values)).encode(), np.uint8)
+        sizes = np.array(counts, np.int64)
+        return images.arrays() | {"codes": np.concatenate(codes), "values": written, "shard_sizes": sizes}
+
+    names = {*MemberTable().arrays(), "codes", "values", "shard_sizes"}
+    index = _Index(spec, shards, cached_arrays("tar", shards, spec.extensions, names, make))
+    codes, values = index.arrays["codes"], json.loads(index.arrays["values"].tobytes())
+    classes, labels = resolve_labels(
+        values, spec.classes, lambda code: index.sample(int(np.argmax(codes == code))), spec.tar
     )
+    return TarSource(storage, index, classes, labels[codes])
 
 
 def _labelled_images(shard: Shard, read_at: ReadAt, extensions: tuple[str, ...]) -> list[tuple[Member, str]]:
-    """The images of one shard and their labels as written."""
+    """Scan one shard for its images and their labels as written."""
     samples = samples_of(shard, read_at, images=extensions, contents=("cls", "json"))
     return [(sample.image, _label(shard, sample)) for sample in samples]
 
 
 def _label(shard: Shard, sample: Sample) -> str:
-    """The label as written in a sample's .cls member, else in its .json member."""
+    """Return the label as written in a sample's .cls member, else in its .json member."""
     image, members, contents = sample
     here, label = f"{shard.path}/{image.name}", None
     if "cls" in members:
@@ -342,31 +328,193 @@ def _label(shard: Shard, sample: Sample) -> str:
     return text
 
 
-def _index_of(arrays: Mapping[str, Array] | None) -> _Index | None:
-    """The cached index; None if there is none or it lacks something."""
-    if arrays is None:
-        return None
-    try:
-        return _Index(
-            images=PathTable(arrays["images"].tobytes(), arrays["image_starts"]),
-            starts=arrays["starts"],
-            sizes=arrays["sizes"],
-            codes=arrays["codes"],
-            values=json.loads(arrays["values"].tobytes()),
-            shard_sizes=arrays["shard_sizes"],
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSource:
+    """Index shards with the fields that `spec` declares."""
+    columns = {name: field.column or _default_column(name, field) for name, field in spec.declared}
+    columns = {name: column.lower() if column.startswith(".") else column for name, column in columns.items()}
+    declared = tuple((name, replace(field, column=columns[name])) for name, field in spec.declared)
+    _check_default_members(spec.declared, spec.where)
+    _check_shared_members(declared, columns, spec.where)
+    masks = {name: columns[name][1:] for name, field in declared if field.is_mask_file}
+    mask_suffixes = tuple(dict.fromkeys(masks.values()))
+    others = [columns[name] for name, field in declared if field.type != "image" and not field.is_mask_file]
+    others += [field.labels for _, field in declared if field.labels is not None]
+    required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
+    suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
+    images = spec.image_suffixes
+    scan = partial(samples_of, images=images, contents=suffixes, others=mask_suffixes, required=required)
+    asked = images, suffixes, mask_suffixes, tuple(sorted(required))
+    names = set(_arrays_of([], suffixes, mask_suffixes))
+    arrays = cached_arrays(
+        "tar-fields", shards, asked, names, lambda: _arrays_of(storage.scan(shards, scan), suffixes, mask_suffixes)
+    )
+    index = _Index(spec, shards, arrays)
+    for suffix in sorted(required):
+        _check_present(index, suffix, arrays[f"text.{suffix}.ends"])
+    for suffix in mask_suffixes:
+        _check_present(index, suffix, arrays[f"mask.{suffix}.starts"])
+    label_column, label = label_field(declared)
+    label_classes = label.classes if label is not None and label.classes is not None else spec.classes
+    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.where, index.locate)
+    labels = sample_labels(label, label_column, label_classes, spec.where, index.locate)
+    readers = {column: _reader_of(index, column, declared) for column in builder.columns()}
+    label_reader = _reader_of(index, label_column, declared) if label is not None else None
+    for first in range(0, len(index.images.names), _ROWS):
+        numbers = range(first, min(first + _ROWS, len(index.images.names)))
+        rows = _Rows(index)
+        labels.add([label_reader(i, rows) for i in numbers] if label_reader is not None else [None] * len(numbers))
+        builder.add({column: [read(i, rows) for i in numbers] for column, read in readers.items()}, len(numbers))
+    classes, values = labels.build()
+    files = {name: index.masks(suffix, storage) for name, suffix in masks.items()}
+    table = builder.build(files, (storage,) if files else ())
+    if label is None:
+        classes = table.box_classes
+    return TarSource(storage, index, classes, values, has_labels=label is not None, table=table)
+
+
+def _default_column(name: str, field: FieldSpec) -> str:
+    if field.is_mask_file:
+        return ".mask.png"
+    return {"text": ".txt", "label": _LABEL}.get(str(field.type), name)
+
+
+def _check_default_members(declared: Sequence[tuple[str, FieldSpec]], place: str) -> None:
+    """Raise SourceError if two fields without a column would both read the member of their type, such as `.txt`."""
+    first: dict[str, str] = {}
+    for name, field in declared:
+        column = _default_column(name, field)
+        if field.column is not None or not column.startswith(".") or column == _LABEL:
+            continue
+        if (other := first.setdefault(column, name)) != name:
+            own = f".{name}.png" if field.is_mask_file else name
+            raise SourceError(
+                f"{place}: the fields {other} and {name} must not both read {column}, the member of their type; give "
+                f"one of them its column, such as {name}: {{type: {field.type}, column: {own}}}"
+            )
+
+
+def _check_shared_members(declared: Sequence[tuple[str, FieldSpec]], columns: Mapping[str, str], place: str) -> None:
+    """Raise SourceError if two fields would read one member differently. Keys of a `.json` member may be shared."""
+    first: dict[str, tuple[str, FieldSpec]] = {}
+    for name, field in declared:
+        column = columns[name]
+        other, known = first.setdefault(column, (name, field))
+        if column.startswith(".") and (field.type, field.kind) != (known.type, known.kind):
+            raise SourceError(
+                f"{place}: the fields {other} and {name} must not read the member {column} in two ways; name another "
+                "member for one of them"
+            )
+
+
+@final
+class _Rows:
+    """The parsed `.json` members of a block."""
+
+    def __init__(self, index: _Index) -> None:
+        self._index = index
+        self._known: dict[int, Any] = {}
+
+    def value(self, i: int) -> Any:
+        """Return the value of sample i, an empty object if it has no such member."""
+        if i not in self._known:
+            self._known[i] = json_of(self._index.content("json", i) or b"{}", self._index.member(i, "json"))
+        return self._known[i]
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Return the value of sample i, which must be an object."""
+        row = self.value(i)
+        if not isinstance(row, dict):
+            raise SourceError(f"{self._index.member(i, 'json')}: must be a JSON object, got {show(row)}; correct it")
+        return row
+
+
+_Reader = Callable[[int, _Rows], Any]
+
+
+def _reader_of(index: _Index, column: str, declared: Sequence[tuple[str, FieldSpec]]) -> _Reader:
+    """Return the function that reads a column of sample i."""
+    owner = next((field for _, field in declared if field.column == column), None)
+
+    def label(i: int, rows: _Rows) -> Any:
+        content = index.content("cls", i)
+        if content is not None:
+            return _parsed_label(text_of(content, index.member(i, "cls")), owner)
+        value = label_in(rows.value(i))
+        if value is None:
+            raise no_label(index.sample(i), index.key(i))
+        return value
+
+    def key(i: int, rows: _Rows) -> Any:
+        row = rows[i]
+        if column not in row:
+            here = index.member(i, "json")
+            known = list(row)
+            raise SourceError(
+                f"{here}: object must have the key {column!r}, got {', '.join(known) or 'none'}"
+                f"{near_word(column, known)}"
+            )
+        return row[column]
+
+    def whole(i: int, rows: _Rows) -> Any:
+        here = index.member(i, column[1:])
+        content = index.content(column[1:], i)
+        assert content is not None
+        if owner is not None and owner.type == "text":
+            return text_of(content, here)
+        if owner is not None and owner.type == "label":
+            return _parsed_label(text_of(content, here), owner)
+        return json_of(content, here)
+
+    return label if column == _LABEL else whole if column.startswith(".") else key
+
+
+def _parsed_label(text: str, field: FieldSpec | None) -> Any:
+    """Parse a label from the text of a member."""
+    text = text.strip()
+    if field is not None and field.kind == "classes" and (field.separator or not text.startswith("[")):
+        return names_in(text, field.separator or "|")
+    if field is not None and field.kind in ("classes", "number", "vector"):
+        try:
+            return parsed_json(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _arrays_of(shards: Iterable[list[Sample]], suffixes: Sequence[str], masks: Sequence[str]) -> dict[str, Array]:
+    """Return the arrays of `_Index` with fields.
+
+    shards: the samples of each. suffixes, masks: of members that are contents and masks.
+    """
+    images, shard_sizes = MemberTable(), list[int]()
+    texts: dict[str, tuple[bytearray, list[int]]] = {suffix: (bytearray(), []) for suffix in suffixes}
+    mask_tables = {suffix: MemberTable() for suffix in masks}
+    for samples in shards:
+        images.add([sample.image for sample in samples])
+        shard_sizes.append(len(samples))
+        for suffix, (blob, ends) in texts.items():
+            for sample in samples:
+                blob += sample.contents.get(suffix, b"")
+                ends.append(len(blob) if suffix in sample.contents else -1 - len(blob))
+        for suffix, table in mask_tables.items():
+            table.add([x.members.get(suffix, Member(f"{x.image.name}: none", -1, 0)) for x in samples])
+    arrays = images.arrays() | {"shard_sizes": np.array(shard_sizes, np.int64)}
+    for suffix, table in mask_tables.items():
+        arrays |= table.arrays(f"mask.{suffix}.")
+    for suffix, (blob, ends) in texts.items():
+        arrays[f"text.{suffix}"] = np.frombuffer(bytes(blob), np.uint8)
+        arrays[f"text.{suffix}.ends"] = np.array(ends, np.int64)
+    return arrays
+
+
+def _check_present(index: _Index, suffix: str, held: Ints) -> None:
+    """Raise SourceError for a sample without the member of a suffix. held: negative where there is none."""
+    if (lacking := np.flatnonzero(held < 0)).size:
+        i = int(lacking[0])
+        raise SourceError(
+            f"{index.sample(i)}: sample must have the member {index.key(i)}.{suffix}, got none ({lacking.size} of "
+            f"{len(held)} samples); add it, or correct source.fields"
         )
-    except (ValueError, KeyError):
-        return None
-
-
-def _arrays_of(index: _Index) -> dict[str, Array]:
-    """What `_index_of` reads."""
-    return {
-        "images": np.frombuffer(index.images.blob, dtype=np.uint8),
-        "image_starts": index.images.starts,
-        "starts": index.starts,
-        "sizes": index.sizes,
-        "codes": index.codes,
-        "values": np.frombuffer(json.dumps(index.values).encode(), dtype=np.uint8),
-        "shard_sizes": index.shard_sizes,
-    }

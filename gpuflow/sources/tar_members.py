@@ -10,19 +10,20 @@ import tarfile
 import warnings
 import zipfile
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from tokenize import TokenError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from gpuflow.arrays import Array
+from gpuflow.arrays import Array, Ints
 from gpuflow.errors import SourceError
 from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.listing_text import parsed_json
+from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.storage import ReadAt, Shard, is_remote
 
-SCAN_FORMAT = 4
+_SCAN_FORMAT = 5
 """The version of what `samples_of` finds, and of the arrays that are cached of it."""
 
 _BLOCK_BYTES = 512
@@ -46,8 +47,8 @@ class Member(NamedTuple):
 
 
 def key_of(name: str) -> tuple[str, str]:
-    """The key that a sample's members share, which is the path up to the first dot of the file's name, and a member's
-    suffix; an empty key or suffix for a member of no sample."""
+    """Return the key that a sample's members share, which is the path up to the first dot of the file's name, and a
+    member's suffix; an empty key or suffix for a member of no sample."""
     directory, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
     return directory + slash + stem if stem else "", suffix.lower()
@@ -70,7 +71,7 @@ def samples_of(
     others: Collection[str] = (),
     required: Collection[str] = (),
 ) -> list[Sample]:
-    """The samples of a shard, in the order of their images.
+    """Scan a shard for its samples, in the order of their images.
 
     Args:
         images: the suffixes of images.
@@ -123,14 +124,14 @@ def samples_of(
 
 
 def no_label(image: str, key: str) -> SourceError:
-    """The error for an image at this place without a label."""
+    """Return the error for an image at this place without a label."""
     return SourceError(
         f'{image}: image must have a label, got none; add {key}.cls, or {key}.json with the key "label" or "cls"'
     )
 
 
 def text_of(content: bytes, here: str) -> str:
-    """The text of a member at this place. Raises SourceError."""
+    """Decode the text of a member at this place. Raises SourceError."""
     try:
         return content.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as fault:
@@ -138,7 +139,7 @@ def text_of(content: bytes, here: str) -> str:
 
 
 def json_of(content: bytes, here: str) -> Any:
-    """The value of a JSON member at this place. Raises SourceError."""
+    """Parse a JSON member at this place. Raises SourceError."""
     try:
         return parsed_json(content)
     except ValueError as fault:
@@ -146,7 +147,7 @@ def json_of(content: bytes, here: str) -> Any:
 
 
 def label_in(value: Any) -> Any:
-    """The label in the value of a JSON member; None if it has none."""
+    """Return the label in the value of a JSON member; None if it has none."""
     if not isinstance(value, dict):
         return None
     label = value.get("label")
@@ -205,7 +206,7 @@ def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
 
 
 def _header(block: bytes, shard: Shard, offset: int) -> tarfile.TarInfo | None:
-    """The header of the member that begins at `offset`; None for zeros, which end a tar."""
+    """Parse the header of the member that begins at `offset`; None for zeros, which end a tar."""
     try:
         return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as fault:
@@ -222,7 +223,7 @@ def _header(block: bytes, shard: Shard, offset: int) -> tarfile.TarInfo | None:
 
 
 def _size(header: tarfile.TarInfo, attributes: Mapping[str, str], shard: Shard, offset: int) -> int:
-    """The size of a member, as an extended header gives it, else its header."""
+    """Return the size of a member. An extended header, if there is one, overrides its header."""
     size, extended = header.size, attributes.get("size")
     if header.isreg() and extended is not None:
         size = int(extended) if _DIGITS.fullmatch(extended) else -1
@@ -280,28 +281,79 @@ def _truncated(shard: Shard, needed: int) -> SourceError:
     )
 
 
+# --- arrays of members, and their cache -------------------------------------------------------------------------------
+
+
+@final
+class MemberTable:
+    """Collects the names and places of members, shard by shard."""
+
+    def __init__(self) -> None:
+        self._names, self._places = PathTableBuilder(), [np.zeros((0, 2), np.int64)]
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Append the members of the next shard."""
+        self._names.add([member.name for member in members])
+        self._places.append(np.array([(member.start, member.size) for member in members], np.int64).reshape(-1, 2))
+
+    def arrays(self, prefix: str = "") -> dict[str, Array]:
+        """Return the table as arrays, whose names begin with `prefix`; `Places.of` reads them."""
+        names, places = self._names.build(), np.concatenate(self._places)
+        return {
+            f"{prefix}names": np.frombuffer(names.blob, np.uint8),
+            f"{prefix}name_starts": names.starts,
+            f"{prefix}starts": places[:, 0].copy(),
+            f"{prefix}sizes": places[:, 1].copy(),
+        }
+
+
+class Places(NamedTuple):
+    """The names of members, and where each begins in its shard and how long it is, in bytes."""
+
+    names: PathTable
+    starts: Ints
+    sizes: Ints
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], prefix: str = "") -> Places:
+        """Return what `MemberTable.arrays` gave."""
+        names = PathTable(arrays[f"{prefix}names"].tobytes(), arrays[f"{prefix}name_starts"])
+        return cls(names, arrays[f"{prefix}starts"], arrays[f"{prefix}sizes"])
+
+
+def cached_arrays(
+    name: str, shards: Sequence[Shard], asked: Sequence[Any], names: Set[str], make: Callable[[], dict[str, Array]]
+) -> dict[str, Array]:
+    """Load the arrays of shards from the user's cache folder; where it lacks them, make and store them.
+
+    The cache is for these very shards: another size or time of a shard is another file. A file that was copied, moved
+    or given other rights counts as another one, too. If a server does not say when a shard was changed, nothing is
+    stored: otherwise the index of an older shard would be taken for its own.
+
+    Args:
+        name: begins the name of the file.
+        asked: what was asked of the shards, as values of JSON.
+        names: those of the arrays.
+        make: makes the arrays.
+    """
+    path = None
+    if all(shard.stamp for shard in shards):
+        files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp, s.made) for s in shards]
+        text = json.dumps([_SCAN_FORMAT, files, *asked])
+        path = str(cache_folder() / f"{name}-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.npz")
+    arrays = load_arrays(path)
+    if arrays is None or set(arrays) != names:
+        arrays = make()
+        save_arrays(path, arrays)
+    return arrays
+
+
 DAMAGED_ARRAY = (ValueError, TypeError, EOFError, SyntaxError, TokenError)
 """What numpy raises for a damaged .npy file: it parses its header as Python."""
 
 
-def cache_path(name: str, shards: Sequence[Shard], *asked: Any) -> str | None:
-    """The file for these very shards, and for what was asked of them; another size or time of a shard is another file.
-
-    A file that was copied, moved or given other rights counts as another one, too. None if a server does not say when a
-    shard was changed: otherwise the index of an older shard would be taken for its own.
-
-    asked: values of JSON, the version of the arrays' form among them.
-    """
-    if not all(shard.stamp for shard in shards):
-        return None
-    version, *rest = asked
-    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp, s.made) for s in shards]
-    digest = hashlib.blake2b(json.dumps([version, files, *rest]).encode(), digest_size=16).hexdigest()
-    return str(cache_folder() / f"{name}-{digest}.npz")
-
-
 def load_arrays(path: str | None) -> dict[str, Array] | None:
-    """The cached arrays, or None if there are none or they are damaged."""
+    """Load cached arrays; None if there are none, or if they are damaged."""
     if path is None:
         return None
     try:

@@ -11,18 +11,17 @@ import numpy as np
 
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import SourceError, show
-from gpuflow.sources.base import Samples, Source, SourceSpec, WeightsSpec
-from gpuflow.sources.fingerprint import entries_of
-from gpuflow.sources.hints import missing_path
+from gpuflow.sources.base import Source, entries_of, records_of
+from gpuflow.sources.directories import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
-from gpuflow.sources.record_source import records_of
+from gpuflow.sources.source_spec import Samples, SourceSpec, WeightsSpec
 from gpuflow.sources.tar_members import DAMAGED_ARRAY
 
 _FIELD = "weight"
 
 
 def read_weights(spec: SourceSpec, source: Source, part: Ints) -> Floats | None:
-    """The weights of some samples of a source, float64; None where `spec` gives none.
+    """Read the weights of some samples of a source, float64; None where `spec` gives none.
 
     Args:
         source: the whole source.
@@ -59,7 +58,7 @@ def check_weights_file(spec: WeightsSpec) -> None:
 
 
 def _check_finite(weights: Floats, place: str, lines: Sequence[int] | None, named: Callable[[int], str]) -> None:
-    """named: what an error adds to the number of a sample."""
+    """Raise SourceError unless all weights are finite and >= 0. named: what an error adds to a sample's number."""
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
         i = int(wrong[0])
@@ -72,7 +71,7 @@ def _check_finite(weights: Floats, place: str, lines: Sequence[int] | None, name
 
 
 def _check_above_0(weights: Floats, place: str, whole: str) -> None:
-    """whole: of which samples these are the weights, for an error."""
+    """Raise SourceError if all weights are 0. whole: names the samples in the error."""
     if not weights.any():
         raise SourceError(
             f"source.weights: {place}: at least one weight{whole} must be above 0, got zeros alone; correct them"
@@ -80,7 +79,7 @@ def _check_above_0(weights: Floats, place: str, whole: str) -> None:
 
 
 def _from_column(spec: Samples, column: str, source: Source) -> Floats:
-    """The values of a column: the source is indexed again, with it as its only field besides those of files."""
+    """Read the values of a column. The source is indexed again, with it as its only field besides those of files."""
     try:
         other = spec.with_one_column(_FIELD, column).open()
     except SourceError as error:
@@ -107,7 +106,7 @@ def _check_same_samples(spec: Samples, source: Source, other: Source) -> None:
 
 
 def _from_file(place: str, column: str | None) -> tuple[Floats, Sequence[int] | None]:
-    """The numbers of a file, and the line of each; None in a file that has no lines."""
+    """Read the numbers of a file, and the line of each; None in a file that has no lines."""
     try:
         if place.lower().endswith(".npy"):
             return _from_array(place), None
@@ -135,7 +134,8 @@ def _from_array(place: str) -> Floats:
 
 
 def _from_rows(place: str, column: str | None, rows: list[tuple[int, list[str]]]) -> tuple[Floats, Sequence[int]]:
-    """The numbers in a column of rows whose first one is a header, or of rows of one number each, and their lines."""
+    """Parse the numbers in a column of rows whose first one is a header, or of rows of one number each, and their
+    lines."""
     cell = 0
     if column is not None:
         header = [name.strip() for name in rows[0][1]] if rows else []
@@ -157,7 +157,7 @@ def _from_rows(place: str, column: str | None, rows: list[tuple[int, list[str]]]
 
 
 def _rows(place: str) -> list[tuple[int, list[str]]]:
-    """The lines and rows of a CSV file, without empty ones."""
+    """Read the lines and rows of a CSV file, without empty ones."""
     data = Path(place).read_bytes().removeprefix(BOM_UTF8)
     try:
         return list(csv_rows(data, place))

@@ -46,7 +46,7 @@ from gpuflow.sources import (
     is_read_remotely,
     left_out_of,
 )
-from gpuflow.sources.choose import spread
+from gpuflow.sources.base import spread
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
 

@@ -150,8 +150,7 @@ def choose_files(directory: Path) -> tuple[str, ...]:
     Raises:
         ValueError: there are none.
     """
-    from gpuflow.sources.choose import images_below
-    from gpuflow.sources.folder import EXTENSIONS
+    from gpuflow.sources.folder import EXTENSIONS, images_below
 
     found = images_below(directory)
     if not found:

@@ -26,7 +26,7 @@ from gpuflow.sources import (
     subset,
     weights_of,
 )
-from gpuflow.sources.fingerprint import fingerprint_of
+from gpuflow.sources.base import fingerprint_of
 from gpuflow.sources.hf_tables import ParquetCells
 from tests.datasets import RAW, Row, deadline, epoch_rows, flat, interleave, jpeg, nothing_left_behind
 

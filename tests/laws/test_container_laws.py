@@ -22,8 +22,8 @@ import pytest
 from gpuflow.errors import GpuflowError
 from gpuflow.pipeline.records import MaskFile
 from gpuflow.sources import SourceSpec, open_source, records_of, source_spec
-from gpuflow.sources.payload import Allocate, Payload, lay_out
-from gpuflow.sources.record_source import fields_of
+from gpuflow.sources.base import fields_of
+from gpuflow.sources.storage import Allocate, Payload, lay_out
 from tests.datasets import MemorySource, loader_of
 
 COUNT, ROWS = 12, 5

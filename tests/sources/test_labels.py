@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import SourceError, near_word
 from gpuflow.sources import open_source, source_spec
-from gpuflow.sources.choose import images_below, spread
-from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.base import spread
+from gpuflow.sources.directories import missing_path
+from gpuflow.sources.folder import images_below
 from gpuflow.sources.labels import resolve_labels
 from gpuflow.sources.tar import expand_braces
 

@@ -11,7 +11,7 @@ import pytest
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.sources import MixSource, Source, SourceSpec, fields_of, open_source, records_of, source_spec, subset
-from gpuflow.sources.fingerprint import fingerprint_of
+from gpuflow.sources.base import fingerprint_of
 from tests.datasets import make_photos
 from tests.sources.conftest import ReadAll
 

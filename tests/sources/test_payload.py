@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpuflow.sources.payload import SPARE_BYTES, Payload, lay_out
+from gpuflow.sources.storage import SPARE_BYTES, Payload, lay_out
 
 
 def test_spare_bytes_follow_each_sample() -> None:

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from gpuflow.errors import ServerFault, SourceError
 from gpuflow.sources import is_read_remotely, open_source, source_spec, subset
 from gpuflow.sources.storage import RemoteStorage, time_limit
-from gpuflow.sources.storage.http import options_of
+from gpuflow.sources.storage.http import TimeLimits, options_of
 from gpuflow.sources.storage.remote import RequestLimit
-from gpuflow.sources.storage.retry import TimeLimits
 from tests.sources.conftest import FileServer, ReadAll
 
 MakeTar = Callable[..., bytes]

@@ -5,23 +5,38 @@ this machine up to three times, from a server as long as `time_limit` allows. A 
 becomes an error text in the payload and does not affect other files; a server that stays away raises ServerFault.
 """
 
-from gpuflow.sources.storage.base import ReadAt, Shard, Storage, is_over_http, is_remote, parent_of
+from gpuflow.sources.storage.base import (
+    SPARE_BYTES,
+    Allocate,
+    Payload,
+    ReadAt,
+    Shard,
+    Storage,
+    is_over_http,
+    is_remote,
+    lay_out,
+    parent_of,
+)
 from gpuflow.sources.storage.cached import CachedStorage, new_copies
 from gpuflow.sources.storage.disk_cache import CacheSpec
+from gpuflow.sources.storage.http import time_limit
 from gpuflow.sources.storage.local import LocalStorage
 from gpuflow.sources.storage.remote import RemoteStorage
-from gpuflow.sources.storage.retry import time_limit
 
 __all__ = [
+    "SPARE_BYTES",
+    "Allocate",
     "CacheSpec",
     "CachedStorage",
     "LocalStorage",
+    "Payload",
     "ReadAt",
     "RemoteStorage",
     "Shard",
     "Storage",
     "is_over_http",
     "is_remote",
+    "lay_out",
     "new_copies",
     "open_remote",
     "open_storage",
@@ -31,11 +46,12 @@ __all__ = [
 
 
 def open_storage(path: str, cache: CacheSpec | None = None) -> Storage:
-    """The file system that a path or URL lives on. cache: where files behind URLs are kept; local files are not."""
+    """Open the file system that a path or URL lives on. cache: where files behind URLs are kept; local files are
+    not."""
     return open_remote(path, cache) if is_remote(path) else LocalStorage()
 
 
 def open_remote(url: str, cache: CacheSpec | None) -> RemoteStorage | CachedStorage:
-    """The file system that a URL lives on."""
+    """Open the file system that a URL lives on."""
     storage = RemoteStorage(url)
     return storage if cache is None else CachedStorage(storage, cache)

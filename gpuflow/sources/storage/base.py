@@ -1,13 +1,16 @@
-"""The protocol of a storage: the operations that sources need from a file system, each on many files at a time."""
+"""The protocol of a storage, and the encoded bytes that it reads, of several samples in one buffer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from itertools import accumulate
+from typing import Protocol, Self, TypeVar
 
+import numpy as np
+
+from gpuflow.arrays import Array, Bytes
 from gpuflow.errors import SourceError
-from gpuflow.sources.payload import Allocate, Payload
 
 T = TypeVar("T")
 
@@ -32,11 +35,90 @@ class Shard:
     made: str = ""
 
     def changed(self, size: int) -> SourceError:
-        """The error for a shard that is not the one that was indexed. size: bytes that it has now."""
+        """Return the error for a shard that is not the one that was indexed. size: bytes that it has now."""
         return SourceError(
             f"{self.path}: shard must stay as it was indexed, but has changed ({self.size} bytes then, {size} now); "
             "open the source again, and write new shards under new names"
         )
+
+
+Allocate = Callable[[int], Bytes]
+"""Returns a writable uint8 array of at least the given number of bytes; the source fills it and returns it in its
+payload."""
+
+SPARE_BYTES = 16
+"""Unused bytes after each sample, for a decoder that reads a little ahead. Where they must be zeros, it clears them."""
+
+
+def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Lay out samples of these sizes in a payload's buffer: each sample's offset, and the buffer's size in bytes.
+
+    A size below 0, of damaged data, has no bytes. Such a sample lies in no other one's place, and `Payload` refuses it.
+    """
+    *offsets, end = accumulate([size + SPARE_BYTES if size > 0 else SPARE_BYTES for size in sizes], initial=0)
+    return offsets, end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Payload:
+    """The encoded bytes of several samples in one buffer, laid out by `lay_out`.
+
+    buffer: uint8 array, which may be longer than needed.
+    offsets, sizes: for each sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
+    errors: for each sample None, or why it cannot be read (its size is then 0). A sample whose place is not within the
+        buffer becomes an error.
+    labels: of the samples, [n, ...], where each comes with its sample; None if `Source.labels` has them.
+    """
+
+    buffer: Bytes
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    errors: Sequence[str | None]
+    labels: Array | None = None
+
+    def __post_init__(self) -> None:
+        places = zip(self.offsets, self.sizes, strict=True)
+        room = len(self.buffer)
+        wrong = [i for i, (offset, size) in enumerate(places) if not 0 <= offset <= offset + size <= room]
+        if not wrong:
+            return
+        offsets, sizes, errors = list(self.offsets), list(self.sizes), list(self.errors)
+        for i in wrong:
+            rule = f"its place must be within the {room} bytes that were read, got {sizes[i]} bytes at {offsets[i]}"
+            offsets[i], sizes[i], errors[i] = 0, 0, errors[i] or f"{rule}; repair the file that gives its size"
+        for name, values in (("offsets", offsets), ("sizes", sizes), ("errors", errors)):
+            object.__setattr__(self, name, values)
+
+    @classmethod
+    def of(cls, files: Sequence[bytes | Bytes | str], allocate: Allocate | None = None) -> Self:
+        """Copy files that are in memory into a buffer from `allocate`, by default into new memory.
+
+        files: the bytes of each, or why it cannot be read.
+        """
+        found = [b"" if isinstance(file, str) else file for file in files]
+        sizes = list(map(len, found))
+        offsets, end = lay_out(sizes)
+        buffer = np.empty(end, np.uint8) if allocate is None else allocate(end)
+        for offset, data in zip(offsets, found, strict=True):
+            buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        errors = [file if isinstance(file, str) else None for file in files]
+        return cls(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def take(self, rows: Sequence[int]) -> Payload:
+        """Select some of the samples, in the same buffer."""
+        return Payload(
+            buffer=self.buffer,
+            offsets=[self.offsets[i] for i in rows],
+            sizes=[self.sizes[i] for i in rows],
+            errors=[self.errors[i] for i in rows],
+        )
+
+    def sample(self, i: int) -> Bytes:
+        """Return a view of the bytes of sample i."""
+        return self.buffer[self.offsets[i] : self.offsets[i] + self.sizes[i]]
 
 
 class Storage(Protocol):
@@ -48,7 +130,7 @@ class Storage(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Whether it reads through connections of this process, which no forked process can use."""
+        """Return True if it reads through connections of this process, which no forked process can use."""
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         """Read whole files. A file that cannot be read is an error in the payload, not an exception."""
@@ -63,7 +145,7 @@ class Storage(Protocol):
         """Read one whole file. Raises SourceError if it cannot be read."""
 
     def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
-        """The size and stamp of each file, or why it cannot be read."""
+        """Ask for the size and stamp of each file; or return why it cannot be read."""
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
         """Call `scanner` on each shard with a function that reads from it, and yield the results in order."""
@@ -73,15 +155,15 @@ class Storage(Protocol):
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL, such as s3://bucket/key."""
+    """Return True if a path is a URL, such as s3://bucket/key."""
     return "://" in path
 
 
 def is_over_http(path: str) -> bool:
-    """Whether a path is a URL of HTTP or HTTPS, in which names are percent-encoded."""
+    """Return True if a path is a URL of HTTP or HTTPS, in which names are percent-encoded."""
     return path.partition("://")[0] in HTTP
 
 
 def parent_of(path: str) -> str:
-    """The directory of a path or URL, with its last slash; nothing for a bare name."""
+    """Return the directory of a path or URL, with its last slash; nothing for a bare name."""
     return path[: path.rfind("/") + 1]

@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import redacted
 from gpuflow.runtime.threads import DaemonPool
-from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.storage.base import ReadAt, Shard
+from gpuflow.sources.storage.base import Allocate, Payload, ReadAt, Shard
 from gpuflow.sources.storage.disk_cache import VERSION_BYTES, CacheSpec, Claim, DiskCache
-from gpuflow.sources.storage.http import Fetched
-from gpuflow.sources.storage.remote import TOO_SHORT, FoundFile, RemoteStorage, payload_of, read_in_blocks
+from gpuflow.sources.storage.http import Fetched, data_of
+from gpuflow.sources.storage.remote import TOO_SHORT, FoundFile, RemoteStorage, read_in_blocks
 
 T = TypeVar("T")
 
@@ -82,7 +81,7 @@ class _Piece:
     size: int | None = None
 
     def of(self, answer: _Answer) -> _Answer:
-        """The piece of what is in its entry."""
+        """Cut the piece out of its entry."""
         if self.size is None or isinstance(answer, str):
             return answer
         return answer[self.start : self.start + self.size]
@@ -115,7 +114,7 @@ class CachedStorage:
         self._hits = self._misses = self._hit_bytes = self._downloaded_bytes = 0
 
     def counts(self) -> dict[str, int]:
-        """What this process had from the cache (hits) and from the server (misses) since the source was opened.
+        """Return what this process had from the cache (hits) and from the server (misses) since the source was opened.
 
         hits: reads of a file or block; misses: files and blocks that were downloaded. damaged: entries whose checksum
         was wrong, which are misses, too.
@@ -143,8 +142,8 @@ class CachedStorage:
         answers = dict(zip(known, self._answers([_Piece(entry) for entry in known.values()]), strict=True)) | found
         rest = [i for i in range(len(urls)) if i not in answers]
         if rest:
-            answers |= dict(zip(rest, map(_data, self._get([entries[i] for i in rest])), strict=True))
-        return _payload([answers[i] for i in range(len(urls))], allocate)
+            answers |= dict(zip(rest, map(data_of, self._get([entries[i] for i in rest])), strict=True))
+        return Payload.of([answers[i] for i in range(len(urls))], allocate)
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
@@ -155,7 +154,7 @@ class CachedStorage:
         answers = iter(self._answers([piece for sample in pieces for piece in sample]))
         samples = [_joined([next(answers) for _ in sample], size) for sample, size in zip(pieces, sizes, strict=True)]
         self._storage.check_unchanged(shards, samples)
-        return _payload(samples, allocate)
+        return Payload.of(samples, allocate)
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
         if not self._are_versioned(shards):
@@ -165,7 +164,7 @@ class CachedStorage:
             yield from threads.map(lambda shard: scanner(shard, self._reader(shard)), shards)
 
     def _reader(self, shard: Shard) -> ReadAt:
-        """Reads a shard from its start to its end, some blocks at a time."""
+        """Return a function that reads a shard from its start to its end, some blocks at a time."""
 
         def read(start: int, size: int) -> _Answer:
             answer = _joined(self._answers(_pieces(shard, start, size)), size)
@@ -196,7 +195,7 @@ class CachedStorage:
     # --- versions ---------------------------------------------------------------------------------------------------
 
     def _with_versions(self, entries: Sequence[_Entry]) -> tuple[dict[int, _Entry], dict[int, _Answer]]:
-        """The entries whose version is known, by their numbers, and the files for which none is needed.
+        """Return the entries whose version is known, by their numbers, and the files for which none is needed.
 
         A version that no listing had is asked for, unless a process of this machine has asked since this cache was
         opened. Files in neither result are not for the cache, because the server does not say.
@@ -223,7 +222,8 @@ class CachedStorage:
         return known, found
 
     def _are_versioned(self, files: Sequence[Shard]) -> bool:
-        """Whether the server says when each of these was changed. Without that an old copy would pass for the new."""
+        """Return True if the server says when each of these was changed. Without that an old copy would pass for the
+        new."""
         without = next((file.path for file in files if not file.stamp), None)
         if without is None:
             return True
@@ -240,7 +240,7 @@ class CachedStorage:
     # --- entries ----------------------------------------------------------------------------------------------------
 
     def _answers(self, pieces: Sequence[_Piece]) -> list[_Answer]:
-        """Each piece, from the cache or from the server."""
+        """Get each piece from the cache, or from the server."""
         answers: dict[_Piece, _Answer] = {}
         missing: dict[_Entry, list[_Piece]] = {}
         for piece in dict.fromkeys(pieces):
@@ -297,7 +297,7 @@ class CachedStorage:
                     self._cache.store(claim, answer.data, version, entry.asked_ns)
                     if _wants_new.get():
                         self._renewed.add(entry.name)
-                yield entry, _data(answer)
+                yield entry, data_of(answer)
 
     def _versions(self, entries: Iterable[_Entry], answers: Sequence[Fetched | str]) -> list[bytes | None]:
         """Return which version each answer is of. A server whose answers do not say it is asked again."""
@@ -322,7 +322,7 @@ class CachedStorage:
         return data
 
     def _get(self, entries: Sequence[_Entry]) -> list[Fetched | str]:
-        """Entries from the server."""
+        """Get entries from the server."""
         if not entries:
             return []
         urls, starts, ends = zip(*((entry.url, entry.start, entry.end) for entry in entries), strict=True)
@@ -365,7 +365,7 @@ def _keys(digests: Sequence[bytes]) -> NDArray[np.uint64]:
 
 
 def _pieces(shard: Shard, start: int, size: int) -> list[_Piece]:
-    """The parts of blocks that are a range of a shard."""
+    """Return the parts of blocks that are a range of a shard."""
     version, end = _version(shard.size, shard.stamp), min(start + size, shard.size)
     pieces = []
     for first in range(start - start % BLOCK_BYTES, end, BLOCK_BYTES):
@@ -377,7 +377,7 @@ def _pieces(shard: Shard, start: int, size: int) -> list[_Piece]:
 
 
 def _joined(answers: Sequence[_Answer], size: int) -> _Answer:
-    """The parts of a sample as one, or the first error."""
+    """Join the parts of a sample; return the first error if there is one."""
     found = []
     for answer in answers:
         if isinstance(answer, str):
@@ -385,14 +385,6 @@ def _joined(answers: Sequence[_Answer], size: int) -> _Answer:
         found.append(answer)
     data = b"".join(found)
     return data if len(data) == size > 0 else TOO_SHORT if size else "empty file"
-
-
-def _data(answer: Fetched | str) -> _Answer:
-    return answer if isinstance(answer, str) else answer.data
-
-
-def _payload(answers: Sequence[_Answer], allocate: Allocate) -> Payload:
-    return payload_of([answer if isinstance(answer, str) else Fetched(answer) for answer in answers], allocate)
 
 
 def _digest(text: str) -> bytes:

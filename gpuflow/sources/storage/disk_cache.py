@@ -189,7 +189,7 @@ class DiskCache:
             raise NotADirectoryError(errno.ENOTDIR, f"{str(path)!r} must be a folder, and no link")
 
     def _check_format(self, given: str) -> None:
-        """Raises SourceError for a folder with anything but a cache of this format; nothing in it is touched."""
+        """Raise SourceError for a folder with anything but a cache of this format; nothing in it is touched."""
         try:
             with open(self._own(_MARKER, given, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
                 found = file.read(1000)
@@ -210,7 +210,7 @@ class DiskCache:
 
     @property
     def writing(self) -> bool:
-        """Whether entries are still added."""
+        """Return True if entries are still added."""
         return self._writing
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class DiskCache:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, name: str, version: bytes | None, start: int = 0, size: int | None = None) -> bytes | None:
-        """`size` bytes from `start` on of an entry, by default all; None where there is none of this version.
+        """Read `size` bytes from `start` on of an entry, by default all; None where there is none of this version.
 
         version: of the object at its server; None takes any that was confirmed since this cache was opened. Damaged
         entries are counted, and are like none.
@@ -271,7 +271,7 @@ class DiskCache:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def claim(self, name: str) -> Claim | None:
-        """The right to write an entry; None while another thread or process has it. `release` it afterwards."""
+        """Acquire the right to write an entry; None while another thread or process has it. `release` it afterwards."""
         path = self.folder / _PARTIAL / name
         try:
             while self._writing:
@@ -371,7 +371,8 @@ class DiskCache:
             self._guard.release()
 
     def _bytes_used(self) -> int:
-        """What `used` says; of a machine that was started since then, or if it says nothing, what the files have."""
+        """Return what `used` says; of a machine that was started since then, or if it says nothing, what the files
+        have."""
         text = os.pread(self._used, 100, 0).decode(errors="replace").split()
         if len(text) == 2 and text[1] == _boot() and text[0].isdecimal():
             return int(text[0])
@@ -385,7 +386,7 @@ class DiskCache:
         self._count(max(0, self._bytes_used() + size))
 
     def _make_room(self, size: int) -> bool:
-        """Whether there is room for `size` bytes, after old entries were removed if need be."""
+        """Remove old entries if there is no room for `size` bytes. Return True if there is room then."""
         if size > self.size or self._bytes_used() + size <= self.size:
             return size <= self.size
         self._remove_left_over()
@@ -402,7 +403,7 @@ class DiskCache:
         return self._count(used) + size <= self.size
 
     def _files(self) -> Iterator[tuple[int, str, int]]:
-        """All entries and downloads: when each was used, its path and its size."""
+        """Yield all entries and downloads: when each was used, its path and its size."""
         now = time.time_ns()
         with os.scandir(self.folder / _ENTRIES) as found:
             folders = [folder.path for folder in found if folder.is_dir(follow_symlinks=False)]
@@ -437,7 +438,7 @@ class DiskCache:
 
 
 def _read(descriptor: int, file_size: int, version: bytes | None, start: int, size: int | None) -> bytes | None:
-    """A part of an open entry; None if it is of another version. Raises _Damaged."""
+    """Read a part of an open entry; None if it is of another version. Raises _Damaged."""
     head = os.pread(descriptor, _FIRST_BYTES, 0)
     if len(head) < _HEAD.size:
         raise _Damaged
@@ -468,7 +469,7 @@ def _read(descriptor: int, file_size: int, version: bytes | None, start: int, si
 
 
 def _head(data: bytes, version: bytes) -> bytes:
-    """What precedes an entry's data."""
+    """Return the header and the checksums that precede an entry's data."""
     view = memoryview(data)
     sums = [zlib.crc32(view[at : at + _PAGE_BYTES]) for at in range(0, len(data), _PAGE_BYTES)]
     table = struct.pack(f"<{len(sums)}I", *sums)
@@ -492,7 +493,7 @@ def _remove_foreign(path: Path) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one of this path."""
+    """Return True if an open file is still the one of this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -514,13 +515,13 @@ def _size_of(path: Path) -> int:
 
 
 def _on_disk(size: int) -> int:
-    """The bytes of a disk that a file of this size takes."""
+    """Return how many bytes of a disk a file of this size takes."""
     return -(-size // _DISK_BYTES) * _DISK_BYTES
 
 
 @functools.cache
 def _boot() -> str:
-    """What is different after each start of the machine, which may have lost what was not yet on the disk."""
+    """Return a text that differs after each start of the machine, which may have lost what was not yet on the disk."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # a sandbox without it

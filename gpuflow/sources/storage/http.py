@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -11,7 +15,6 @@ from http.client import responses
 from typing import Any, NamedTuple, final
 
 from gpuflow.sources.storage.base import HTTP, Shard
-from gpuflow.sources.storage.retry import TimeLimits
 
 _CONNECT_SECONDS, _REQUEST_SECONDS = 5.0, 300.0
 """Limits of a connection and of a large file. A server whose queue of connections is full drops those that come; the
@@ -20,6 +23,59 @@ _PAGE = "text/html"
 _SPAN = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _TAGS = ("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "updated", "created")
 """What changes with an object, by the names that servers and file systems of fsspec give it."""
+
+
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
+"""Seconds between two attempts of a server that does not say how long to wait."""
+_TRIED, _ENDED, _STALLED = 0.7, 0.95, 0.25
+"""Parts of `run.timeout_s`, so that the error of the server comes before that of the loader, which names no cause."""
+_LONGEST_STALL = 30.0
+
+_limit: ContextVar[float] = ContextVar("_limit", default=120.0)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Open storages of servers with `run.timeout_s` while the block runs. Those that are open keep their limits."""
+    token = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """How long a storage tries a server, in seconds.
+
+    timeout: `run.timeout_s`, of which the others are parts. tried: after this time no new attempt begins. ended: the
+    last attempt ends. stalled: a connection that sends nothing for this long is closed, and the attempt has failed.
+    """
+
+    timeout: float
+
+    @classmethod
+    def current(cls) -> TimeLimits:
+        """Return the limits of the surrounding `time_limit`."""
+        return cls(_limit.get())
+
+    @property
+    def tried(self) -> float:
+        return _TRIED * self.timeout
+
+    @property
+    def ended(self) -> float:
+        return _ENDED * self.timeout
+
+    @property
+    def stalled(self) -> float:
+        return min(_LONGEST_STALL, _STALLED * self.timeout)
+
+
+def delay_before(attempt: int) -> float:
+    """Draw the seconds to wait before an attempt, the second being number 1. Random, so that not all processes come at
+    once."""
+    return random.uniform(0.5, 1.0) * min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(attempt - 1, 10))
 
 
 class Refusal(Exception):
@@ -39,6 +95,11 @@ class Fetched(NamedTuple):
 
     data: bytes
     now: Shard | None = None
+
+
+def data_of(answer: Fetched | str) -> bytes | str:
+    """Return the bytes alone, or why they cannot be read."""
+    return answer if isinstance(answer, str) else answer.data
 
 
 @final

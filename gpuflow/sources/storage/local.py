@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,11 +23,12 @@ from gpuflow.arrays import Array, Bytes
 from gpuflow.errors import SourceError, is_system_fault, system_fault
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.sources.paths import Paths
-from gpuflow.sources.payload import Allocate, Payload, lay_out
-from gpuflow.sources.storage.base import ReadAt, Shard
-from gpuflow.sources.storage.retry import LOCAL_DELAYS, after_retries, retry, retry_each
+from gpuflow.sources.storage.base import Allocate, Payload, ReadAt, Shard, lay_out
 
 T = TypeVar("T")
+
+LOCAL_DELAYS = (0.0, 0.05, 0.1, 0.2)
+"""Seconds before each attempt to read a file of this machine."""
 
 _OPENED_IN_ADVANCE = 32
 """Number of files that one call has open at most; a larger chunk opens each further file when it reads it."""
@@ -84,7 +86,7 @@ class LocalStorage:
         return LocalStorage, (self._base,)  # a pickled copy in another process opens its own files
 
     def place(self, path: str) -> str:
-        """Where a path is, also after the process has changed to another directory."""
+        """Return where a path is, also after the process has changed to another directory."""
         return os.path.join(os.fsdecode(self._base), path)
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
@@ -245,15 +247,50 @@ class _FilePool:
             self._files.clear()
 
 
+def retry_each(
+    items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence[int]], delays: Sequence[float]
+) -> None:
+    """Call `attempt` on all items, then on those that it returned until there are none, at most once for each delay."""
+    for delay in delays:
+        if not items:
+            return
+        if delay:  # a sleep of 0 s would release the interpreter
+            time.sleep(delay)
+        items = attempt(items)
+
+
+def retry(action: Callable[[], T], permanent: Callable[[Exception], bool], delays: Sequence[float]) -> T:
+    """Call `action` until it succeeds, at most once for each delay. Exceptions of which `permanent` is true are raised
+    immediately, others after the last attempt."""
+    results: list[T] = []
+    faults: list[Exception] = []
+
+    def attempt(items: Sequence[int]) -> Sequence[int]:
+        try:
+            results.append(action())
+        except Exception as fault:  # libraries, such as pyarrow, raise exceptions of other kinds
+            if permanent(fault):
+                raise
+            faults.append(fault)
+            return items
+        return ()
+
+    retry_each([0], attempt, delays)
+    if not results:
+        raise faults[-1]
+    return results[0]
+
+
 def _is_permanent(fault: Exception) -> bool:
-    """Whether another attempt would fail, too: the file is not there or must not be read, or no read has failed."""
+    """Return True if another attempt would fail, too: the file is not there or must not be read, or no read has
+    failed."""
     return not isinstance(fault, OSError) or fault.errno in PERMANENT
 
 
 def _reason(fault: OSError) -> str:
     if fault.errno in PERMANENT:
         return PERMANENT[fault.errno]
-    return (fault.strerror or str(fault)).lower() + after_retries(LOCAL_DELAYS)
+    return (fault.strerror or str(fault)).lower() + f"; tried {len(LOCAL_DELAYS)} times"
 
 
 def _placed(pieces: Array, allocate: Allocate) -> Bytes:

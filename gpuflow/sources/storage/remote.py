@@ -17,15 +17,21 @@ from itertools import count
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 from urllib.parse import unquote, urljoin
 
-import numpy as np
-
 from gpuflow.errors import MissingExtra, ServerFault, SourceError, is_system_fault, reason_of, redacted, system_fault
 from gpuflow.runtime.threads import DaemonPool, stop_flag
-from gpuflow.sources.payload import Allocate, Payload, lay_out
-from gpuflow.sources.storage.base import ReadAt, Shard, is_over_http
-from gpuflow.sources.storage.http import Fetched, HttpRequests, NoRanges, Refusal, options_of, shard_of
+from gpuflow.sources.storage.base import Allocate, Payload, ReadAt, Shard, is_over_http
+from gpuflow.sources.storage.http import (
+    Fetched,
+    HttpRequests,
+    NoRanges,
+    Refusal,
+    TimeLimits,
+    data_of,
+    delay_before,
+    options_of,
+    shard_of,
+)
 from gpuflow.sources.storage.local import PERMANENT
-from gpuflow.sources.storage.retry import TimeLimits, delay_before
 
 _FIRST, _LEAST, _MOST = 16, 1, 128
 _POLL_SECONDS = 0.1
@@ -179,7 +185,8 @@ class RemoteStorage:
         raise TypeError("files behind URLs are read by the process that opened them: its connections cannot be shared")
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        return payload_of(self.get(list(map(os.fsdecode, paths)), [None] * len(paths), [None] * len(paths)), allocate)
+        none = [None] * len(paths)
+        return Payload.of(list(map(data_of, self.get(list(map(os.fsdecode, paths)), none, none))), allocate)
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
@@ -187,7 +194,7 @@ class RemoteStorage:
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         answers = self.get([shard.path for shard in shards], starts, ends)
         self.check_unchanged(shards, answers)
-        return payload_of(answers, allocate)
+        return Payload.of(list(map(data_of, answers)), allocate)
 
     def check_unchanged(self, shards: Sequence[Shard], answers: Sequence[object]) -> None:
         """Raise an error if a range was too short: its shard is not the one that was indexed, or its server fails."""
@@ -197,7 +204,8 @@ class RemoteStorage:
                 raise shard.changed(now.size) if now != shard else ServerFault(f"{shard.path}: {TOO_SHORT}; check it")
 
     def get(self, urls: Sequence[str], starts: Sequence[int | None], ends: Sequence[int | None]) -> list[Fetched | str]:
-        """Whole files, or ranges of them; or for each why it cannot be read. Raises faults of the environment."""
+        """Get whole files, or ranges of them; or for each why it cannot be read. Raises faults of the
+        environment."""
         answers: list[Fetched | str] = [Fetched(b"")] * len(urls)
         asked = [i for i in range(len(urls)) if ends[i] is None or starts[i] != ends[i]]
         function = self._http.get if self._over_http else self._cat_file
@@ -252,7 +260,7 @@ class RemoteStorage:
         raise AssertionError("attempts have no end")
 
     def _begun(self) -> float:
-        """When what begins now is counted from: a server that is away is away for all threads."""
+        """Return the time that attempts which begin now are counted from: a server is away for all threads."""
         now, since = time.monotonic(), self._down_since
         return now if since is None else min(now, since)
 
@@ -289,7 +297,8 @@ class RemoteStorage:
         return error
 
     def _attempt(self, function: Callable[..., Any], items: Sequence[tuple[Any, ...]], until: float) -> list[Any]:
-        """What a function returns for each item, or an exception; of the first ones, if the server is overloaded."""
+        """Return what a function returns for each item, or an exception; of the first ones, if the server is
+        overloaded."""
         answers: list[Any] = []
         while len(answers) < len(items):
             try:
@@ -345,7 +354,8 @@ class RemoteStorage:
         return answer.data if isinstance(answer, Fetched) else bytes(answer)
 
     def find(self, root: str) -> list[FoundFile]:
-        """All files below `root`, in no particular order. A directory that cannot be listed raises SourceError."""
+        """List all files below `root`, in no particular order. A directory that cannot be listed raises
+        SourceError."""
         found = self._find(root)
         start = len(self._fs._strip_protocol(root).rstrip("/")) + 1
         files = []
@@ -357,7 +367,7 @@ class RemoteStorage:
         return files
 
     def _find(self, root: str) -> dict[str, Mapping[str, Any]]:
-        """What is known of all files below `root`, by their paths.
+        """List what is known of all files below `root`, by their paths.
 
         It comes from the listing of the file system itself where it has one, as object stores do. For others fsspec
         would list directory by directory, and leave out those that it cannot list.
@@ -395,7 +405,7 @@ class RemoteStorage:
         raise SourceError(f"{directory}: {_reason(answer)}; check that it can be listed") from _shown(answer)
 
     def _entries(self, directory: str, root: str) -> dict[str, Mapping[str, Any]]:
-        """What is known of the files and directories right below a directory, by their paths.
+        """List what is known of the files and directories right below a directory, by their paths.
 
         Over HTTP these are the links of the directory's page. They are found here, because fsspec ends a link at an
         apostrophe, and does not resolve `./1.jpg`, `../` and `&amp;`.
@@ -448,7 +458,7 @@ class RemoteStorage:
     def _block(self, shard: Shard, start: int, size: int) -> bytes | str:
         [answer] = self.get([shard.path], [start], [start + size])
         self.check_unchanged([shard], [answer])
-        return answer if isinstance(answer, str) else answer.data
+        return data_of(answer)
 
     def close(self) -> None:
         """End the waits of its threads. fsspec owns its connections and shares them within the process."""
@@ -480,18 +490,6 @@ def read_in_blocks(shard: Shard, read: Callable[[int, int], bytes | str], unit: 
         return data[offset - start : end - start]
 
     return read_at
-
-
-def payload_of(answers: Sequence[Fetched | str], allocate: Allocate) -> Payload:
-    """Files, or why each cannot be read, in one buffer."""
-    found = [b"" if isinstance(answer, str) else answer.data for answer in answers]
-    errors = [answer if isinstance(answer, str) else None for answer in answers]
-    sizes = [len(data) for data in found]
-    offsets, end = lay_out(sizes)
-    buffer = allocate(end)
-    for offset, size, data in zip(offsets, sizes, found, strict=True):
-        buffer[offset : offset + size] = np.frombuffer(data, dtype=np.uint8)
-    return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
 
 
 def _described(path: str, info: Any) -> Shard | None:
@@ -528,7 +526,8 @@ def _is_missing(fault: BaseException) -> bool:
 
 
 def _is_overload(answer: object) -> bool:
-    """Whether an answer may mean that the server has too much to do: no connection, no answer in time, or a status."""
+    """Return True if an answer may mean that the server has too much to do: no connection, no answer in time, or a
+    status."""
     return isinstance(answer, BaseException) and _is_temporary(answer) and _code(answer) in (None, *_OVERLOADED)
 
 

@@ -1,0 +1,406 @@
+"""The spec of a source: the base of the classes of all kinds, and the keys that several kinds have, with their rules.
+
+Each kind has its own class, in its file. It inherits the keys that it uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+
+from gpuflow.errors import ConfigError, Problem, SourceError, redacted, suggest
+from gpuflow.pipeline.bounds import Bounds, out_of_bounds
+from gpuflow.sources.base import Source
+from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_of_fields
+from gpuflow.sources.storage import CacheSpec, is_remote
+
+T = TypeVar("T")
+
+_WINDOW = 8192
+_FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")
+Fraction = Annotated[float, _FRACTION]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsSpec:
+    """How often each sample is drawn where a pipeline shuffles: in proportion to its number >= 0.
+
+    Args:
+        column: the column that holds the samples' weights: of the source, or of `file` if that is a CSV file.
+        file: a file with one weight for each sample of the whole source, in its order: one number a line, a CSV file
+            or a NumPy array (.npy).
+        replacement: whether a sample may come more than once in an epoch.
+        samples: samples of an epoch; by default as many as the part that is read has; without replacement as many of
+            them as have a weight above 0.
+    """
+
+    column: str | None = None
+    file: str | None = None
+    replacement: bool = True
+    samples: Annotated[int, Bounds(least=1)] | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each broken rule between keys, its path from this block on."""
+        yield from out_of_bounds(self)
+        if self.column is None and self.file is None:
+            yield Problem.of((), "needs a column of the source, or a file", code="config.missing_key")
+        if self.column is not None and self.file is not None and not self.file.lower().endswith(".csv"):
+            action = "remove it, or name a .csv file"
+            yield Problem.of("column", "must go with a CSV file", action=action, code="config.conflict")
+
+
+class NotMeasuredError(Exception):
+    """A source is of a kind whose files are not measured, and is not at fault."""
+
+
+class Extent(NamedTuple):
+    """The bytes of an image: `size` bytes of a file from offset `start`, or the whole file where `size` is None."""
+
+    path: str
+    start: int = 0
+    size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSpec(ABC):
+    """Where the samples are. Each kind of source is a subclass: its fields are the keys that the kind has.
+
+    `kind` names the key that says where the samples are. What gpuflow asks of every kind has its answer here for kinds
+    without such a key.
+
+    Args:
+        seed: the seed of the split, of every order and of all random numbers.
+        split: the fraction of each named part, in order; a pipeline reads the part that has its name.
+    """
+
+    kind: ClassVar[str]
+    instead: ClassVar[Mapping[str, str]] = {"splits": "give the fractions of parts with split"}
+    """What to do instead of giving a key that only other kinds have."""
+    is_path: ClassVar[bool] = True
+    """Whether the key that is called like the kind is one path, pattern or URL."""
+    by_class: ClassVar[bool] = False
+    """Whether the samples of each class stand together."""
+    has_other_fields: ClassVar[bool] = False
+    """Whether samples may have fields that are not declared."""
+
+    seed: Annotated[int, Bounds(least=0)] = 0
+    split: Mapping[str, Fraction] | tuple[tuple[str, Fraction], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split", _pairs(self.split))
+        for name in self.key_fields():
+            if isinstance(value := getattr(self, name), list) and name != self.kind:
+                object.__setattr__(self, name, tuple(value))
+        if problems := [*out_of_bounds(self), *self.problems()]:
+            raise ConfigError([problem.below("source") for problem in problems])
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any], make: Callable[[Any], SourceSpec]) -> Self:  # for a mix
+        """Return the spec with these keys. make: makes the spec of a block `source` that is in one of them."""
+        return cls(**keys)
+
+    @classmethod
+    def key_fields(cls) -> dict[str, dataclasses.Field[Any]]:
+        """Return the keys of this kind in YAML, that of its place first."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        return {cls.kind: fields.pop(cls.kind), **fields}
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each broken rule between keys, its path from this block on."""
+        for name, fraction in self.fractions:
+            if rule := _FRACTION.broken_rule(fraction):
+                yield Problem.of(("split", name), rule, fraction, code="config.range")
+        total = sum(fraction for _, fraction in self.fractions)
+        if total > 1 + 1e-9:
+            rule = f"must add up to at most 1, got {total:g}"
+            yield Problem.of("split", rule, action="lower a fraction", code="config.conflict")
+        for key, names in (("split", [name for name, _ in self.fractions]), ("splits", list(self.splits))):
+            if len(set(names)) < len(names):
+                yield Problem.of(key, "must name each split once", names, code="config.conflict")
+        if self.splits and self.fractions:
+            yield Problem.of(
+                "splits", "must not stand next to split", action="remove one of them", code="config.conflict"
+            )
+        classes = self.classes
+        if isinstance(classes, tuple) and len(set(classes)) < max(1, len(classes)):
+            yield Problem.of("classes", "must be distinct names, at least one", classes, code="config.range")
+
+    @abstractmethod
+    def open(self) -> Source:
+        """Index the whole source, all splits together.
+
+        Raises:
+            SourceError: it cannot be indexed; the message says where and why.
+            MissingExtra: the path is a URL and fsspec is not installed.
+        """
+
+    def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+        """Return where at most about `limit` images lie on local disks, for measurements.
+
+        The search ends at `deadline`, a time of `time.monotonic`. chance: chooses among the images.
+
+        Raises:
+            NotMeasuredError: the files of this kind of source are not measured.
+            SourceError: they cannot be listed.
+        """
+        raise NotMeasuredError(f"{redacted(self.where)} is no folder of images")
+
+    def shard_window(self, source: Source | None = None) -> int:
+        """Return how many neighbouring samples of a source with shards are shuffled among each other.
+
+        source: the open source, of which the number may be a property.
+        """
+        return _WINDOW
+
+    @property
+    def where(self) -> str:
+        """Return the path or URL that is given, several of a mix; of another package's source its name and its
+        value."""
+        return str(getattr(self, self.kind))
+
+    @property
+    def folder_of_images(self) -> str:
+        """Return the path or URL that images are below."""
+        return self.where
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """Return the sources of a mix; any other source alone."""
+        return (self,)
+
+    @property
+    def classes(self) -> int | tuple[str, ...] | None:
+        """Return how many classes there are, or their names; None where the source says it."""
+        return None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return the names of the source's own splits that are the named parts."""
+        return ()
+
+    @property
+    def weights(self) -> WeightsSpec | None:
+        """Return how often each sample is drawn where a pipeline shuffles; None if equally often."""
+        return None
+
+    @property
+    def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
+        """Return the declared fields as pairs of name and spec; empty if a sample is an image and a label. Of a mix
+        those of its first source, which all have."""
+        return ()
+
+    @property
+    def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
+        """As `declared`, with what the kind of source adds: fields that need no declaration, and their forms."""
+        return self.declared
+
+    @property
+    def fractions(self) -> tuple[tuple[str, float], ...]:
+        """Return the splits as pairs."""
+        return _pairs(self.split)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Return the names of all parts."""
+        return self.splits or tuple(name for name, _ in self.fractions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(SourceSpec):
+    """Samples of one source: any kind but a mix.
+
+    Args:
+        weights: how often each sample is drawn where a pipeline shuffles.
+        fields: what a sample carries, by name; by default an image and a label.
+    """
+
+    has_columns: ClassVar[bool] = True
+    """Whether the samples have columns, one of which may hold weights."""
+
+    weights: WeightsSpec | None = None
+    fields: Fields = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", pairs_of_fields(self.fields))
+        weights: Any = self.weights
+        if isinstance(weights, Mapping):
+            object.__setattr__(self, "weights", WeightsSpec(**weights))
+        super().__post_init__()
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.weights is not None:
+            yield from (problem.below("weights") for problem in self.weights.problems())
+            if self.weights.file is None and not self.has_columns:
+                rule = f"must be a file for source.{self.kind}, which has no columns"
+                yield Problem.of("weights", rule, code="config.conflict")
+        yield from (problem.below("fields") for problem in field_problems(self.declared, self.labels_of))
+        for name, field in self.declared:
+            if field.type is not None:
+                yield from (problem.below("fields", name) for problem in self.field_problems(field))
+
+    def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
+        """Yield a problem for each rule between this kind and a field with a type, its path from the field on."""
+        yield from ()
+
+    def labels_of(self, field: FieldSpec) -> str | None:
+        """Return the column with the labels of boxes; None if they have none."""
+        return field.labels
+
+    def with_one_column(self, name: str, column: str) -> Self:
+        """Return a spec of the same samples that have this column of numbers as their only field besides files."""
+        # in shards, the suffix of a mask's member may be one of images
+        files = [(key, field) for key, field in self.declared if field.type == "image" or field.is_mask_file]
+        unset: dict[str, Any] = {key: None for key in ("weights", "classes") if key in self.key_fields()}
+        return replace(self, fields=(*files, (name, FieldSpec(type="number", column=column))), **unset)
+
+    @property
+    def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
+        return pairs_of_fields(self.fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(Samples):
+    """Samples whose classes may be named.
+
+    Args:
+        classes: how many classes there are, or their names; by default as many as occur.
+    """
+
+    classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithSplits(SourceSpec):
+    """A source with splits that have names.
+
+    Args:
+        splits: the names of the dataset's own splits that are the named parts. Those of a folder are directories in it,
+            each with directories of the classes.
+    """
+
+    splits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithWindow(SourceSpec):
+    """A source in which neighbouring samples may be cheaper to read together.
+
+    Args:
+        window: how many neighbouring samples are shuffled among each other; by default 8192, and of Parquet files as
+            many as take 256 MB, at most 8192.
+    """
+
+    window: Annotated[int, Bounds(least=1)] | None = None
+
+    def shard_window(self, source: Source | None = None) -> int:
+        return super().shard_window(source) if self.window is None else self.window
+
+    def check_window(self, source: Source) -> None:
+        """Raise SourceError, and close the source, if there is a window and neighbours are not read together."""
+        if self.window is not None and source.shard_sizes is None:
+            source.close()
+            raise SourceError(
+                f"source.window must go with shards or Parquet files, got {self.where!r}, where any sample is as cheap "
+                "to read as its neighbour; remove window"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithExtensions(SourceSpec):
+    """A source whose images are known by their extensions.
+
+    Args:
+        extensions: names of files that are images, too, such as heic; see `decode.formats`.
+    """
+
+    extensions: tuple[str, ...] = ()
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if wrong := [name for name in self.extensions if not (name.isalnum() and name.islower())]:
+            rule = "must be file extensions in lower case without a dot, such as heic"
+            yield Problem.of("extensions", rule, wrong[0], code="config.range")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cached(SourceSpec):
+    """A source whose files may be behind URLs.
+
+    Args:
+        cache: where files behind URLs are kept on a local disk; by default they are not.
+    """
+
+    lists_urls: ClassVar[bool] = False
+    """Whether a file may list URLs of images, so that it shows only when the source is open where they are."""
+
+    cache: CacheSpec | None = None
+
+    def __post_init__(self) -> None:
+        cache: Any = self.cache
+        if isinstance(cache, Mapping):
+            object.__setattr__(self, "cache", CacheSpec(**cache))
+        super().__post_init__()
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.cache is not None:
+            yield from (problem.below("cache") for problem in out_of_bounds(self.cache))
+            if not self.lists_urls and not is_remote(self.folder_of_images):
+                rule = f"must go with URLs, got {self.folder_of_images!r}, whose files are not copied"
+                yield Problem.of("cache", rule, action="remove cache", code="config.conflict")
+
+
+def spec_class(
+    keys: Mapping[str, Any],
+    kinds: Mapping[str, type[SourceSpec]],
+    advise: Callable[[str, Iterable[str]], str] = suggest,
+) -> tuple[type[SourceSpec] | None, list[Problem]]:
+    """Return the class that a block `source` is of, and a problem for each key that does not belong into the block.
+
+    A key with the value None is not given. The class is None where the block does not say it.
+
+    advise: returns what to do about a key that no kind has, from the key and those that may stand there.
+    """
+    owners: dict[str, list[str]] = {}
+    for kind, spec in kinds.items():
+        for key in spec.key_fields():
+            owners.setdefault(key, []).append(f"source.{kind}")
+    given = [key for key, value in keys.items() if value is not None]
+    named = [kind for kind in kinds if kind in given]
+    chosen = kinds[named[0]] if len(named) == 1 else None
+    known = owners if chosen is None else chosen.key_fields()
+    problems = [
+        Problem.of(key, "is not a key here", action=advise(key, known), code="config.unknown_key")
+        for key in keys
+        if key not in owners
+    ]
+    if chosen is None:
+        if named or not problems:
+            rule = f"needs exactly one of {_listed(kinds, 'and')}, got {' and '.join(named) or 'none of them'}"
+            problems.append(Problem.of((), rule, code="config.conflict"))
+        return None, problems
+    for key in given:
+        if key in owners and key not in known:
+            rule = f"must go with {_listed(owners[key], 'or')}, got source.{chosen.kind}"
+            action = chosen.instead.get(key, f"remove {key}")
+            problems.append(Problem.of(key, rule, action=action, code="config.conflict"))
+    for key, field in chosen.key_fields().items():
+        if field.default is dataclasses.MISSING and key not in given:
+            rule = f"needs the key {key!r} with source.{chosen.kind}"
+            problems.append(Problem.of((), rule, code="config.missing_key"))
+    return chosen, problems
+
+
+def _listed(words: Iterable[str], conjunction: str) -> str:
+    """Return `a, b and c`."""
+    *others, last = words
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
+
+
+def _pairs(values: Mapping[str, T] | tuple[tuple[str, T], ...]) -> tuple[tuple[str, T], ...]:
+    return tuple(values.items()) if isinstance(values, Mapping) else tuple((name, value) for name, value in values)
