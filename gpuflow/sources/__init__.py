@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from gpuflow.arrays import Floats
 from gpuflow.errors import ConfigError
 from gpuflow.sources.base import (
     RecordSource,
@@ -28,13 +25,13 @@ from gpuflow.sources.coco import Coco
 from gpuflow.sources.folder import Folder
 from gpuflow.sources.hf import Hf, HfSource
 from gpuflow.sources.listing import Listing
-from gpuflow.sources.mix import Mix, MixEntry, MixSource
-from gpuflow.sources.offered import Offered, offered_kinds
+from gpuflow.sources.mix import Mix, MixSource
+from gpuflow.sources.offered import offered_kinds
 from gpuflow.sources.source_spec import Extent, NotMeasuredError, SourceSpec, WeightsSpec, spec_class
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.storage import SPARE_BYTES, Allocate, CachedStorage, Payload, lay_out
 from gpuflow.sources.tar import Tar
-from gpuflow.sources.weights import check_weights_file, read_weights
+from gpuflow.sources.weights import check_weights_file, weights_of
 
 __all__ = [
     "KINDS",
@@ -44,10 +41,8 @@ __all__ = [
     "Folder",
     "HfSource",
     "Mix",
-    "MixEntry",
     "MixSource",
     "NotMeasuredError",
-    "Offered",
     "Payload",
     "RecordSource",
     "Source",
@@ -125,14 +120,3 @@ def cache_counts(source: Source) -> dict[str, int] | None:
     storages = [part.storage for part in (whole.parts if isinstance(whole, MixSource) else [whole])]
     counts = [storage.counts() for storage in storages if isinstance(storage, CachedStorage)]
     return {name: sum(each[name] for each in counts) for name in counts[0]} if counts else None
-
-
-def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
-    """Read the weight of each sample of a source, or of a part of it; None where `spec` gives no weights.
-
-    Raises:
-        SourceError: a weight cannot be read, is negative or not finite, or all of the part are 0.
-    """
-    if isinstance(source, Subset):
-        return read_weights(spec, source.source, source.indices)
-    return read_weights(spec, source, np.arange(len(source)))

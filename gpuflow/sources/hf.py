@@ -17,16 +17,28 @@ import numpy as np
 
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word
+from gpuflow.pipeline.records import MaskFile
 from gpuflow.sources.base import Source, fingerprint, relative
 from gpuflow.sources.directories import ancestors, identity_of, matching, missing_path, walk
 from gpuflow.sources.field_spec import Fields, FieldSpec, classes_of_boxes, label_field
-from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
+from gpuflow.sources.hf_tables import (
+    Cells,
+    Table,
+    broken,
+    features_of,
+    is_of_bytes,
+    open_cells,
+    open_table,
+    place_of,
+    pyarrow,
+    rows_of,
+)
 from gpuflow.sources.labels import Locate, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_builder import RecordBuilder
-from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable, TableSource
+from gpuflow.sources.record_table import NO_FIELDS, RecordTable, TableSource, masks_of, memory
 from gpuflow.sources.source_spec import Named, WithSplits, WithWindow
-from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Storage, is_remote
+from gpuflow.sources.storage import Allocate, LocalStorage, Payload, is_remote
 
 Classes = tuple[str, ...]
 
@@ -54,19 +66,7 @@ class HfSource(TableSource):
     ) -> None:
         super().__init__(classes, labels, has_labels, table)
         self._cells, self._names, self.splits = cells, tuple(names), dict(splits)
-
-    @property
-    def shard_sizes(self) -> tuple[int, ...] | None:
-        return self._cells.group_sizes
-
-    @property
-    def window(self) -> int | None:
-        """Return how many neighbouring samples are shuffled among each other by default."""
-        return self._cells.window
-
-    @property
-    def storage(self) -> Storage | None:
-        return self._cells.storage
+        self.shard_sizes, self.window, self.storage = cells.group_sizes, cells.window, cells.storage
 
     @cached_property
     def fingerprint(self) -> str:
@@ -87,6 +87,20 @@ class HfSource(TableSource):
     def close(self) -> None:
         self._cells.close()
         self._table.close()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _MaskCells:
+    """One cell of a column per sample, read when its record is."""
+
+    cells: Cells
+
+    def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
+        return masks_of(self.cells.read(samples.tolist(), memory), lambda i: self.cells.path(int(samples[i])), errors)
+
+    def parts(self) -> Iterator[bytes]:
+        yield self.cells.sizes().tobytes()
 
 
 @final
@@ -268,21 +282,16 @@ class _Reader:
 
     def __init__(self, spec: Hf, tables: Sequence[Table], storage: LocalStorage) -> None:
         self._spec, self._tables, self._storage = spec, tables, storage
-        self._ends = np.cumsum([table.rows for table in tables])
+        self._rows = rows_of(tables)
         self._schema, self._all_features = tables[0].schema, [features_of(table.schema) for table in tables]
         self._features = self._all_features[0]
-        self._where, self._locate = spec.hf, Locate(self._place)
+        self._where, self._locate = spec.hf, Locate(lambda i: place_of(self._rows, i))
         for table in tables[1:]:
             if table.form != tables[0].form:
                 raise SourceError(
                     f"{table.shard.path}: must be an {tables[0].form} file like {tables[0].shard.path}, got "
                     f"{table.form}; name the files of one form: source.hf: 'DIRECTORY/*.parquet'"
                 )
-
-    def _place(self, i: int) -> str:
-        number = int(np.searchsorted(self._ends, i, side="right"))
-        table = self._tables[number]
-        return f"{table.shard.path}[{i - int(self._ends[number]) + table.rows}]"
 
     def source(self, splits: Mapping[str, tuple[int, int]]) -> HfSource:
         declared = dict(self._spec.declared)
@@ -296,7 +305,7 @@ class _Reader:
         records = self._records()
         column, label = label_field(self._spec.declared)
         if label is None:
-            classes, labels = records.box_classes, np.zeros(int(self._ends[-1]), np.int64)
+            classes, labels = records.box_classes, np.zeros(int(self._rows.ends[-1]), np.int64)
         else:
             classes, labels = self._labels(label, column)
         return HfSource(cells, names, labels, classes, splits, has_labels=label is not None, table=records)
@@ -462,7 +471,7 @@ class _Reader:
         for block in self._blocks(columns, labels):
             builder.add(block, len(next(iter(block.values()))))
         masks = {
-            name: MaskCells(self._cells(self._image_column(field.column)))
+            name: _MaskCells(self._cells(self._image_column(field.column)))
             for name, field in declared
             if field.is_mask_file
         }

@@ -19,7 +19,7 @@ import numpy as np
 from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Shard, Storage
+from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Shard, Shards, Storage
 from gpuflow.sources.storage.local import LOCAL_DELAYS, retry
 
 _NO_CELL = "has no image: its cell is null, or a path without the image"
@@ -64,21 +64,10 @@ class Cells(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
-    """Which rows the files have. files: of one table each. ends [F]: the number of rows up to the end of each file."""
-
-    files: tuple[Shard, ...]
-    ends: Ints
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Return the number of a row's file, and its number in it."""
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        return number, index - (int(self.ends[number - 1]) if number else 0)
-
-    def path(self, index: int) -> str:
-        number, row = self.place(index)
-        return f"{self.files[number].path}[{row}]"
+def place_of(rows: Shards, index: int) -> str:
+    """Return the place of a row, for messages."""
+    file, row = rows.place(index)
+    return f"{file.path}[{row}]"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -245,9 +234,14 @@ def is_of_bytes(kind: Any, table: Table) -> bool:
     return views or types.is_binary(kind) or types.is_large_binary(kind)
 
 
+def rows_of(tables: Sequence[Table]) -> Shards:
+    """Return which rows the tables have."""
+    return Shards(tuple(table.shard for table in tables), np.cumsum([table.rows for table in tables]))
+
+
 def open_cells(tables: Sequence[Table], storage: Storage, column: str, window: int | None) -> Cells:
     """Open a column of images of several files of one format. window: see `SourceSpec`. Raises SourceError."""
-    rows = _Rows(files=tuple(table.shard for table in tables), ends=np.cumsum([table.rows for table in tables]))
+    rows = rows_of(tables)
     if isinstance(tables[0], _ParquetTable):
         return _parquet_cells([table for table in tables if isinstance(table, _ParquetTable)], rows, column, window)
     return _arrow_cells([table for table in tables if isinstance(table, _ArrowTable)], rows, storage, column)
@@ -261,27 +255,21 @@ def open_cells(tables: Sequence[Table], storage: Storage, column: str, window: i
 class ArrowCells:
     """Cells that are ranges of bytes of files. starts, lengths: int64 [n]; starts is -1 for a null."""
 
+    group_sizes = None
+    window = None
+
     storage: Storage
-    rows: _Rows
+    rows: Shards
     starts: Ints
     lengths: Ints
 
-    @property
-    def group_sizes(self) -> None:
-        return None
-
-    @property
-    def window(self) -> None:
-        return None
-
     def path(self, index: int) -> str:
-        return self.rows.path(index)
+        return place_of(self.rows, index)
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)
-        files = [self.rows.files[i] for i in np.searchsorted(self.rows.ends, places, side="right").tolist()]
         starts = self.starts[places].tolist()
-        payload = self.storage.read_ranges(files, starts, self.lengths[places].tolist(), allocate)
+        payload = self.storage.read_ranges(self.rows.of(places), starts, self.lengths[places].tolist(), allocate)
         if -1 not in starts:
             return payload
         errors = [_NO_CELL if start < 0 else error for start, error in zip(starts, payload.errors, strict=True)]
@@ -294,7 +282,7 @@ class ArrowCells:
         self.storage.close()
 
 
-def _arrow_cells(tables: Sequence[_ArrowTable], rows: _Rows, storage: Storage, column: str) -> ArrowCells:
+def _arrow_cells(tables: Sequence[_ArrowTable], rows: Shards, storage: Storage, column: str) -> ArrowCells:
     starts, lengths = list[Ints](), list[Ints]()
     for table in tables:
         first, size = table.mapped.address, table.mapped.size
@@ -386,7 +374,7 @@ class ParquetCells:
     local: where the files are, also after the process has changed to another directory.
     """
 
-    rows: _Rows
+    rows: Shards
     column: str
     local: LocalStorage
     owners: Ints
@@ -402,7 +390,7 @@ class ParquetCells:
         return tuple(np.diff(self.ends, prepend=0).tolist())
 
     def path(self, index: int) -> str:
-        return self.rows.path(index)
+        return place_of(self.rows, index)
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)
@@ -453,7 +441,7 @@ class ParquetCells:
         self.cache.clear()
 
 
-def _parquet_cells(tables: Sequence[_ParquetTable], rows: _Rows, column: str, window: int | None) -> ParquetCells:
+def _parquet_cells(tables: Sequence[_ParquetTable], rows: Shards, column: str, window: int | None) -> ParquetCells:
     owners, sizes, stored, firsts = list[int](), list[int](), list[int](), list[int]()
     kind = tables[0].schema.field(column).type
     leaf = f"{column}.bytes" if pyarrow().types.is_struct(kind) else column

@@ -247,9 +247,9 @@ class SampleLabels(Protocol):
 
 
 def sample_labels(
-    spec: FieldSpec | None, column: str, classes: int | tuple[str, ...] | None, place: str, locate: Locate
+    spec: FieldSpec, column: str, classes: int | tuple[str, ...] | None, place: str, locate: Locate
 ) -> SampleLabels:
-    """Return the collector of the labels that a field declares; with None, of no labels.
+    """Return the collector of the labels that a field declares.
 
     Args:
         column: where they stand.
@@ -257,8 +257,6 @@ def sample_labels(
         place: the place of the whole source.
         locate: the places of single samples.
     """
-    if spec is None:
-        return _NoLabels()
     match spec.kind:
         case "classes":
             return _ClassesEach(Labels(classes, place), column, locate, spec.separator)
@@ -268,18 +266,6 @@ def sample_labels(
             return _OneClassEach(Labels(classes, place), column, locate)
         case other:
             raise AssertionError(f"no kind of label: {other!r}")
-
-
-@final
-class _NoLabels:
-    def __init__(self) -> None:
-        self._count = 0
-
-    def add(self, values: Sequence[Any]) -> None:
-        self._count += len(values)
-
-    def build(self) -> tuple[tuple[str, ...], Ints]:
-        return (), np.zeros(self._count, np.int64)
 
 
 @final

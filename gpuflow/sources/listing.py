@@ -307,7 +307,7 @@ def _with_fields(spec: Listing, place: str, root: str, *, is_csv: bool) -> FileS
     lines = _Lines(place)
     builder = RecordBuilder(spec.declared, classes_of_boxes(spec.declared, spec.classes), place, lines.locate)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
-    labels = sample_labels(label, label_column, label_classes, place, lines.locate)
+    labels = None if label is None else sample_labels(label, label_column, label_classes, place, lines.locate)
     masks = {name: field.column or name for name, field in declared.items() if field.is_mask_file}
     tables = {column: PathTableBuilder() for column in (image, *masks.values())}
     columns = list(dict.fromkeys([*tables, *([label_column] if label is not None else []), *builder.columns()]))
@@ -324,7 +324,8 @@ def _with_fields(spec: Listing, place: str, root: str, *, is_csv: bool) -> FileS
                     raise SourceError(f"{here} must be the path of a file, got {show(path)}; correct it")
                 check_path(path, lines.locate.value(i, column))
             table.add(block[column])
-        labels.add(block[label_column if label is not None else image])
+        if labels is not None:
+            labels.add(block[label_column])
         builder.add(block, len(block[image]))
     if not lines.numbers:
         raise SourceError(f"{place}: must list at least one sample, got none; add rows")
@@ -336,11 +337,11 @@ def _with_fields(spec: Listing, place: str, root: str, *, is_csv: bool) -> FileS
         same = is_remote(path) == storage.remote
         files[name] = MaskFiles(storage if same else open_storage(path, spec.cache), paths[column], root)
     storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
-    classes, values = labels.build()
+    classes, values = ((), np.zeros(len(lines.numbers), np.int64)) if labels is None else labels.build()
     records = builder.build(files, storages)
-    if label is None:
+    if labels is None:
         classes = records.box_classes
-    return FileSource(storage, paths[image], values, classes, root=root, has_labels=label is not None, table=records)
+    return FileSource(storage, paths[image], values, classes, root=root, has_labels=labels is not None, table=records)
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------

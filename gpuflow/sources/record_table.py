@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, final
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpuflow.arrays import Array, Bytes, Floats, Ints
 from gpuflow.pipeline.records import Column, Field, LeftOut, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources.paths import PathTable
-from gpuflow.sources.storage import Allocate, Payload, Shard, Storage
+from gpuflow.sources.storage import Payload, Shards, Storage
 
 
 class Store(Protocol):
@@ -207,8 +207,8 @@ class MaskFiles:
     root: str = ""
 
     def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
-        payload = self.storage.read(self.paths.take(samples.tolist()), _memory)
-        return _masks(payload, [self.paths[i] for i in samples.tolist()] if any(payload.errors) else [], errors)
+        payload = self.storage.read(self.paths.take(samples.tolist()), memory)
+        return masks_of(payload, lambda i: self.paths[int(samples[i])], errors)
 
     def parts(self) -> Iterator[bytes]:
         yield self.paths.entries_below(self.root)
@@ -219,62 +219,36 @@ class MaskFiles:
 class MaskMembers:
     """One member of a shard per sample, read when its record is.
 
-    ends: the number of samples up to the end of each shard. names: of the members. starts, sizes: int64 [n].
+    names: of the members. starts, sizes: int64 [n].
     """
 
     storage: Storage
-    shards: tuple[Shard, ...]
-    ends: Ints
+    shards: Shards
     names: PathTable
     starts: Ints
     sizes: Ints
 
     def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
-        shards = [self.shards[i] for i in np.searchsorted(self.ends, samples, side="right").tolist()]
+        shards = self.shards.of(samples)
         starts, sizes = self.starts[samples].tolist(), self.sizes[samples].tolist()
-        payload = self.storage.read_ranges(shards, starts, sizes, _memory)
-        names = [f"{shard.path}/{self.names[i]}" for shard, i in zip(shards, samples.tolist(), strict=True)]
-        return _masks(payload, names, errors)
+        payload = self.storage.read_ranges(shards, starts, sizes, memory)
+        return masks_of(payload, lambda i: f"{shards[i].path}/{self.names[int(samples[i])]}", errors)
 
     def parts(self) -> Iterator[bytes]:
         yield from (self.names.blob, self.sizes.tobytes())
 
 
-class _Cells(Protocol):
-    """A column of encoded images of all samples."""
-
-    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        """See `Source.read`."""
-
-    def path(self, index: int) -> str:
-        """See `Source.path`."""
-
-    def sizes(self) -> Ints:
-        """Return what is known of their sizes without reading."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class MaskCells:
-    """One cell of a column per sample, read when its record is."""
-
-    cells: _Cells
-
-    def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
-        payload = self.cells.read(samples.tolist(), _memory)
-        return _masks(payload, [self.cells.path(i) for i in samples.tolist()] if any(payload.errors) else [], errors)
-
-    def parts(self) -> Iterator[bytes]:
-        yield self.cells.sizes().tobytes()
-
-
-def _memory(size: int) -> Bytes:
+def memory(size: int) -> Bytes:
+    """Allocate memory of this size."""
     return np.empty(size, np.uint8)
 
 
-def _masks(payload: Payload, names: Sequence[str], errors: list[str | None]) -> list[MaskFile]:
-    """Return the files as masks. Each one that could not be read, or is empty, is an error of its sample's record."""
+def masks_of(payload: Payload, place: Callable[[int], str], errors: list[str | None]) -> list[MaskFile]:
+    """Return the files as masks. Each one that could not be read, or is empty, is an error of its sample's record.
+
+    place: returns that of file i.
+    """
     for i, error in enumerate(payload.errors):
         if error is not None and errors[i] is None:
-            errors[i] = f"mask {names[i]}: {error}"
+            errors[i] = f"mask {place(i)}: {error}"
     return [MaskFile(payload.sample(i).tobytes()) for i in range(len(payload))]

@@ -32,7 +32,17 @@ from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_builder import RecordBuilder
 from gpuflow.sources.record_table import NO_FIELDS, MaskMembers, RecordTable, TableSource
 from gpuflow.sources.source_spec import Cached, Extent, Named, WithExtensions, WithWindow
-from gpuflow.sources.storage import Allocate, CachedStorage, Payload, ReadAt, Shard, Storage, is_remote, open_storage
+from gpuflow.sources.storage import (
+    Allocate,
+    CachedStorage,
+    Payload,
+    ReadAt,
+    Shard,
+    Shards,
+    Storage,
+    is_remote,
+    open_storage,
+)
 from gpuflow.sources.tar_members import (
     Member,
     MemberTable,
@@ -72,7 +82,7 @@ class TarSource(TableSource):
         table: RecordTable = NO_FIELDS,
     ) -> None:
         super().__init__(classes, labels, has_labels, table)
-        self.storage, self._shards, self._images, self._ends = storage, index.shards, index.images, index.ends
+        self.storage, self._shards, self._images = storage, index.shards, index.images
         self.shard_sizes: tuple[int, ...] = tuple(index.sizes.tolist())
 
     @cached_property
@@ -84,18 +94,16 @@ class TarSource(TableSource):
     @property
     def entries(self) -> bytes:
         """See `gpuflow.sources.base.entries_of`."""
-        shards = relative([shard.path for shard in self._shards])
+        shards = relative([shard.path for shard in self._shards.files])
         return b"".join([self._images.names.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
 
     def path(self, index: int) -> str:
-        shard = self._shards[int(np.searchsorted(self._ends, index, side="right"))]
-        return redacted(f"{shard.path}/{self._images.names[index]}")
+        return redacted(f"{self._shards.place(index)[0].path}/{self._images.names[index]}")
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)
-        shards = [self._shards[i] for i in np.searchsorted(self._ends, places, side="right").tolist()]
         starts, sizes = self._images.starts[places].tolist(), self._images.sizes[places].tolist()
-        return self.storage.read_ranges(shards, starts, sizes, allocate)
+        return self.storage.read_ranges(self._shards.of(places), starts, sizes, allocate)
 
     def close(self) -> None:
         self.storage.close()
@@ -233,10 +241,8 @@ class _Index:
     """
 
     def __init__(self, spec: Tar, shards: Sequence[Shard], arrays: Mapping[str, Array]) -> None:
-        self.arrays, self.shards = arrays, tuple(shards)
-        self.images = Places.of(arrays)
-        self.sizes = arrays["shard_sizes"]
-        self.ends = np.cumsum(self.sizes)
+        self.arrays, self.images, self.sizes = arrays, Places.of(arrays), arrays["shard_sizes"]
+        self.shards = Shards(tuple(shards), np.cumsum(self.sizes))
         self.locate = Locate(self.sample, self._value, self._row)
         if not len(self.images.names):
             suffixes = ", ".join(spec.image_suffixes)
@@ -253,7 +259,7 @@ class _Index:
 
     def masks(self, suffix: str, storage: Storage) -> MaskMembers:
         """Return the members with a suffix of masks, as a column of records."""
-        return MaskMembers(storage, self.shards, self.ends, *Places.of(self.arrays, f"mask.{suffix}."))
+        return MaskMembers(storage, self.shards, *Places.of(self.arrays, f"mask.{suffix}."))
 
     def sample(self, i: int) -> str:
         """Return the place of sample i."""
@@ -268,7 +274,7 @@ class _Index:
         return key_of(self.images.names[i])[0]
 
     def _shard(self, i: int) -> str:
-        return self.shards[int(np.searchsorted(self.ends, i, side="right"))].path
+        return self.shards.place(i)[0].path
 
     def _value(self, i: int, column: str) -> str:
         if column == _LABEL:
@@ -359,20 +365,21 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSou
     label_column, label = label_field(declared)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
     builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.where, index.locate)
-    labels = sample_labels(label, label_column, label_classes, spec.where, index.locate)
+    labels = None if label is None else sample_labels(label, label_column, label_classes, spec.where, index.locate)
+    label_reader = _reader_of(index, label_column, declared)
     readers = {column: _reader_of(index, column, declared) for column in builder.columns()}
-    label_reader = _reader_of(index, label_column, declared) if label is not None else None
     for first in range(0, len(index.images.names), _ROWS):
         numbers = range(first, min(first + _ROWS, len(index.images.names)))
         rows = _Rows(index)
-        labels.add([label_reader(i, rows) for i in numbers] if label_reader is not None else [None] * len(numbers))
+        if labels is not None:
+            labels.add([label_reader(i, rows) for i in numbers])
         builder.add({column: [read(i, rows) for i in numbers] for column, read in readers.items()}, len(numbers))
-    classes, values = labels.build()
+    classes, values = ((), np.zeros(len(index.images.names), np.int64)) if labels is None else labels.build()
     files = {name: index.masks(suffix, storage) for name, suffix in masks.items()}
     table = builder.build(files, (storage,) if files else ())
-    if label is None:
+    if labels is None:
         classes = table.box_classes
-    return TarSource(storage, index, classes, values, has_labels=label is not None, table=table)
+    return TarSource(storage, index, classes, values, has_labels=labels is not None, table=table)
 
 
 def _default_column(name: str, field: FieldSpec) -> str:

@@ -15,22 +15,23 @@ from gpuflow.sources.base import Source, entries_of, records_of
 from gpuflow.sources.directories import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.source_spec import Samples, SourceSpec, WeightsSpec
+from gpuflow.sources.split import Subset
 from gpuflow.sources.tar_members import DAMAGED_ARRAY
 
 _FIELD = "weight"
 
 
-def read_weights(spec: SourceSpec, source: Source, part: Ints) -> Floats | None:
-    """Read the weights of some samples of a source, float64; None where `spec` gives none.
+def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
+    """Read the weight of each sample of a source, or of a part of it, float64; None where `spec` gives no weights.
 
-    Args:
-        source: the whole source.
-        part: indices of the samples that are asked for.
-
-    Raises SourceError: there is not one finite weight >= 0 for each sample of the source, or those of the part are 0.
+    Raises:
+        SourceError: there is not one finite weight >= 0 for each sample of the whole source, or all of the part are 0.
     """
     if not isinstance(spec, Samples) or spec.weights is None:
         return None
+    part: slice | Ints = slice(None)
+    if isinstance(source, Subset):
+        part, source = source.indices, source.source
     if spec.weights.file is not None:
         place = os.path.expanduser(spec.weights.file)
         weights, lines = _from_file(place, spec.weights.column)
@@ -44,7 +45,7 @@ def read_weights(spec: SourceSpec, source: Source, part: Ints) -> Floats | None:
         )
     _check_finite(weights, place, lines, lambda i: f" ({source.path(i)})")
     chosen = weights[part]
-    _check_above_0(chosen, place, "" if len(part) == len(weights) else f" of the {len(part)} samples of this part")
+    _check_above_0(chosen, place, "" if len(chosen) == len(weights) else f" of the {len(chosen)} samples of this part")
     return chosen
 
 

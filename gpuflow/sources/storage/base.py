@@ -9,7 +9,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
-from gpuflow.arrays import Array, Bytes
+from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import SourceError
 
 T = TypeVar("T")
@@ -119,6 +119,26 @@ class Payload:
     def sample(self, i: int) -> Bytes:
         """Return a view of the bytes of sample i."""
         return self.buffer[self.offsets[i] : self.offsets[i] + self.sizes[i]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The files of samples that lie in files one after the other.
+
+    ends [F]: the number of samples up to the end of each file.
+    """
+
+    files: tuple[Shard, ...]
+    ends: Ints
+
+    def of(self, indices: Ints) -> list[Shard]:
+        """Return the file of each of these samples."""
+        return [self.files[number] for number in np.searchsorted(self.ends, indices, side="right").tolist()]
+
+    def place(self, index: int) -> tuple[Shard, int]:
+        """Return the file of a sample, and the number of the sample in it."""
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        return self.files[number], index - (int(self.ends[number - 1]) if number else 0)
 
 
 class Storage(Protocol):
