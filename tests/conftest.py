@@ -21,6 +21,7 @@ from gpuflow.errors import GpuflowError
 from gpuflow.sources import Source, open_source, source_spec
 from tests import texts
 from tests.fork_servers import forked_servers
+from tests.forking import Interpreter, Python
 from tests.images import jpeg, photo
 
 if TYPE_CHECKING:
@@ -137,6 +138,16 @@ def pinned_texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     record = request.config.getoption("record_texts")
     with texts.compared(request.path, tmp_path_factory.getbasetemp(), record=record):
         yield
+
+
+@pytest.fixture(scope="session")
+def python_with_torch(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """Runs source text as `tests.datasets.python` does, but in a fork of one interpreter that has imported torch.
+
+    A new interpreter takes 1.6 s of processor time for that.
+    """
+    with Interpreter(tmp_path_factory.mktemp("python"), imports="import numpy, torch\n") as interpreter:
+        yield interpreter.run
 
 
 @pytest.fixture(scope="session")

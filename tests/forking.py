@@ -13,14 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self, final
 
 from tests.datasets import BUSY
-
-__all__ = ["Forked", "Interpreter"]
 
 ROOT = Path(__file__).parents[1]
 _LOADING = """
@@ -43,6 +41,9 @@ for line in sys.stdin:
 else:
     sys.exit()
 os.setsid()
+os.chdir(task["directory"])
+os.environ.clear()
+os.environ.update(task["environment"])
 for stream, path in ((1, task["out"]), (2, task["err"])):
     opened = os.open(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(opened, stream)
@@ -93,6 +94,9 @@ class Forked:
         timer.join()
 
 
+Python = Callable[..., Forked]
+
+
 @final
 class Interpreter:
     """Forks one script at a time. A context manager; the end of the block ends the interpreter.
@@ -119,15 +123,22 @@ class Interpreter:
         self._process.communicate()
 
     @contextmanager
-    def start(self, code: str, *arguments: str) -> Iterator[Forked]:
-        """Run a script. It is killed at the end of the block."""
+    def start(self, code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> Iterator[Forked]:
+        """Run a script, with this process's environment and these variables. It is killed at the end of the block."""
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None and answers is not None
         self._count += 1
         out, err = (self._directory / f"{self._count}.{name}" for name in ("out", "err"))
         for path in (out, err):
             path.write_text("")
-        task = {"code": code, "arguments": arguments, "out": str(out), "err": str(err)}
+        task = {
+            "code": code,
+            "arguments": arguments,
+            "out": str(out),
+            "err": str(err),
+            "directory": str(cwd),
+            "environment": {**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        }
         requests.write(json.dumps(task) + "\n")
         requests.flush()
         forked = Forked(json.loads(answers.readline()), out, err, answers)
@@ -138,8 +149,8 @@ class Interpreter:
                 os.kill(forked.pid, signal.SIGKILL)
                 forked.wait()
 
-    def run(self, code: str, *arguments: str, seconds: float = 60.0) -> Forked:
+    def run(self, code: str, *arguments: str, seconds: float = 60.0, cwd: Path = ROOT, **environment: str) -> Forked:
         """Run a script to its end. Kills it, as `tests.datasets.python` does, after far more than `seconds`."""
-        with self.start(code, *arguments) as forked:
+        with self.start(code, *arguments, cwd=cwd, **environment) as forked:
             forked.wait(seconds)
         return forked

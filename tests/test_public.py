@@ -12,6 +12,7 @@ import pytest
 
 import gpuflow
 from tests.datasets import make_photos, python, write_config
+from tests.forking import Python
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -128,7 +129,7 @@ assert not heavy, heavy
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_batch_on_the_cpu_imports_no_large_packages_but_torch(tmp_path: Path) -> None:
+def test_a_batch_on_the_cpu_imports_no_large_packages_but_torch(tmp_path: Path, python_with_torch: Python) -> None:
     """torchvision alone takes longer to import than everything else of a cold start."""
     make_photos(tmp_path / "photos", classes=2, each=4)
     config = write_config(tmp_path / "photos.yaml", tmp_path / "photos")
@@ -141,7 +142,7 @@ for pipeline in ("train", "val"):
 heavy = {"torchvision", "torch._dynamo", "sympy", "triton", "matplotlib", "fsspec", "pyarrow"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = python(code, str(config), CUDA_VISIBLE_DEVICES="")
+    done = python_with_torch(code, str(config), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
 
 
@@ -211,7 +212,7 @@ def distribution(root: Path, entry_points: str, module: str = STAGE) -> Path:
     return site
 
 
-def test_another_packages_stage_stands_in_yaml_like_ours(tmp_path: Path) -> None:
+def test_another_packages_stage_stands_in_yaml_like_ours(tmp_path: Path, python_with_torch: Python) -> None:
     site = distribution(tmp_path, "negative = negative:Negative")
     make_photos(tmp_path / "photos", classes=1, each=4)
     stages = [{"decode": {}}, {"resize": {"height": 24, "width": 24}}]
@@ -231,7 +232,7 @@ try:
 except gpuflow.ConfigError as error:
     print(error)
 """
-    done = python(code, str(site), str(plain), str(inverted), str(faulty))
+    done = python_with_torch(code, str(site), str(plain), str(inverted), str(faulty))
     assert done.returncode == 0, done.stderr
     shown, fault = done.stdout.splitlines()
     assert shown == "<gpuflow.Loader val: decode() -> resize(height=24, width=24) -> negative()"

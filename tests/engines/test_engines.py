@@ -43,7 +43,8 @@ from gpuflow.runtime import cpu_budget
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
-from tests.datasets import deadline, python
+from tests.datasets import deadline
+from tests.forking import Python
 from tests.serve.models import CPU, FLOAT, SIDE, UINT8, Models, engine, noise, save_program
 
 ROOT = Path(__file__).parents[2]
@@ -606,7 +607,7 @@ def test_noise_is_the_same_at_every_call_and_of_the_pipelines_kind() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_code_runs_on_any_thread() -> None:
+def test_compiled_code_runs_on_any_thread(python_with_torch: Python) -> None:
     """It is compiled once, on a thread that never ends: torch crashes if one thread compiles after another one ended.
 
     With the backend `eager`, because a code generator takes most of a minute and the crash happens before it.
@@ -639,7 +640,7 @@ for _ in range(2):
 assert running.describe()["compile"]
 print(before)
 """
-    done = python(code, cwd=ROOT)
+    done = python_with_torch(code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "{'total': 2, 'ok': 2}\n"
 
@@ -1032,14 +1033,14 @@ def test_no_cuda_in_onnxruntime(models: Models) -> None:
     )
 
 
-def test_importing_loads_no_engines_library() -> None:
+def test_importing_loads_no_engines_library(python_with_torch: Python) -> None:
     code = """
 import sys
 import gpuflow.engines, gpuflow.engines.onnx, gpuflow.engines.tensorrt
 heavy = {"onnx", "onnxruntime", "onnxscript", "tensorrt", "torchpipe", "torchvision"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = python(code)
+    done = python_with_torch(code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -1054,7 +1055,7 @@ def test_engines_share_the_cores_that_control_groups_grant(
 
 
 @pytest.mark.slow
-def test_programs_are_loaded_again_and_compiled_after_one_was_loaded(models: Models) -> None:
+def test_programs_are_loaded_again_and_compiled_after_one_was_loaded(models: Models, python_with_torch: Python) -> None:
     """Each of them on its own thread crashed where torch sees no GPU; so this runs without one."""
     code = f"""
 import torch
@@ -1071,5 +1072,5 @@ running.warm_up()
 torch.testing.assert_close(running.run(noise(1)), logits)
 print("compiled")
 """
-    done = python(code, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
+    done = python_with_torch(code, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr

@@ -12,7 +12,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.pipeline.views import STORAGE, slot_shape
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import lower, program_from_json, to_toml
-from tests.datasets import python
+from tests.forking import Python
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -85,7 +85,7 @@ def test_header_says_what_it_is_for(path: Path) -> None:
     assert f"configs/{path.name}" in header[-1]
 
 
-def test_all_check_and_explain_in_a_process_that_sees_no_gpu(tmp_path: Path) -> None:
+def test_all_check_and_explain_in_a_process_that_sees_no_gpu(tmp_path: Path, python_with_torch: Python) -> None:
     code = """
 import sys
 from gpuflow.cli import main
@@ -97,7 +97,7 @@ for path in sys.argv[2:]:
         except SystemExit as end:
             assert end.code in (None, 0), (command, path, end.code)
 """
-    done = python(code, "-", *map(str, CONFIGS), cwd=tmp_path, CUDA_VISIBLE_DEVICES="", COLUMNS="200")
+    done = python_with_torch(code, "-", *map(str, CONFIGS), cwd=tmp_path, CUDA_VISIBLE_DEVICES="", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("valid: ") == len(CONFIGS)
     assert done.stdout.count("does not exist") >= len(CONFIGS), "explain says that the data is not there"

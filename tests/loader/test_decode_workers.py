@@ -41,11 +41,11 @@ from tests.datasets import (
     make_photos,
     nothing_left_behind,
     program,
-    python,
     rows,
     truncate,
     write_config,
 )
+from tests.forking import Python
 
 ROOT = Path(__file__).parents[2]
 COLOURED: Entries = [
@@ -207,7 +207,9 @@ def test_a_killed_process_is_done_without(
     assert children() == before
 
 
-def test_what_a_process_cannot_do_a_thread_does(source: Source, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_process_cannot_do_a_thread_does(
+    source: Source, caplog: pytest.LogCaptureFixture, python_with_torch: Python
+) -> None:
     """A source with a lock, which cannot be pickled; and one whose class a worker process cannot import."""
     photos = MemorySource.of(9)
     with loader_of(photos) as loader:
@@ -227,7 +229,7 @@ if __name__ == "__main__":
             assert len(epoch_rows(loader)) == 3
     print("done")
 """
-    done = python(code, cwd=ROOT, seconds=60)
+    done = python_with_torch(code, cwd=ROOT, seconds=60)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "a process cannot decode: AttributeError(" in done.stderr
     assert done.stderr.count("a process cannot decode") == 1, "three have the same reason"
@@ -342,7 +344,7 @@ def test_nothing_is_decoded_in_place_of_a_process_once_the_epoch_was_ended(
         assert admission.closed and read == []
 
 
-def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path, python_with_torch: Python) -> None:
     config = write_config(tmp_path / "x.yaml", folder, run={"threads": 4, "processes": 2})
     code = """
 import os, signal, sys, threading, time
@@ -361,7 +363,7 @@ with gpuflow.load(sys.argv[1]) as loader:
         print("interrupted")
 print(open(f"/proc/self/task/{os.getpid()}/children").read().split())
 """
-    done = python(code, str(config), cwd=ROOT, seconds=60)
+    done = python_with_torch(code, str(config), cwd=ROOT, seconds=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n[]\n", "")
 
 

@@ -9,7 +9,8 @@ import cv2
 import pytest
 import torch
 
-from tests.datasets import TRAIN, pixels, python, write_config
+from tests.datasets import TRAIN, pixels, write_config
+from tests.forking import Python
 
 SCRIPT = """
 import sys, torch, gpuflow
@@ -41,7 +42,9 @@ ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
         pytest.param("cuda", "float32", "cuda", marks=ON_A_GPU),
     ],
 )
-def test_nothing_depends_on_torchs_defaults(tmp_path: Path, device: str, dtype: str, where: str) -> None:
+def test_nothing_depends_on_torchs_defaults(
+    tmp_path: Path, device: str, dtype: str, where: str, python_with_torch: Python
+) -> None:
     for label in range(2):
         (tmp_path / "photos" / f"class{label}").mkdir(parents=True)
         for number in range(4):
@@ -63,7 +66,7 @@ def test_nothing_depends_on_torchs_defaults(tmp_path: Path, device: str, dtype: 
         write_config(tmp_path / "mixed.yaml", photos, train=[*TRAIN, {"mixup": {"alpha": 0.2}}]),
     ]
     plain, other = (
-        python(SCRIPT, *arguments, where, *map(str, paths), cwd=Path(__file__).parents[2])
+        python_with_torch(SCRIPT, *arguments, where, *map(str, paths), cwd=Path(__file__).parents[2])
         for arguments in (("cpu", "float32"), (device, dtype))
     )
     assert other.returncode == 0, other.stderr

@@ -48,10 +48,10 @@ from tests.datasets import (
     make_photos,
     no_more_files,
     nothing_left_behind,
-    python,
     truncate,
     write_config,
 )
+from tests.forking import Python
 from tests.images import png
 
 ROOT = Path(__file__).parents[2]
@@ -640,7 +640,7 @@ def test_replacing_ends_with_the_epoch(end: str) -> None:
     assert len(reads) == count
 
 
-def test_a_process_with_a_stuck_read_can_exit() -> None:
+def test_a_process_with_a_stuck_read_can_exit(python_with_torch: Python) -> None:
     code = """
 from tests.datasets import *
 loader = loader_of(TappedSource(MemorySource.of(24), Block(9)), shuffle=False, timeout=0.5)
@@ -650,7 +650,7 @@ except gpuflow.LoaderTimeout as error:
     print(type(error).__name__)
     raise SystemExit(7)
 """
-    done = python(code, cwd=ROOT, seconds=50)
+    done = python_with_torch(code, cwd=ROOT, seconds=50)
     assert (done.returncode, done.stdout) == (7, "LoaderTimeout\n"), done.stderr
     assert "Traceback" not in done.stderr
 

@@ -26,10 +26,10 @@ from tests.datasets import (
     loader_of,
     make_photos,
     nothing_left_behind,
-    python,
     resident_kib,
     write_config,
 )
+from tests.forking import Python
 
 ROOT = Path(__file__).parents[2]
 
@@ -296,7 +296,7 @@ def test_threads_that_cannot_start(readers: int, monkeypatch: pytest.MonkeyPatch
         assert not few.refused
 
 
-def test_file_descriptors_that_there_are_not() -> None:
+def test_file_descriptors_that_there_are_not(python_with_torch: Python) -> None:
     code = """
 import resource, time
 from tests.datasets import *
@@ -323,7 +323,7 @@ loader.set_epoch(0)
 assert epoch_rows(loader) == whole
 loader.close()
 """
-    done = python(code, cwd=ROOT, seconds=60)
+    done = python_with_torch(code, cwd=ROOT, seconds=60)
     assert done.returncode == 0, done.stderr
     count, texts = done.stdout.split(" ", 1)
     assert int(count) >= 3
@@ -365,9 +365,9 @@ print(json.dumps({"cycles": cycles, "epochs": epochs}))
 
 
 @pytest.fixture(scope="module")
-def measured(config: Path) -> dict[str, list[list[int]]]:
+def measured(config: Path, python_with_torch: Python) -> dict[str, list[list[int]]]:
     """Threads, file descriptors and KiB of memory of a process, after every fifth of its loaders and after epochs."""
-    done = python(MEASURE, str(config), cwd=ROOT, seconds=110)
+    done = python_with_torch(MEASURE, str(config), cwd=ROOT, seconds=110)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return {name: [list(map(int, row)) for row in rows] for name, rows in json.loads(done.stdout).items()}
@@ -414,9 +414,9 @@ def test_torchs_threads_are_left_as_they_are(config: Path) -> None:
     assert torch.get_num_threads() == before
 
 
-def test_torchs_threads_are_left_as_they_are_where_several_threads_begin_epochs() -> None:
+def test_torchs_threads_are_left_as_they_are_where_several_threads_begin_epochs(python_with_torch: Python) -> None:
     """As where two models are trained, or one is validated, on separate threads."""
-    done = python(SEVERAL)
+    done = python_with_torch(SEVERAL)
     assert done.stdout == "{4}\n", done.stderr
 
 

@@ -19,7 +19,8 @@ import gpuflow
 from gpuflow.errors import BadSampleError, ConfigError, LoaderError, LoaderTimeout
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.transform import _CpuRunner
-from tests.datasets import TRAIN, VAL, Entries, deadline, nothing_left_behind, pixels, python, write_config
+from tests.datasets import TRAIN, VAL, Entries, deadline, nothing_left_behind, pixels, write_config
+from tests.forking import Python
 
 JITTER_FIRST: Entries = (
     {"decode": {}},
@@ -281,9 +282,9 @@ for lock in locks:
 """
 
 
-def test_it_works_in_a_forked_child(photos: Path, tmp_path: Path) -> None:
+def test_it_works_in_a_forked_child(photos: Path, tmp_path: Path, python_with_torch: Python) -> None:
     """As in a worker of a DataLoader that runs it on what it collates."""
-    done = python(FORK, str(config_of(tmp_path, photos)))
+    done = python_with_torch(FORK, str(config_of(tmp_path, photos)))
     assert done.stdout == "True\n", done.stderr
 
 

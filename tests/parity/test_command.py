@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from gpuflow.cli import app
 from tests.commands import Run, command_here
-from tests.datasets import deadline, python
+from tests.datasets import deadline
+from tests.forking import Python
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,9 @@ def test_faults(parity: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_process_ends_without_the_exit_handlers_of_torchpipe(config: Path, tmp_path: Path) -> None:
+def test_the_process_ends_without_the_exit_handlers_of_torchpipe(
+    config: Path, tmp_path: Path, python_with_torch: Python
+) -> None:
     """They could wait 0.1 s for each thread. `abort` is called where those run that were there before the command."""
     code = (
         "import ctypes, sys\n"
@@ -87,5 +90,5 @@ def test_the_process_ends_without_the_exit_handlers_of_torchpipe(config: Path, t
         "from gpuflow.cli import main\n"
         "main()\n"
     )
-    done = python(code)
+    done = python_with_torch(code)
     assert (done.returncode, "PASS" in done.stdout) == (0, True), done.stderr

@@ -32,6 +32,7 @@ from gpuflow.serve.predictor import NOT_FINITE, Prediction, Predictor, chain_her
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import chain
 from tests.datasets import VAL, Entries, deadline, make_photos, no_more_files, program, python, write_config
+from tests.forking import Python
 from tests.hostile import BAD
 from tests.images import jpeg, photo
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
@@ -605,7 +606,7 @@ def test_a_file_without_the_block_or_without_a_model(config: Path, tmp_path: Pat
     assert str(caught.value) == f"{bare}: has no block serve; add serve: {{stages: ..., model: ...}}"
 
 
-def test_a_scheduler_that_is_not_installed(config: Path) -> None:
+def test_a_scheduler_that_is_not_installed(config: Path, python_with_torch: Python) -> None:
     code = """
 import sys
 import gpuflow, gpuflow.serve
@@ -616,7 +617,7 @@ try:
 except gpuflow.MissingExtra as error:
     print(error)
 """
-    done = python(code, str(config))
+    done = python_with_torch(code, str(config))
     assert done.stdout == "serving needs omniback, which is not installed; pip install 'gpuflow[serve]'\n", done.stderr
 
 
@@ -649,11 +650,13 @@ assert not heavy, heavy
 
 
 @pytest.mark.slow
-def test_the_header_of_an_exported_graph_says_how_to_run_it(models: Models, tmp_path: Path) -> None:
+def test_the_header_of_an_exported_graph_says_how_to_run_it(
+    models: Models, tmp_path: Path, python_with_torch: Python
+) -> None:
     """Its lines, in another directory and process, print the predictor's logits."""
     photo = next(models.photos.rglob("*.jpg"))
     (tmp_path / "photo.jpg").write_bytes(photo.read_bytes())
-    done = python(
+    done = python_with_torch(
         "import sys; from gpuflow.cli import main; main()",
         *("export", str(models.config), "--toml", "graph.toml", f"serve.model.file={models.onnx}"),
         cwd=tmp_path,
@@ -663,10 +666,10 @@ def test_the_header_of_an_exported_graph_says_how_to_run_it(models: Models, tmp_
     assert done.stdout == f"wrote graph.toml: preprocessing {graph.preprocessing}; its header says how to run it\n"
     header = (tmp_path / "graph.toml").read_text().partition("\n\n")[0].splitlines()
     lines = [line.removeprefix("#     ") for line in header if line.startswith("#     ")]
-    done = python("\n".join(lines), cwd=tmp_path)
+    done = python_with_torch("\n".join(lines), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with gpuflow.serve.load(models.config, overrides=[f"serve.model.file={models.onnx}"]) as predictor:
         assert done.stdout == f"{predictor(photo)}\n"
-    done = python("\n".join(lines).replace("photo.jpg", "graph.toml"), cwd=tmp_path)
+    done = python_with_torch("\n".join(lines).replace("photo.jpg", "graph.toml"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("decode: not an image: begins with 23 20 41 20")

@@ -16,7 +16,8 @@ from gpuflow.pipeline.stage import Pipeline
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import Graph, Node, chain, program_from_json, stages_to_json, to_toml
-from tests.datasets import VAL, program, python, write_config
+from tests.datasets import VAL, program, write_config
+from tests.forking import Python
 from tests.laws.test_stage_laws import EXAMPLES, pipeline_around
 
 FILE = {"file": "m.onnx"}
@@ -261,7 +262,7 @@ def test_toml_carries_any_text(value: str) -> None:
     assert tomllib.loads(to_toml(graph, file="x.toml")) == {"model": dict(parameters)}
 
 
-def test_lowering_needs_neither_torchpipe_nor_the_model(tmp_path: Path) -> None:
+def test_lowering_needs_neither_torchpipe_nor_the_model(tmp_path: Path, python_with_torch: Python) -> None:
     config = write_config(tmp_path / "x.yaml", "photos", serve={"stages": list(VAL), "model": FILE})
     code = """
 import sys
@@ -271,6 +272,6 @@ print(gpuflow.serve.to_toml(graph, file="x.toml"))
 heavy = {"torchpipe", "omniback", "tvm_ffi", "onnx", "onnxruntime"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = python(code, str(config), cwd=tmp_path)
+    done = python_with_torch(code, str(config), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert tomllib.loads(done.stdout)["model"]["backend"] == "GpuflowModel"

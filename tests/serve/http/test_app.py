@@ -34,7 +34,8 @@ from gpuflow.serve.matrices import most_pixels
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
 from tests import images
-from tests.datasets import RAW, VAL, jpeg, program, python, write_config
+from tests.datasets import RAW, VAL, jpeg, program, write_config
+from tests.forking import Python
 from tests.hostile import BAD, HOSTILE
 from tests.images import patch_png, png
 from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate, Nap, mean_color
@@ -1020,7 +1021,7 @@ def test_fifty_clients_at_a_time(live: Live) -> None:
     )
 
 
-def test_libraries_that_are_not_installed() -> None:
+def test_libraries_that_are_not_installed(python_with_torch: Python) -> None:
     code = """
 import importlib.abc, sys
 
@@ -1038,7 +1039,7 @@ for absent in ("fastapi", "uvicorn"):
     except gpuflow.MissingExtra as error:
         print(error)
 """
-    done = python(code)
+    done = python_with_torch(code)
     assert done.stdout.splitlines() == [
         f"the service needs {name}, which is not installed; pip install 'gpuflow[serve]'"
         for name in ("fastapi", "uvicorn")
