@@ -27,7 +27,7 @@ from gpuflow.sources.labels import Locate
 from gpuflow.sources.listing_text import check_path, load, parsed_json, resolved
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import RecordBuilder
-from gpuflow.sources.source_spec import Samples
+from gpuflow.sources.spec import Samples
 from gpuflow.sources.storage import is_remote, open_storage
 
 _IMAGES = 4096

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.source_spec import SourceSpec, WeightsSpec
+from gpuflow.sources.spec import SourceSpec, WeightsSpec
 from gpuflow.sources.storage import is_remote
 
 Identity = tuple[int, int]

@@ -14,7 +14,7 @@ from gpuflow.errors import SourceError, redacted
 from gpuflow.sources.base import fingerprint, is_read_remotely
 from gpuflow.sources.paths import PathTable
 from gpuflow.sources.record_table import NO_FIELDS, RecordTable, TableSource
-from gpuflow.sources.source_spec import Cached, Extent, NotMeasuredError
+from gpuflow.sources.spec import Cached, Extent, NotMeasuredError
 from gpuflow.sources.storage import Allocate, Payload, Storage
 
 

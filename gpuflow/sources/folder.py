@@ -25,7 +25,7 @@ from gpuflow.sources.directories import ancestors, cannot_be_listed, identity_of
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.source_spec import Cached, Extent, Samples, WithExtensions, WithSplits
+from gpuflow.sources.spec import Cached, Extent, Samples, WithExtensions, WithSplits
 from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
 from gpuflow.sources.tar import extents_in_shards
 

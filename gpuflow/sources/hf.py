@@ -37,7 +37,7 @@ from gpuflow.sources.labels import Locate, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_builder import RecordBuilder
 from gpuflow.sources.record_table import NO_FIELDS, RecordTable, TableSource, masks_of, memory
-from gpuflow.sources.source_spec import Named, WithSplits, WithWindow
+from gpuflow.sources.spec import Named, WithSplits, WithWindow
 from gpuflow.sources.storage import Allocate, LocalStorage, Payload, is_remote
 
 Classes = tuple[str, ...]

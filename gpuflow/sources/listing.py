@@ -39,7 +39,7 @@ from gpuflow.sources.listing_text import (
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
-from gpuflow.sources.source_spec import Named
+from gpuflow.sources.spec import Named
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
 _ROWS = 16_384

@@ -25,7 +25,7 @@ from gpuflow.sources.base import (
     without_records,
 )
 from gpuflow.sources.field_spec import FieldSpec
-from gpuflow.sources.source_spec import SourceSpec, WithSplits
+from gpuflow.sources.spec import SourceSpec, WithSplits
 from gpuflow.sources.storage import Allocate, Payload, Storage
 
 

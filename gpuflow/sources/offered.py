@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from gpuflow.errors import GpuflowError, SourceError
 from gpuflow.runtime.entry_points import entry_points
 from gpuflow.sources.base import Source
-from gpuflow.sources.source_spec import Named, WithWindow
+from gpuflow.sources.spec import Named, WithWindow
 
 _MEMBERS = ("__len__", "classes", "labels", "shard_sizes", "storage", "path", "read", "close")
 

@@ -30,7 +30,7 @@ from gpuflow.sources.base import (
     without_records,
 )
 from gpuflow.sources.mix import MixSource
-from gpuflow.sources.source_spec import SourceSpec
+from gpuflow.sources.spec import SourceSpec
 from gpuflow.sources.storage import Allocate, Payload, Storage
 
 

@@ -31,7 +31,7 @@ from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, samp
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_builder import RecordBuilder
 from gpuflow.sources.record_table import NO_FIELDS, MaskMembers, RecordTable, TableSource
-from gpuflow.sources.source_spec import Cached, Extent, Named, WithExtensions, WithWindow
+from gpuflow.sources.spec import Cached, Extent, Named, WithExtensions, WithWindow
 from gpuflow.sources.storage import (
     Allocate,
     CachedStorage,

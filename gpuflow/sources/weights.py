@@ -14,7 +14,7 @@ from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import Source, entries_of, records_of
 from gpuflow.sources.directories import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
-from gpuflow.sources.source_spec import Samples, SourceSpec, WeightsSpec
+from gpuflow.sources.spec import Samples, SourceSpec, WeightsSpec
 from gpuflow.sources.split import Subset
 from gpuflow.sources.tar_members import DAMAGED_ARRAY
 
