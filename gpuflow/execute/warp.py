@@ -32,10 +32,9 @@ OPENCV_BORDERS = {
     "symmetric": cv2.BORDER_REFLECT,
 }
 """What OpenCV calls each border."""
-Numbers = Floats
 
 
-def float32_map(matrix: Numbers, height: Any, width: Any) -> NDArray[np.float32]:
+def float32_map(matrix: Floats, height: Any, width: Any) -> NDArray[np.float32]:
     """Affine maps [..., 3, 3] as torchvision has them in float32, [..., 2, 3]: about the center of images of these
     sizes, and in units of half their sides."""
     found = np.empty((*matrix.shape[:-2], 2, 3), np.float32)

@@ -136,6 +136,13 @@ def any_misfit(draws: Iterable[Any], count: int) -> Bools:
     return where
 
 
+def add_misfits(draws: Iterable[Any], faults: list[BadSampleError | None]) -> None:
+    """Write to the faults [N] of samples that have none yet why they do not fit a step."""
+    for misfit in misfits_of(draws):
+        for i in np.flatnonzero(misfit.where).tolist():
+            faults[i] = faults[i] or misfit.fault(i)
+
+
 @dataclass(frozen=True, slots=True)
 class ResamplingStep:
     """Geometry stages that run as one resampling.

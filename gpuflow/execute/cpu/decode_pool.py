@@ -15,7 +15,6 @@ import torch
 from gpuflow.arrays import Bytes, Ints
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu.runner import CpuRunner
-from gpuflow.native.pool import NativePool
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
 from gpuflow.runtime.memory import BytePool, pinned
@@ -61,13 +60,15 @@ class PendingImages:
 class CpuDecodePool:
     """Runs a program on the CPU for one `GpuRunner`. Any thread may call any method.
 
+    runner: its threads may do other work on the same files, too.
+
     Args:
         threads: that share the images of each chunk.
         make: allocates memory that the GPU copies from.
     """
 
     def __init__(self, program: AnyProgram, *, threads: int, make: Callable[[int], Bytes] = pinned) -> None:
-        self._program, self._runner = program, CpuRunner(program, threads)
+        self._program, self.runner = program, CpuRunner(program, threads)
         self._results = BytePool(keep=_KEPT_BYTES, make=make)
         self._lock, self._closed = threading.Lock(), False
         self._threads: DaemonPool | None = None
@@ -86,7 +87,7 @@ class CpuDecodePool:
 
         def decode() -> list[BadSampleError | None]:
             use_stop_flag(flag)  # of the epoch that this thread works for
-            return self._runner.run(samples, own, slots)
+            return self.runner.run(samples, own, slots)
 
         return PendingImages(rows, memory, results, self._started_threads().submit(decode))
 
@@ -98,22 +99,14 @@ class CpuDecodePool:
                 self._threads = DaemonPool(_CHUNKS, "refused", lambda: use_torch_threads(1))
             return self._threads
 
-    def native_threads(self) -> NativePool | None:
-        """Return the threads of C code, for other work on the same files."""
-        return self._runner.native_threads()
-
     def release(self, memory: Bytes) -> None:
         """Use the memory of a result again."""
         self._results.release(memory)
-
-    def check(self) -> None:
-        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
-        self._runner.check()
 
     def close(self) -> None:
         """End the threads and free the memory."""
         with self._lock:
             self._closed = True
         if self._threads is None or self._threads.end(_END_SECONDS):
-            self._runner.clear()
+            self.runner.clear()
         self._results.clear()

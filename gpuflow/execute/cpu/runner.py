@@ -29,6 +29,7 @@ from gpuflow.execute.cpu.native_chunk import (
     RUNNING,
     Inputs,
     NativeSteps,
+    Records,
     in_rows,
     run_chunk,
     run_records,
@@ -46,6 +47,7 @@ from gpuflow.pipeline.program import (
     ResamplingStep,
     Warping,
     WarpStep,
+    add_misfits,
     any_misfit,
     misfits_of,
     too_large,
@@ -86,11 +88,9 @@ class _Drawn:
         known, (height, width) = True, sizes.T
         for step in lowered.steps:
             match step:
-                case ApplyStep() | LocalStep():
+                case ApplyStep() | LocalStep() | OpaqueStep():
                     self.draws.append(step.draw(keys))
-                case OpaqueStep():
-                    self.draws.append(step.draw(keys))
-                    known = False
+                    known = known and not isinstance(step, OpaqueStep)
                 case ResamplingStep() | WarpStep() | PointwiseStep() if not known:
                     self.draws.append(None)
                 case PointwiseStep():
@@ -127,6 +127,11 @@ class _Chunk:
     inputs: Inputs
     faults: _Faults
     shared: bool
+
+    @property
+    def native_outputs(self) -> list[tuple[Records, Array]]:
+        """The records and the slots of each output, if all its steps are native, as `run_chunk` takes them."""
+        return [(output.whole, output.slots) for output in self.outputs if output.whole is not None]
 
 
 class CpuRunner:
@@ -206,7 +211,7 @@ class CpuRunner:
         if sizes is not None:
             sizes[:] = np.column_stack([upright, headers.tags])
         outputs, faults = self._draw(keys, upright, slots), headers.faults
-        _find_misfits([output.first for output in outputs], faults)
+        add_misfits([output.first for output in outputs], faults)
         regions, inputs = _regions(outputs, headers), Inputs(len(payload))
         if self._is_native and self._has_library:
             valid = headers.jpegs & [fault is None for fault in faults] & ~_misfit(outputs)
@@ -223,7 +228,7 @@ class CpuRunner:
         sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
         outputs, inputs = self._draw(keys, sizes, slots), Inputs(len(images))
         faults: _Faults = [None] * len(images)
-        _find_misfits([output.first for output in outputs], faults)
+        add_misfits([output.first for output in outputs], faults)
         if self._is_native:
             images = list(map(in_rows, images))
             for i in np.flatnonzero(~_misfit(outputs)).tolist():
@@ -271,7 +276,8 @@ class CpuRunner:
             encoded = np.asarray(inputs.rows.any(axis=1))
             futures = self._begin_each(chunk, ~encoded)
             if encoded.any():
-                self._count_cpu(self._run_chunk(chunk, inputs, pool=self.native_threads()))
+                threads = self.native_threads()
+                self._count_cpu(run_chunk(inputs, chunk.native_outputs, self._stage.color, pool=threads))
             futures += self._begin_each(chunk, encoded & (inputs.statuses == REFUSED))
             errors = [error for future in futures if (error := future.exception(_LONGEST_SECONDS)) is not None]
         finally:
@@ -324,16 +330,6 @@ class CpuRunner:
         self._has_library = self._has_library and decoder.library is not None
         self._decoders.append(decoder)
 
-    def _run_chunk(
-        self, chunk: _Chunk, inputs: Inputs, *, only: int | None = None, pool: NativePool | None = None
-    ) -> float:
-        """Make all outputs of the inputs, or of one input alone. All steps must be native. See `run_chunk`."""
-        made = []
-        for output in chunk.outputs:
-            assert output.whole is not None
-            made.append((output.whole, output.slots))
-        return run_chunk(inputs, made, self._stage.color, only=only, pool=pool)
-
     def _run_each(self, chunk: _Chunk, numbers: Sequence[int]) -> None:
         """Make the outputs of these images one after the other, and add their faults. A decoder that raises is lost."""
         decoder, statuses = self._acquire_decoder(), chunk.inputs.statuses
@@ -349,7 +345,7 @@ class CpuRunner:
                         _check(output.draws, i)
                     image = in_rows(image)
                     inputs.set_pixels(i, image, origin)
-                    self._run_chunk(chunk, inputs, only=i)
+                    run_chunk(inputs, chunk.native_outputs, self._stage.color, only=i)
                 else:
                     for output in chunk.outputs:
                         is_copied = chunk.shared and output.first is None  # a stage may write to what it gets
@@ -383,13 +379,6 @@ class CpuRunner:
             origin = (0, 0)
         if image is not slot:
             np.copyto(slot, image.reshape(slot.shape))
-
-
-def _find_misfits(draws: Sequence[Any], faults: _Faults) -> None:
-    """Add to `faults` the samples that these draws cannot be run on."""
-    for misfit in misfits_of(draws):
-        for i in np.flatnonzero(misfit.where).tolist():
-            faults[i] = faults[i] or misfit.fault(i)
 
 
 def _misfit(outputs: Sequence[_Drawn]) -> Bools:

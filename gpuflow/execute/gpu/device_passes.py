@@ -16,7 +16,7 @@ from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import BadSampleError, LoaderError, reason_of
 from gpuflow.execute.cpu.runner import bad_by_stage
 from gpuflow.execute.gpu.chunk_scan import ROW_BYTES, pixel_steps
-from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots, send_array
+from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, draw_passes
 from gpuflow.execute.gpu.results import Canvas, ImageRows, Target, tiles_of
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
@@ -34,7 +34,7 @@ from gpuflow.pipeline.program import (
     ResamplingStep,
     Warping,
     WarpStep,
-    misfits_of,
+    add_misfits,
 )
 from gpuflow.pipeline.views import as_batch, slot_shape
 
@@ -79,7 +79,8 @@ def interleaved(
         memory = torch.empty(int(pixels.sum()) * channels, dtype=torch.uint8, device=device_stream.device)
         begins = memory.data_ptr() + (np.cumsum(pixels) - pixels) * channels
         plan = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
-        interleave(send_array(device_stream, plan), int(pixels.max()), channels=channels)
+        (sent,) = device_stream.send_all([plan])
+        interleave(sent, int(pixels.max()), channels=channels)
     places[copied] = pixel_steps(sizes[copied], channels)
     places[copied, 0] += begins
     return DeviceImages(places, sizes, memory)
@@ -154,7 +155,8 @@ class DevicePasses:
         Returns for each image None, or why a stage cannot take it; then its slot holds no result.
         """
         draws = draw_passes(self._passes, keys, images.sizes)
-        faults = faults_of(draws, len(images.sizes))
+        faults: list[BadSampleError | None] = [None] * len(images.sizes)
+        add_misfits(draws, faults)
         if faults and not any(faults):
             for i, fault in self.run(draws, images.places, slots).items():
                 faults[i] = fault
@@ -312,14 +314,6 @@ def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: Floats) -
     held = images.permute(0, 2, 3, 1).cpu().numpy()
     results = [step.stage.apply(image, row, None) for image, row in zip(held, coefficients, strict=True)]
     return as_batch(np.stack(results).reshape(-1, *slot_shape(step.after)), step.after)
-
-
-def faults_of(draws: Sequence[Any], count: int) -> list[BadSampleError | None]:
-    """For each of `count` images None, or why a stage cannot take it. draws: the result of `draw_passes`."""
-    faults: list[BadSampleError | None] = [None] * count
-    for misfit in misfits_of(draws):
-        faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
-    return faults
 
 
 def plan_of(draw: Resampling | Warping, places: Ints, offsets: Array | int) -> Ints:

@@ -143,12 +143,6 @@ def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:
         raise LoaderTimeout(f"{failure} within {seconds:g} s; `nvidia-smi` shows what else runs there") from None
 
 
-def send_array(device_stream: DeviceStream, array: Array) -> torch.Tensor:
-    """Copy one small array to the device: a tensor of its dtype and shape."""
-    (sent,) = device_stream.send_all([array])
-    return sent
-
-
 def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> torch.Tensor:
     """Allocate device memory for `count` images: [count, C, H, W] in the spec's dtype and memory format."""
     dtype, device = getattr(torch, spec.dtype), device_stream.device

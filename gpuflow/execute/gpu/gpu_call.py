@@ -49,21 +49,13 @@ _POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _queue = function("gpuflow_queue", _POINTER, _POINTER, result=_INTEGER)
 
 
+_OF_DRIVER = ("wait_for_event", "record_event", "wait_in_stream", "transfer", "launch")
+_OF_LIBRARY = ("initialize", "decode", "set_region", "decode_regions")
+"""The functions that gpu_call.c calls: attributes of `Driver` and of `NvjpegLibrary`."""
+
+
 class _Functions(ctypes.Structure):
-    _fields_ = [
-        (name, _POINTER)
-        for name in (
-            "wait_for_event",
-            "record_event",
-            "wait_in_stream",
-            "transfer",
-            "launch",
-            "initialize",
-            "decode",
-            "set_region",
-            "decode_regions",
-        )
-    ]
+    _fields_ = [(name, _POINTER) for name in _OF_DRIVER + _OF_LIBRARY]
 
 
 class _Launch(ctypes.Structure):
@@ -402,9 +394,7 @@ class GpuCalls:
 
     def __init__(self, driver: Driver, library: NvjpegLibrary, stream: int) -> None:
         self.driver = driver
-        names = ("wait_for_event", "record_event", "wait_in_stream", "transfer", "launch")
-        decoding = library.initialize, library.decode, library.set_region, library.decode_regions
-        functions = [*(getattr(driver, name) for name in names), *decoding]
+        functions = [getattr(driver, name) for name in _OF_DRIVER] + [getattr(library, name) for name in _OF_LIBRARY]
         self._functions = _Functions(*(ctypes.cast(function, _POINTER) for function in functions))
         self.stream = stream
 

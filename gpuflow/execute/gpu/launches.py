@@ -18,7 +18,7 @@ import torch
 
 from gpuflow.arrays import Ints
 from gpuflow.execute.gpu.device_passes import DevicePasses
-from gpuflow.execute.gpu.device_stream import DeviceStream, send_array
+from gpuflow.execute.gpu.device_stream import DeviceStream
 from gpuflow.execute.gpu.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, Transfer, capture_launch
 from gpuflow.execute.gpu.results import Canvas, ImageRows, Target
 from gpuflow.execute.kernels.copy import ALIGN, FIELDS, copy_images
@@ -96,7 +96,7 @@ class FirstPasses:
                 return None
             row = plan[:1].copy()
             row[:, -1] = 0
-            sent = send_array(self._device_stream, row)
+            (sent,) = self._device_stream.send_all([row])
             shape = (1, *target.shape[1:])
             own.append(torch.empty_strided(shape, target.stride(), dtype=target.dtype, device=target.device))
             launch = partial(passes.queue_move, 0, draw, target=own[-1])
@@ -133,7 +133,7 @@ class ImageCopies:
         self._memory: queue.SimpleQueue[PlanMemory] = queue.SimpleQueue()
         if calls is not None:
             try:
-                plan = send_array(device_stream, np.zeros((1, len(FIELDS)), np.int64))  # of no bytes
+                (plan,) = device_stream.send_all([np.zeros((1, len(FIELDS)), np.int64)])  # of no bytes
                 with device_stream.queued():
                     copy_images(plan)
                 self._launch = capture_launch(calls.driver, device_stream, copy_images, plan)

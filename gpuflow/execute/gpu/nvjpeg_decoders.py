@@ -317,11 +317,6 @@ class NvjpegDecoderPool:
         for place in range(1, len(self._decoders)):
             self._spare.put(place)
 
-    def decodes_regions(self) -> bool:
-        """See `NvjpegDecoder.decodes_regions`."""
-        with self.acquire() as decoder:
-            return decoder.decodes_regions()
-
     def set_starved(self, starved: bool) -> None:
         """Says whether the GPU waits for decoded images. Takes effect at the next `acquire`."""
         self._starved = starved

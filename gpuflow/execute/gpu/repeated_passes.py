@@ -21,12 +21,12 @@ import torch
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import BadSampleError, reason_of
 from gpuflow.execute import packing
-from gpuflow.execute.gpu.device_passes import DeviceImages, DevicePasses, faults_of
+from gpuflow.execute.gpu.device_passes import DeviceImages, DevicePasses
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, draw_passes
 from gpuflow.execute.gpu.results import ImageRows
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import LocalStep, PointwiseStep, ResamplingStep, WarpStep
+from gpuflow.pipeline.program import LocalStep, PointwiseStep, ResamplingStep, WarpStep, add_misfits
 
 _LOG = logging.getLogger(__name__)
 _PLAIN_CALLS = 2
@@ -203,7 +203,9 @@ class _PassesOfOneSize:
     def _draw_first(self, keys: s.Keys, sizes: Ints, slots: torch.Tensor) -> list[_First]:
         """The first pass of each batch, without the images' places. keys, sizes [K * n, 2]: of all batches together."""
         (draw,) = draw_passes(self._passes[:1], keys, sizes)
-        faults, places = faults_of([draw], len(sizes)), np.zeros((len(sizes), 3), np.int64)
+        faults: list[BadSampleError | None] = [None] * len(sizes)
+        add_misfits([draw], faults)
+        places = np.zeros((len(sizes), 3), np.int64)
         rows = np.tile(np.arange(self.count), len(sizes) // self.count)
         plan = self._plain.plan_of_move(draw, places, ImageRows([*self._results, slots][0], rows))
         pinned = self._device_stream.pinned(plan.shape, torch.int64)

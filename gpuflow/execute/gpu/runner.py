@@ -212,7 +212,8 @@ class GpuRunner:
         self._long_waits = self._settled = 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
-            self._decodes_regions = self._decoders.decodes_regions()
+            with self._decoders.acquire() as decoder:
+                self._decodes_regions = decoder.decodes_regions()
             self._scanner = ChunkScanner(
                 program.decoder,
                 outputs,
@@ -255,7 +256,7 @@ class GpuRunner:
         """Decode gpuflow's own test image with a GPU decoder and the CPU decoders. Raises DecoderError if one fails."""
         with self._device_stream.queued(), self._decoders.acquire() as decoder:
             decoder.check()
-        self._cpu.check()
+        self._cpu.runner.check()
 
     def share_checks(self, samples: int, memory_of: Callable[[int], Bytes | None]) -> None:
         """Share with the ranks of this host which files of a source of that many samples were checked.
@@ -272,7 +273,7 @@ class GpuRunner:
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
         the indices of the samples in the source, if any; files that were checked are recognised by them.
         """
-        scan, memory, pool = self._scanner(payload, keys), [payload.buffer], self._cpu.native_threads()
+        scan, memory, pool = self._scanner(payload, keys), [payload.buffer], self._cpu.runner.native_threads()
         which = scan.progressive
         complete = np.ones(len(which), bool)
         if which.any():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpuflow.execute.gpu.device_stream import DeviceStream, send_array
+from gpuflow.execute.gpu.device_stream import DeviceStream
 
 
 class OnCpu:
@@ -32,7 +32,7 @@ def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
     device: Any = OnCpu()
     sent = device.send_all(arrays)
     assert len({tensor.untyped_storage().data_ptr() for tensor in sent}) == 1
-    for array, tensor in zip([*arrays, plan], [*sent, send_array(device, plan)], strict=True):
+    for array, tensor in zip([*arrays, plan], [*sent, *device.send_all([plan])], strict=True):
         expected = torch.from_numpy(array.copy())
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
 
@@ -57,7 +57,7 @@ def test_small_arrays_take_few_calls_of_torch() -> None:
     device: Any = OnCpu()
     plan, labels = np.zeros((256, 21), np.int64), np.arange(256)
     with Calls() as calls:
-        send_array(device, plan)
+        device.send_all([plan])
     assert calls.number <= 2, "memory and the copy"
     with Calls() as calls:
         device.send_all([labels, labels + 1, labels % 2 == 0])

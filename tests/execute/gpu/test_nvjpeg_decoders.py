@@ -383,7 +383,7 @@ def test_parts_of_images_are_decoded_if_they_have_the_pixels_of_the_whole(
     backend: str, library: Any, expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream: Any = HostStream()
-    assert NvjpegDecoderPool(stream, library, "rgb", backend).decodes_regions() == expected
+    assert NvjpegDecoder(stream, library, "rgb", backend, second=False).decodes_regions() == expected
     assert not caplog.records
 
 
