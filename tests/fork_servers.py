@@ -34,7 +34,7 @@ _START_SECONDS = 300.0
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 20, 250
 _PROGRAM = f"""
 import fcntl, gc, json, os, signal, socket, struct, sys
-import gpuflow.loader.decode, gpuflow.torchpipe.preprocessors
+import gpuflow.loader.decode, gpuflow.torchpipe.nodes
 
 requests = socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD, {_OWN_DESCRIPTOR}))
 os.close(int(sys.argv[1]))

@@ -22,7 +22,6 @@ from gpuflow.execute.gpu.nvjpeg_decoders import NvjpegDecoderPool
 from gpuflow.execute.gpu.runner import GpuRunner
 from gpuflow.sources import Payload
 from gpuflow.torchpipe import nodes
-from gpuflow.torchpipe.preprocessors import GpuPreprocessor
 from gpuflow.torchpipe.request_queue import RequestQueue
 
 
@@ -64,7 +63,7 @@ def main() -> None:
     times.method("prepare (with the check)", GpuRunner, "prepare")
     times.method("call nvJPEG", NvjpegDecoderPool, "decode")
     times.method("launch (with nvJPEG)", GpuRunner, "launch")
-    times.method("preprocess (all above, and wait)", GpuPreprocessor, "run")
+    times.method("preprocess (all above, and wait)", nodes.GpuPreprocessor, "run")
     times.method("answer (with the model)", nodes.ModelNode, "answer")
     times.method("wait for requests", RequestQueue, "next_batch")
     import gpuflow.serve

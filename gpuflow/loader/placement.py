@@ -95,7 +95,7 @@ def _by_torchpipe(config: Config, name: str, library: str, device: torch.device)
     if (missing := missing_operators("a preset")) is not None:
         raise fault(f"and {missing}")
     from gpuflow.execute.gpu.device_stream import DeviceStream
-    from gpuflow.torchpipe.preset_runner import PresetRunner
+    from gpuflow.torchpipe.running_graph import PresetRunner
 
     device_stream, run = DeviceStream(device), config.run
     runner = PresetRunner(

@@ -38,7 +38,7 @@ from gpuflow.execute.gpu.backend import gpu_decodes
 from gpuflow.pipeline.stage import Decoder, ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
-from gpuflow.serve.matrices import matrices_of, require_known_moves
+from gpuflow.serve.model_input import matrices_of, require_known_moves
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
 from gpuflow.torchpipe.request_queue import unchanged
 from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked
@@ -71,14 +71,14 @@ class Prediction:
     classes: tuple[str, ...] | None = None
 
     def top(self, k: int) -> Labels:
-        """The k most likely labels by softmax, or all if there are fewer. Without names a label is its index.
+        """Return the k most likely labels by softmax, or all if there are fewer. Without names a label is its index.
 
         Raises ValueError if k is negative, PredictorError as `require_finite`.
         """
         return tuple((label, probability) for _, label, probability in self.ranked(k))
 
     def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
-        """As `top`, with the output's index first: (index, label, probability)."""
+        """Return what `top` does, with the output's index first: (index, label, probability)."""
         if k < 0:
             raise ValueError(f"k must be >= 0, got {k}")
         self.require_finite()
@@ -95,7 +95,7 @@ class Prediction:
 
 
 class _Submitted(TypedDict, total=False):
-    """Arguments of `RunningGraph.submit_all` that describe the images."""
+    """Arguments of `RunningGraph.submit` that describe the images."""
 
     more_follow: bool
     deadline: float
@@ -146,7 +146,7 @@ class Predictor:
         self.formats = first_stage.formats if isinstance(first_stage, Decoder) else ()
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
-        last = dict(graph.nodes[-1].parameters)
+        last = graph.nodes[-1].parameters
         self.gives_images = last["backend"] in (MODEL, PREDICT)
         self._has_model = bool(engines) or not self.gives_images
         self._batch = int(last.get("batch", 1))
@@ -167,7 +167,7 @@ class Predictor:
     def __call__(
         self, images: Image | Iterable[Image], *, top_k: int | None = None
     ) -> torch.Tensor | Labels | list[Labels]:
-        """Logits of one image, float32 [K], or of several, [N, K]; with `top_k`, the most likely labels instead.
+        """Return logits of one image, float32 [K], or of several, [N, K]; with `top_k`, the most likely labels instead.
 
         Raises:
             TypeError: what was given is neither a path nor the bytes of a file. ValueError: `top_k` is negative.
@@ -189,7 +189,7 @@ class Predictor:
         return torch.stack(logits) if logits else torch.empty(0, len(self.classes or ()), device="cpu")
 
     def predict(self, images: Iterable[Image]) -> list[Prediction | BadSampleError]:
-        """The prediction for each image, or why it cannot be read or decoded.
+        """Return the prediction for each image, or why it cannot be read or decoded.
 
         Raises PredictorError; TypeError for a single image, for which the predictor itself is called.
         """
@@ -204,7 +204,7 @@ class Predictor:
         return found
 
     def submit(self, data: bytes, *, deadline: float = math.inf) -> Future[Prediction]:
-        """The prediction for one image, as a future. Does not wait, and accepts no path: for services.
+        """Return a future of the prediction for one image. Does not wait, and accepts no path: for services.
 
         The future raises BadSampleError or PredictorError. If it is cancelled before the model starts, the image is
         dropped.
@@ -220,12 +220,15 @@ class Predictor:
         return future
 
     def submit_all(self, files: Sequence[bytes], *, deadline: float = math.inf) -> list[Future[Prediction]]:
-        """As `submit`, for images that belong together, such as those of a form: the model gets them as one batch, or
-        as few as `serve.model.batch` allows. A bad image is an error of its future alone."""
+        """Submit images that belong together, such as those of a form, each as `submit` does.
+
+        The model gets them as one batch, or as few as `serve.model.batch` allows. A bad image is an error of its future
+        alone.
+        """
         return self._submit([_bytes_of(data, "submit_all") for data in files], deadline=deadline)
 
     def submit_image(self, data: bytes, *, deadline: float = math.inf) -> Future[torch.Tensor]:
-        """The model's input for one image, [C, H, W]. Otherwise as `submit`; needs no model."""
+        """Return a future of the model's input for one image, [C, H, W]. Otherwise as `submit`; needs no model."""
         (future,) = self._submit_images([_bytes_of(data, "submit_image")], deadline=deadline)
         return future
 
@@ -238,9 +241,10 @@ class Predictor:
     def preprocess(
         self, images: Image | Iterable[Image], *, matrices: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The model's input: one image [C, H, W], or several [N, C, H, W], in the pipeline's dtype and memory format.
+        """Return the model's input: one image [C, H, W], or several [N, C, H, W].
 
-        They are the graph's own images, bit for bit those of validation. Raises as a call does.
+        They are the graph's own images, bit for bit those of validation, in the pipeline's dtype and memory format.
+        Raises as a call does.
 
         Args:
             matrices: return a pair, with float64 [3, 3] or [N, 3, 3] on the CPU as its second part. It maps a point (x,
@@ -253,7 +257,8 @@ class Predictor:
         several, is_one = _several(images)
         listed = list(several)
         files = []
-        for index, (image, data) in enumerate((image, _read(image)) for image in listed):
+        for index, image in enumerate(listed):
+            data = _read(image)
             if isinstance(data, BadSampleError):
                 raise data.located(index, _path_of(image))
             files.append(data)
@@ -285,7 +290,7 @@ class Predictor:
 
     @property
     def in_flight(self) -> int:
-        """Number of images that are submitted and not answered yet."""
+        """Return the number of images that are submitted and not answered yet."""
         return self._running.in_flight
 
     @property
@@ -302,12 +307,12 @@ class Predictor:
 
     @property
     def held_bytes(self) -> int:
-        """Size of the encoded images that are submitted and not decoded yet."""
+        """Return the size of the encoded images that are submitted and not decoded yet."""
         return self._running.held_bytes
 
     @property
     def batches(self) -> dict[int, int]:
-        """How often the model has run, by batch size."""
+        """Return how often the model has run, by batch size."""
         return self._running.batches
 
     def check(self) -> None:
@@ -319,8 +324,8 @@ class Predictor:
         self._running.check()
 
     def describe(self) -> dict[str, Any]:
-        """The file, the preprocessing's fingerprint and result, and each engine: plain values for reports."""
-        first = dict(self._graph.nodes[0].parameters)
+        """Return plain values for reports: the file, the preprocessing's fingerprint and result, and each engine."""
+        first = self._graph.nodes[0].parameters
         return {
             "file": self._graph.origin,
             "preprocessing": self.preprocessing,
@@ -335,11 +340,11 @@ class Predictor:
     def _submit(self, files: Sequence[bytes], **submitted: Unpack[_Submitted]) -> list[Future[Prediction]]:
         if not self._has_model:
             raise PredictorError(f"{self._graph.origin}: was loaded without a model; only preprocess works")
-        return self._running.submit_all(files, wrap=self._prediction, **submitted)
+        return self._running.submit(files, wrap=self._prediction, **submitted)
 
     def _submit_images(self, files: Sequence[bytes], **submitted: Unpack[_Submitted]) -> list[Future[torch.Tensor]]:
         self._require_images()
-        return self._running.submit_all(files, wrap=unchanged, wants_image=True, **submitted)
+        return self._running.submit(files, wrap=unchanged, wants_image=True, **submitted)
 
     def _require_images(self) -> None:
         if not self.gives_images:
@@ -349,7 +354,7 @@ class Predictor:
         return Prediction(logits=logits, classes=self.classes)
 
     def _each(self, images: Iterable[Image], submit: _Submit[T]) -> list[T]:
-        """The answers in order. Raises the first error."""
+        """Return the answers in order. Raise the first error."""
         found: list[T] = []
         for answer in self._answers(images, submit):
             if isinstance(answer, BadSampleError):
@@ -358,7 +363,7 @@ class Predictor:
         return found
 
     def _answers(self, images: Iterable[Image], submit: _Submit[T]) -> Iterator[T | BadSampleError]:
-        """The answers in order, with a limited number of images in flight. Requests left at the end are cancelled."""
+        """Yield the answers in order, with a limited number of images in flight. At the end, cancel what is left."""
         waiting: deque[tuple[int, str, Future[T]]] = deque()
         index = 0
         try:
@@ -411,7 +416,7 @@ class Predictor:
 
 
 def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
-    """The images, and whether a single one was given."""
+    """Return the images, and whether a single one was given."""
     if isinstance(images, (*_BYTES, str, os.PathLike)):
         return [images], True
     if callable(getattr(images, "read", None)):  # iterating over it would give its lines
@@ -426,12 +431,12 @@ def _no_image(given: object) -> TypeError:
 
 
 def _path_of(image: Image) -> str:
-    """An image's path, for messages."""
+    """Return an image's path, for messages."""
     return os.fspath(image) if isinstance(image, (str, os.PathLike)) else "bytes"
 
 
 def _parts(images: Iterable[Image], size: int) -> Iterator[tuple[list[Image], bool]]:
-    """The images in lists of at most `size`, and whether more follow each."""
+    """Yield the images in lists of at most `size`, each with whether more follow."""
     rest = iter(images)
     part = list(islice(rest, size))
     while part:
@@ -443,7 +448,7 @@ def _parts(images: Iterable[Image], size: int) -> Iterator[tuple[list[Image], bo
 def _begin(images: Sequence[Image], submit: _Submit[T], *, more_follow: bool) -> list[Future[T]]:
     """Submit images together. A file that cannot be read is a bad sample, as one that cannot be decoded.
 
-    Raises SystemFault where the system cannot open any file.
+    Raises SystemFault if the system cannot open any file.
     """
     read = [_read(image) for image in images]
     files = [data for data in read if isinstance(data, bytes)]
@@ -452,7 +457,7 @@ def _begin(images: Sequence[Image], submit: _Submit[T], *, more_follow: bool) ->
 
 
 def _bytes_of(data: bytes | bytearray | memoryview, method: str) -> bytes:
-    """The bytes of one image's file. Raises TypeError for all else: of a number, `bytes` would make as many zeros."""
+    """Return the bytes of one image's file. Raise TypeError for all else: `bytes` of a number would be zeros."""
     if not isinstance(data, _BYTES):
         raise TypeError(f"{method} takes the bytes of one encoded image, got {type(data).__name__}")
     return bytes(data)
@@ -521,7 +526,7 @@ class CallableEngine:
 def chain_here(
     config: Config, program: Program, model: ModelSpec | None, *, device: str, platform: Platform | None = None
 ) -> Graph:
-    """`chain` for this machine: if its GPU cannot run the program, all threads preprocess, in a separate node."""
+    """Return the `chain` for this machine: if its GPU cannot run the program, threads preprocess in a separate node."""
     return chain(
         program,
         model,
@@ -535,7 +540,7 @@ def chain_here(
 
 
 def check_block(config: Config, *, needs_model: bool = True) -> ServeSpec:
-    """The block `serve` of a configuration. Raises ConfigError if it has none, or none with a model."""
+    """Return the block `serve` of a configuration. Raise ConfigError if it has none, or none with a model."""
     block = config.serve_block()
     if needs_model and block.model is None:
         problem = "has no model; add model: {file: ...}, or load it with model= or preprocess_only=True"
@@ -550,7 +555,7 @@ def open_predictor(
     model: Callable[[torch.Tensor], torch.Tensor] | None = None,
     preprocess_only: bool = False,
 ) -> Predictor:
-    """The predictor of a configuration's block `serve`. See `gpuflow.serve.load`."""
+    """Return the predictor of a configuration's block `serve`. See `gpuflow.serve.load`."""
     block = check_block(config, needs_model=model is None and not preprocess_only).model
     refuse_forked()
     program = config.programs["serve"]

@@ -34,7 +34,7 @@ _PRECISION = {"float32": "fp32", "float16": "fp16"}
 
 
 def tensorrt_node(model: ModelSpec, *, image: ImageSpec, platform: Platform | None = None) -> dict[str, str]:
-    """The parameters, as strings, of a node that builds and runs the model by `TensorrtTensor`.
+    """Return the parameters, as strings, of a node that builds and runs the model by `TensorrtTensor`.
 
     It takes CUDA tensors [1, C, H, W] in `data`, and tunes for the largest batch. torchpipe uses a cached engine if the
     file exists, so the file's name contains the hash; without a platform, each start builds the engine again.
@@ -89,7 +89,7 @@ class Node:
     """One node: its name within the graph, torchpipe's parameters, all of them text, and the name of the next node."""
 
     name: str
-    parameters: tuple[tuple[str, str], ...]
+    parameters: Mapping[str, str]
     next: str | None = None
 
 
@@ -105,28 +105,28 @@ class Graph:
 
     @property
     def native(self) -> bool:
-        """Whether some node runs torchpipe's own operators."""
-        return any(dict(node.parameters)["backend"] not in OURS for node in self.nodes)
+        """Return True if some node runs torchpipe's own operators."""
+        return any(node.parameters["backend"] not in OURS for node in self.nodes)
 
     @property
     def at_once(self) -> int:
         """Return how many images the nodes work on at a time."""
-        nodes = [dict(node.parameters) for node in self.nodes]
+        nodes = [node.parameters for node in self.nodes]
         return sum(int(n.get("threads") or int(n["instance_num"]) * int(n.get("batch", 1))) for n in nodes)
 
     def as_dict(self, prefix: str = "") -> dict[str, dict[str, str]]:
-        """Parameters by node name, as `torchpipe.pipe` takes them; a new dict each time, because that changes it.
+        """Return a new dict of parameters by node name for `torchpipe.pipe`, which changes it.
 
         prefix: of the node names, which are global to a process and never freed.
         """
         return {
-            prefix + node.name: dict(node.parameters) | ({"next": prefix + node.next} if node.next is not None else {})
+            prefix + node.name: {**node.parameters} | ({"next": prefix + node.next} if node.next is not None else {})
             for node in self.nodes
         }
 
 
 def lower(config: Config, *, device: str = "cpu") -> Graph:
-    """The graph of a configuration's block `serve`.
+    """Return the graph of a configuration's block `serve`.
 
     Args:
         config: a checked configuration. Without `serve.model` the graph ends with the images.
@@ -188,7 +188,7 @@ def chain(
         last = _model_parameters(model, device, stages)
         if device != "cpu" and gpu_decodes:
             both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(_timeout_ms(model)))}
-            node = Node(name="serve", parameters=tuple(both.items()))
+            node = Node(name="serve", parameters=both)
             return Graph(nodes=(node,), origin=origin, preprocessing=fingerprint)
         batch = max(threads, int(last["batch"]))
         images = {"device": "cpu", "on_error": "pass", "batch": str(batch)}
@@ -203,14 +203,14 @@ def chain(
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
     first["instance_num"] = str(threads)
     nodes = (
-        Node(name="preprocess", next="model", parameters=tuple(first.items())),
-        Node(name="model", parameters=tuple(last.items())),
+        Node(name="preprocess", next="model", parameters=first),
+        Node(name="model", parameters=last),
     )
     return Graph(nodes=nodes, origin=origin, preprocessing=fingerprint, preset=preset)
 
 
 def _model_parameters(model: ModelSpec | None, device: str, stages: str) -> dict[str, str]:
-    """The parameters of the node that runs the model."""
+    """Return the parameters of the node that runs the model."""
     parameters = {
         "backend": MODEL,
         "instance_num": str(1 if model is None else model.instances),
@@ -230,7 +230,7 @@ def _timeout_ms(model: ModelSpec | None) -> float:
 
 
 def preset_parameters(preset: Preset) -> dict[str, str]:
-    """The parameters of a preset's node, as strings."""
+    """Return the parameters of a preset's node, as strings."""
     size = {"resize_h": str(preset.height), "resize_w": str(preset.width)}
     return {"device": preset.device, "color": preset.color, **size}
 
@@ -239,14 +239,14 @@ def preset_parameters(preset: Preset) -> dict[str, str]:
 
 
 def stages_to_json(stages: Sequence[Stage]) -> str:
-    """Every stage with every parameter, so that a graph needs no other file: `[["resize", {"shorter": 256, ...}]]`."""
+    """Return stages with all parameters, so that a graph needs no other file: `[["resize", {"shorter": 256, ...}]]`."""
     fields = ({field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)} for stage in stages)
     names = (stage.stage_name for stage in stages)
     return json.dumps(list(zip(names, fields, strict=True)), ensure_ascii=False)
 
 
 def program_from_json(text: str, stages: Mapping[str, type[Stage]]) -> Program:
-    """The program of stages that `stages_to_json` wrote, validated and folded.
+    """Return the program of stages that `stages_to_json` wrote, validated and folded.
 
     Args:
         stages: the known stage classes by name.
@@ -291,7 +291,7 @@ arrive at the same time become one batch. A relative path of the model file star
 
 
 def to_toml(graph: Graph, *, file: str) -> str:
-    """A graph as torchpipe reads it, with a header that says how to run it. `file`: where the text will be saved."""
+    """Return a graph as torchpipe reads it, with a header that says how to run it. file: where it will be saved."""
     from gpuflow.version import __version__
 
     header = _HEADER.format(
@@ -308,7 +308,7 @@ def _key(text: str) -> str:
 
 
 def _string(text: str) -> str:
-    """A TOML string, literal if possible. JSON's escapes are valid in TOML too, but JSON does not escape DEL."""
+    """Return a TOML string, literal if possible. JSON's escapes are valid in TOML too, but JSON does not escape DEL."""
     if text.isprintable() and "'" not in text and '"' in text:
         return f"'{text}'"
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -3,35 +3,50 @@
 torchpipe constructs a node class without arguments and then passes its parameters, all of them text, to `init`. An item
 is a dict with `data`; a node writes `result`. An error of one item is written into that item as `error` and its result
 stays empty, because torchpipe fails a whole batch for an exception that a node raises.
+
+On the CPU a batch is one native call, or worker processes share its images. Processes are for stages that run Python
+code for each image, and keep the model out of the memory of decoders. They get the encoded bytes and give the pixels
+through memory that they share with this process. On a GPU the runner that feeds training preprocesses.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from gpuflow.arrays import Array
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.errors import BadSampleError, DecoderError, PredictorError
+from gpuflow.execute.cpu import workers
+from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.cpu.workers import DecodeRequest, Setup
 from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.runtime.cpu_budget import available_threads
+from gpuflow.runtime.memory import BytePool, SlotPool, heap, pinned, shared
 from gpuflow.runtime.threads import use_torch_threads
+from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
+from gpuflow.sources import Payload
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
-from gpuflow.torchpipe.preprocessors import CpuPreprocessor
 from gpuflow.torchpipe.request_queue import Request, RequestQueue, unchanged
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
-
+    from gpuflow.execute.gpu.device_stream import ChunkRunner, DeviceStream
 
 Item = MutableMapping[str, Any]
 
@@ -125,7 +140,7 @@ def _session(parameters: Mapping[str, str], program: Program) -> Session:
 
 
 def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine]:
-    """The engines of a model node that torchpipe reads from a file, warmed up."""
+    """Return the warmed-up engines of a model node that torchpipe reads from a file."""
     if "model" not in parameters:
         return ()
     from gpuflow.config import ModelSpec
@@ -145,7 +160,7 @@ def _program(parameters: Mapping[str, str]) -> Program:
 
 
 class PreprocessNode:
-    """Encoded bytes to an image [1, C, H, W] in the pipeline's dtype and layout, by the code that validation runs.
+    """Turns encoded bytes into an image [1, C, H, W] in the pipeline's dtype and layout, by the code of validation.
 
     Parameters: stages (JSON), batch, device of the image, on_error: `pass` or `raise`, session. threads: that share the
     images of a batch on the CPU; all cores by default. processes: that do so instead, if given.
@@ -223,19 +238,16 @@ class PreprocessNode:
 
 
 def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Preprocessor | None:
-    """The preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
+    """Return the preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
     from gpuflow.execute.gpu.backend import place_on_gpu
     from gpuflow.execute.gpu.device_stream import DeviceStream
-    from gpuflow.runtime.memory import BytePool, pinned
-    from gpuflow.torchpipe.preprocessors import GpuPreprocessor
 
     device_stream = DeviceStream(device)
     threads = min(available_threads(), _FILE_THREADS)
     runner = place_on_gpu(program, device_stream, images=batch, threads=threads).gpu
-    pool = BytePool(make=pinned)
     if runner is None:
         return None
-    return GpuPreprocessor(runner, device_stream, acquire=pool.acquire, release=pool.release)
+    return GpuPreprocessor(runner, device_stream, BytePool(make=pinned))
 
 
 class ModelNode:
@@ -287,7 +299,7 @@ class ModelNode:
             self._preprocess.decode(batch)
         self.answer(batch)
         if queue is not None:
-            queue.measured(len(batch), time.monotonic() - begun)
+            queue.backlog.measured(len(batch), time.monotonic() - begun)
 
     def answer(self, batch: Sequence[Request]) -> None:
         """Answer each request that has an image: with logits [K], or the image [C, H, W] if it wants that; or an error.
@@ -299,41 +311,40 @@ class ModelNode:
         }
         if not images:
             return
-        answers: Sequence[torch.Tensor | Exception]
+        answers: Mapping[Request, torch.Tensor | Exception]
         try:
-            answers = self._run(list(images.values()), [request.wants_image for request in images])
+            answers = self._run(images)
             self._failures = 0
         except BaseException as error:  # a caller waits for each request, so every error becomes an answer
             self._failures, self._failed_at, self._fault = self._failures + 1, time.monotonic(), repr(error)
             failed = PredictorError(f"the model failed on a batch of {len(images)}: {error!r}")
             failed.__cause__ = error
-            answers = [failed] * len(images)
-        for request, answer in zip(images, answers, strict=True):
-            request.set_result(answer)
+            answers = dict.fromkeys(images, failed)
+        for request in images:
+            request.set_result(answers[request])
 
     @torch.no_grad()
-    def _run(self, images: Sequence[torch.Tensor], as_images: Sequence[bool]) -> list[torch.Tensor]:
-        images = self._images(images)
-        wanted = [self._engine is None or as_image for as_image in as_images]
-        rows = [row for row, image_wanted in enumerate(wanted) if not image_wanted]
+    def _run(self, decoded: Mapping[Request, torch.Tensor]) -> dict[Request, torch.Tensor]:
+        images = dict(zip(decoded, self._images(list(decoded.values())), strict=True))
+        batch = [request for request in images if self._engine is not None and not request.wants_image]
         answers = {
-            row: image.to(self._device, copy=True)[0]  # its memory is that of a batch, and is used again
-            for row, image in enumerate(images)
-            if wanted[row]
+            request: image.to(self._device, copy=True)[0]  # its memory is that of a batch, and is used again
+            for request, image in images.items()
+            if self._engine is None or request.wants_image
         }
         if answers and self._device.type == "cuda":
             # The copies are read on any stream, and the memory that they are made from is used again at once.
             torch.cuda.current_stream(self._device).synchronize()
-        if self._engine is not None and rows:
-            batch = torch.cat([images[row] for row in rows]) if len(rows) > 1 else images[rows[0]]
+        if self._engine is not None and batch:
+            rows = torch.cat([images[request] for request in batch]) if len(batch) > 1 else images[batch[0]]
             # A copy, because users could not modify inference tensors.
-            logits = self._engine.run(batch.to(self._device)).clone()
-            self._session.count_batch(len(rows))
-            answers |= zip(rows, logits, strict=True)
-        return [answers[row] for row in range(len(images))]
+            logits = self._engine.run(rows.to(self._device)).clone()
+            self._session.count_batch(len(batch))
+            answers |= zip(batch, logits, strict=True)
+        return answers
 
     def _images(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The model's input: each image [1, C, H, W] in the pipeline's dtype and memory format."""
+        """Return the model's input: each image [1, C, H, W] in the pipeline's dtype and memory format."""
         if self._preset is None:
             return images
         batch = torch.cat([image if image.ndim == 4 else image.permute(2, 0, 1)[None] for image in images])
@@ -346,7 +357,7 @@ class ModelNode:
         return [batch[row : row + 1] for row in range(len(batch))]
 
     def check(self) -> None:
-        """Raises PredictorError if the model failed several times in a row, unless the last time is a minute ago: where
+        """Raise PredictorError if the model failed several times in a row, unless the last time is a minute ago: where
         a service that is not ready gets no requests, only another request can show that it works again."""
         if self._failures >= _MOST_FAILURES and time.monotonic() - self._failed_at < _FAILED_SECONDS:
             raise PredictorError(f"the model failed on the last {self._failures} batches: {self._fault}")
@@ -356,7 +367,7 @@ class ModelNode:
 
 
 class PredictNode(ModelNode):
-    """Encoded bytes to logits [K]: preprocesses a batch, then runs the model on it. Parameters: those of both nodes."""
+    """Preprocesses a batch, then runs the model on it. Parameters: those of both nodes."""
 
     def init(self, params: Any, options: object = None) -> None:
         self._preprocess = PreprocessNode()
@@ -381,3 +392,175 @@ def _write(item: Item, answer: Future[torch.Tensor]) -> None:
         item["error"] = str(error)
     else:
         item["result"] = answer.result()
+
+
+_START_SECONDS, _RESTART_SECONDS = 30.0, 10.0
+_KEPT_BATCHES = 4
+_LONGEST_SECONDS = 60.0
+"""A decoder that takes longer for an image hangs: one of 50 million pixels takes about four seconds."""
+
+
+class CpuPreprocessor:
+    """Encoded images to images, several at a time. Any thread may call any method.
+
+    With processes it waits until they have started, for half a minute at most. What no worker can do, this process
+    does. Workers that are lost are started again, at most every ten seconds.
+
+    Args:
+        program: of the block `serve`.
+        batch: how many files `run` gets at most.
+        threads: that share the files of a call. One file is preprocessed by the thread that calls `run`.
+        processes: that do so instead; 0 for none.
+        device: of the images that `run` returns.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        batch: int,
+        threads: int,
+        processes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._program, self._threads, self._device = program, threads, device
+        self._runners = CpuRunner(program), CpuRunner(program, threads if threads > 1 else 0)
+        """Of one file, and of several."""
+        self._running: dict[int, tuple[float, int]] = {}
+        """When the call on each thread began, and its number of files."""
+        make = shared if processes else heap
+        self._bytes = BytePool(make=make)
+        dtype = np.dtype(STORAGE[program.result.dtype])
+        self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=make)
+        self._pool = WorkerPool(
+            workers.__name__,
+            connections=[1] * processes,
+            setup=Setup(program),
+            task="decode",
+            restart_seconds=_RESTART_SECONDS,
+        )
+        self._pool.wait_until_ready(_START_SECONDS)
+
+    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        """Return each file's image [1, C, H, W], or why it is bad. The images are rows of one batch in memory.
+
+        Raises what preprocessing one of them raises besides that.
+        """
+        payload = Payload.of(files, self._bytes.acquire)
+        slots = self._slots.acquire(len(files))
+        parts = _parts(len(files), max(1, self._pool.counts()["at_work"]))
+        requests = [(part, self._begin(payload, part, slots)) for part in parts]
+        faults: list[BadSampleError | None] = [None] * len(files)
+        errors: list[Exception] = []
+        thread = threading.get_ident()
+        self._running[thread] = time.monotonic(), len(files)
+        requests.sort(key=lambda request: request[1] is None)  # this process does its parts while the workers do others
+        try:
+            while requests:
+                part, pending = requests.pop()
+                answer: list[BadSampleError | None] | None = None if pending is None else pending.result()
+                try:
+                    faults[part] = self._run(payload, part, slots) if answer is None else answer
+                except Exception as error:  # raised once all workers have answered, which can work on
+                    errors.append(error)
+        except BaseException:
+            for _, pending in requests:
+                if pending is not None:
+                    pending.abandon()
+            raise
+        finally:
+            del self._running[thread]
+        self._bytes.release(payload.buffer)
+        if errors:
+            raise errors[0]
+        batch = as_batch(slots, self._program.result).to(self._device)
+        return [batch[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
+
+    def _begin(self, payload: Payload, part: slice, slots: Array) -> Pending | None:
+        """Have a worker decode a part of the files, if one is free."""
+
+        def send(worker: WorkerConnection) -> bool:
+            sizes = payload.sizes[part]
+            job = DecodeRequest(payload.offsets[part], sizes, _keys(len(sizes)), part.start, len(payload))
+            return worker.send(job, payload.buffer, slots)
+
+        return self._pool.begin(send)
+
+    def check(self) -> None:
+        """Have each worker that is idle, and this process, decode gpuflow's own test image. One that fails is killed.
+
+        Raises DecoderError if this process fails twice, or has decoded for longer than any image takes.
+        """
+        for begun, files in list(self._running.values()):
+            seconds = time.monotonic() - begun
+            if seconds > _LONGEST_SECONDS * math.ceil(files / self._threads):
+                raise DecoderError(f"a decoder has worked on {files} image(s) for {seconds:.0f} s; restart the service")
+
+        def exchange(worker: WorkerConnection) -> None:
+            worker.send(None)
+            worker.answer()
+
+        self._pool.each_idle(exchange)
+        for runner in self._runners:
+            try:
+                runner.check()
+            except DecoderError:  # which has discarded the decoders that the runner had
+                runner.check()
+
+    def _run(self, payload: Payload, part: slice, slots: Array) -> list[BadSampleError | None]:
+        """Preprocess a part of the files in this process."""
+        use_torch_threads(1)
+        samples = payload.take(range(part.start, part.stop))
+        return self._runners[len(samples) > 1].run(samples, _keys(len(samples)), slots[part])
+
+    def close(self) -> None:
+        """Kill the workers, end the threads and free the memory."""
+        self._pool.close()
+        self._bytes.clear()
+        self._slots.clear()
+        for runner in self._runners:
+            runner.clear()
+
+
+def _parts(count: int, most: int) -> Iterator[slice]:
+    """Yield at most `most` parts of neighbours, whose lengths differ by one at most."""
+    parts = min(count, most)
+    ends = [count * (number + 1) // parts for number in range(parts)]
+    return itertools.starmap(slice, itertools.pairwise([0, *ends]))
+
+
+def _keys(count: int) -> Keys:
+    """Return keys for stages that draw nothing, as those of a served model."""
+    return Keys(0, 0, np.zeros(count, np.int64))
+
+
+class GpuPreprocessor:
+    """Encoded images to images on the GPU, several at a time. Any thread may call any method.
+
+    Args:
+        runner, device_stream: as in training; used by this preprocessor alone.
+        pool: of pinned memory, for the files of a batch.
+    """
+
+    def __init__(self, runner: ChunkRunner, device_stream: DeviceStream, pool: BytePool) -> None:
+        self._runner, self._device_stream, self._pool = runner, device_stream, pool
+
+    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        """Return each file's image [1, C, H, W], ready for any stream, or why it is bad. Wait for the GPU."""
+        payload = Payload.of(files, self._pool.acquire)
+        slots = self._runner.slots(len(files))
+        try:
+            prepared = self._runner.prepare(payload, _keys(len(files)))
+            faults = self._runner.launch(prepared, slots)
+        finally:
+            self._device_stream.record_event(blocking=True).synchronize()  # bytes are read, images written
+            self._pool.release(payload.buffer)
+        return [slots[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
+
+    def check(self) -> None:
+        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
+        self._runner.check()
+
+    def close(self) -> None:
+        """Wait until the GPU has finished all queued work."""
+        self._device_stream.close()

@@ -75,7 +75,7 @@ class Request:
     group, row: the group that it belongs to, and its place there; without one it is a batch alone.
     ends_call: whether its caller waits for no later request, so that with its answer the caller may send again.
     image: what the model gets, once a node that only decodes has finished.
-    answered: whether `set_result` was called. ended: whether `done` was.
+    ended: whether `done` was called.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Request:
         self.wants_image = wants_image
         self.group, self.row, self.ends_call = group, row, ends_call
         self.image: torch.Tensor | None = None
-        self.answered = self.ended = False
+        self.ended = False
         self._data: bytes | None = data
         self._is_decoding = False
         self._wrap, self._done = wrap, done
@@ -138,7 +138,6 @@ class Request:
 
     def set_result(self, value: torch.Tensor | Exception) -> None:
         """Call `done`, then set the future's result or exception unless it was cancelled."""
-        self.answered = True
         wanted = self.begin()
         result = value
         if wanted and not isinstance(value, Exception):
@@ -324,14 +323,14 @@ class RequestQueue:
         instances: of the node.
         batch: its largest batch.
 
-    batch: the same as the argument. arrived: how many parts have been added so far.
+    batch: the same as the argument. backlog: the requests that wait. arrived: how many parts have been added so far.
     """
 
     def __init__(self, start: Callable[[Sequence[Request]], object], *, instances: int, batch: int) -> None:
         self.arrived = 0
         self._start, self._free, self.batch = start, instances, batch
         self._started = 0  # items that torchpipe has and no instance yet
-        self._backlog = Backlog()
+        self.backlog = Backlog()
         self._arrival, self._awaited = threading.Condition(), set[int]()
 
     def add(self, *parts: Sequence[Request]) -> None:
@@ -356,8 +355,8 @@ class RequestQueue:
                 starting.append(batch)
                 self._started += 1
             for part in wanted:
-                self._backlog.add(part)
-            if min(self._awaited, default=math.inf) <= self.arrived or len(self._backlog) >= self.batch:
+                self.backlog.add(part)
+            if min(self._awaited, default=math.inf) <= self.arrived or len(self.backlog) >= self.batch:
                 self._arrival.notify_all()
         while starting:
             try:
@@ -372,13 +371,9 @@ class RequestQueue:
         groups = [[one] if one.group is None else one.group.report(one, decoded=True) for one in requests]
         self._add_ready([group for group in groups if group])
 
-    def remove(self, request: Request) -> None:
-        """Remove a request that has ended, if it waits here."""
-        self._backlog.discard(request)
-
     def discard(self, request: Request) -> None:
         """Remove a request that has ended before the model ran. Its group, if it has one, does not wait for it."""
-        self.remove(request)
+        self.backlog.discard(request)
         if request.group is not None and (ready := request.group.report(request, decoded=False)):
             self._add_ready([ready])
 
@@ -388,15 +383,6 @@ class RequestQueue:
         except Exception as error:  # a caller waits for each request, so every error becomes an answer
             for request in chain.from_iterable(parts):
                 request.set_result(PredictorError(f"the model cannot be started: {error!r}"))
-
-    @property
-    def newest_first(self) -> bool:
-        """Return True if callers gave up in the last seconds, so that the newest requests run first."""
-        return self._backlog.newest_first
-
-    def measured(self, images: int, seconds: float) -> None:
-        """Record how long an instance took for a batch of this size."""
-        self._backlog.measured(images, seconds)
 
     def work(
         self, parts: Sequence[Sequence[Request]], run: Callable[[Sequence[Request]], object], *, seconds: float = 0.0
@@ -428,12 +414,12 @@ class RequestQueue:
         """
         with self._arrival:
             self._awaited.add(arrived)
-            self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._backlog) >= self.batch, seconds)
+            self._arrival.wait_for(lambda: self.arrived >= arrived or len(self.backlog) >= self.batch, seconds)
             self._awaited.discard(arrived)
         while True:
-            batch = self._backlog.take(self.batch)
+            batch = self.backlog.take(self.batch)
             with self._arrival:
-                if batch or not self._backlog:
+                if batch or not self.backlog:
                     self._free += not batch
                     return batch
 

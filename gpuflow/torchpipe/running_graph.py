@@ -1,4 +1,7 @@
-"""Runs a graph: submits requests to torchpipe, tracks them until they are answered, closes the graph."""
+"""Runs a graph: submits requests to torchpipe, tracks them until they are answered, closes the graph.
+
+A preset on a GPU runs as such a graph in training, too.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,23 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode import self_test
 from gpuflow.decode.preset import CANNOT_DECODE
-from gpuflow.errors import BadSampleError, DecoderError, PredictorError
+from gpuflow.errors import BadSampleError, DecoderError, LoaderTimeout, PredictorError
+from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
+from gpuflow.pipeline.program import Program, Resampling, ResamplingStep, fold
+from gpuflow.pipeline.stage import Geometry, Keys, Mixing, Pipeline
+from gpuflow.pipeline.validate import trace
 from gpuflow.runtime.threads import DaemonPool
+from gpuflow.sources import Payload
 from gpuflow.torchpipe.adapter import (
     Pipe,
     import_operators,
@@ -27,13 +37,12 @@ from gpuflow.torchpipe.adapter import (
     turn_off_batching,
     unique_prefix,
 )
-from gpuflow.torchpipe.graph import OURS, Graph
+from gpuflow.torchpipe.graph import OURS, Graph, chain
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, RequestQueue
+from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, RequestQueue, unchanged
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
-
 
 T = TypeVar("T")
 
@@ -74,7 +83,7 @@ def refuse_forked() -> None:
 
 
 def _close_all() -> None:
-    """At exit: cancel what waits and let what runs finish. A model that hangs does not keep the process alive."""
+    """Cancel what waits and let what runs finish, at exit. A model that hangs does not keep the process alive."""
     ended = [graph.close(_EXIT_SECONDS, cancel=True) for graph in list(_open)]
     if not all(ended):
         skip_cleanup()
@@ -159,7 +168,7 @@ class NativeNodes:
                 answer = PredictorError(f"torchpipe: {str(error).strip().splitlines()[-1]}")
         self._running.discard(request)
         request.end_decoding()
-        if not request.answered:
+        if not request.future.done():
             request.set_result(answer)
 
     def check(self) -> None:
@@ -219,12 +228,7 @@ class RunningGraph:
         self._release.atexit = False
         _open.add(self)
 
-    def submit(self, data: bytes, *, wrap: Callable[[torch.Tensor], T], wants_image: bool = False) -> Future[T]:
-        """As `submit_all`, for one image."""
-        (future,) = self.submit_all([data], wrap=wrap, wants_image=wants_image)
-        return future
-
-    def submit_all(
+    def submit(
         self,
         files: Sequence[bytes],
         *,
@@ -233,7 +237,7 @@ class RunningGraph:
         more_follow: bool = False,
         deadline: float = math.inf,
     ) -> list[Future[T]]:
-        """For each image what `wrap` returns for its logits [K], or for the image [C, H, W] that the model gets.
+        """Return for each image a future of what `wrap` returns for its logits [K], or for the model's input [C, H, W].
 
         The model gets the images as one batch, or as few as its largest batch allows; with operators of torchpipe's own
         each image by itself. A future raises BadSampleError for bytes that are no image, PredictorError where the model
@@ -293,7 +297,7 @@ class RunningGraph:
         self._session.check()
 
     def _done(self, request: Request) -> None:
-        self._head.remove(request)
+        self._head.backlog.discard(request)
         if self._session.queue is not None:
             self._session.queue.discard(request)
         with self._idle:
@@ -305,14 +309,14 @@ class RunningGraph:
 
     @property
     def in_flight(self) -> int:
-        """Number of images that are submitted and not answered yet."""
+        """Return the number of images that are submitted and not answered yet."""
         return len(self._requests)
 
     @property
     def newest_first(self) -> bool:
-        """Whether callers gave up in the last seconds, so that a new request does not wait for those before it."""
-        queue = self._session.queue
-        return self._head.newest_first or (queue is not None and queue.newest_first)
+        """Return True if callers gave up in the last seconds: a new request then does not wait for those before it."""
+        queues = self._head, self._session.queue
+        return any(queue is not None and queue.backlog.newest_first for queue in queues)
 
     def seconds_for(self, images: int) -> float:
         """Predict how long the graph takes to answer this number of images by its recent rate.
@@ -323,12 +327,12 @@ class RunningGraph:
 
     @property
     def held_bytes(self) -> int:
-        """Size of the encoded images that are submitted and not decoded yet."""
+        """Return the size of the encoded images that are submitted and not decoded yet."""
         return sum(request.held_bytes for request in list(self._requests))
 
     @property
     def batches(self) -> dict[int, int]:
-        """How often the model ran, by batch size."""
+        """Return how often the model ran, by batch size."""
         return dict(self._session.batches)
 
     def close(self, timeout: float, *, cancel: bool = False) -> bool:
@@ -339,7 +343,7 @@ class RunningGraph:
             cancel: drop what the model has not started on.
 
         Returns:
-            Whether all ended in time. If not, nothing is released.
+            True if all ended in time. If not, nothing is released.
         """
         if os.getpid() != self._pid:
             return True
@@ -357,3 +361,113 @@ class RunningGraph:
             return False
         self._release()
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """images: of each sample, [C, H, W] as a served model gets it, or why it is bad. draws: its crops and flips."""
+
+    images: Sequence[torch.Tensor | BadSampleError]
+    draws: Sequence[Resampling]
+
+
+class PresetRunner:
+    """Runs a program that begins with a preset, with the interface of `GpuRunner`. Any thread may call any method.
+
+    Crops and flips run after the pointwise stages here: these are modules in the graph, and treat each pixel alike.
+
+    Args:
+        program: its stages pass `Preset.refuses`.
+        device_stream: to the device that the preset's operators run on.
+        origin: the configuration's file.
+        threads: instances of the operators.
+        timeout_seconds: limit for each image.
+
+    Raises:
+        MissingExtra: torchpipe is not installed. PredictorError: it does not take the operators.
+    """
+
+    def __init__(
+        self, program: Program, device_stream: DeviceStream, *, origin: str, threads: int, timeout_seconds: float
+    ) -> None:
+        self._program, self._device_stream, self._timeout = program, device_stream, timeout_seconds
+        served = tuple(stage for stage in program.pipeline.stages if not isinstance(stage, Geometry | Mixing))
+        pipeline = Pipeline(program.pipeline.name, served)
+        graph = fold(pipeline, trace(pipeline))
+        self._graph = RunningGraph(chain(graph, None, origin=origin, threads=threads, device=device_stream.device.type))
+        self._moves = [step for step in program.steps if isinstance(step, ResamplingStep)]
+        self._lock = threading.Lock()
+        self.engine_images, self.cpu_images = 0, 0
+        """torchpipe does not say which images it decoded on the CPU instead; all are counted as the GPU's."""
+
+    def check(self) -> None:
+        """Decode gpuflow's own test image by torchpipe's operators. Raises DecoderError if that fails."""
+        self._graph.check()
+
+    def set_gpu_wait(self, share: float) -> None:
+        """Do nothing: no work is delayed here."""
+
+    def share_checks(self, samples: int, memory_of: Callable[[int], Bytes | None]) -> None:
+        """Do nothing: torchpipe checks no files."""
+
+    def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> _Prepared:
+        """Run everything but the crops and flips, and wait for it."""
+        waiting: list[Future[torch.Tensor] | BadSampleError] = [
+            BadSampleError("read", error)
+            if (error := payload.errors[i]) is not None
+            else self._graph.submit([payload.sample(i).tobytes()], wrap=unchanged, wants_image=True)[0]
+            for i in range(len(payload))
+        ]
+        height, width, _ = self._program.specs[1].shape
+        assert height is not None and width is not None
+        sizes = np.full(len(payload), height), np.full(len(payload), width)
+        draws = []
+        for step in self._moves:
+            draws.append(step.draw(keys, *sizes))
+            sizes = draws[-1].box[:, 2], draws[-1].box[:, 3]
+        images = [self._image(one) for one in waiting]
+        with self._lock:
+            self.engine_images += sum(isinstance(image, torch.Tensor) for image in images)
+        return _Prepared(images, draws)
+
+    def _image(self, waiting: Future[torch.Tensor] | BadSampleError) -> torch.Tensor | BadSampleError:
+        if isinstance(waiting, BadSampleError):
+            return waiting
+        try:
+            return waiting.result(self._timeout)
+        except BadSampleError as fault:
+            return fault
+        except TimeoutError:
+            raise LoaderTimeout(
+                f"torchpipe gave no image within run.timeout_s = {self._timeout:g} s; raise that if it is too short"
+            ) from None
+
+    def slots(self, count: int) -> torch.Tensor:
+        """Return memory on the device for `count` results: [count, C, H, W] in the result's dtype and memory format."""
+        return allocate_slots(self._device_stream, count, self._program.result)
+
+    def launch(
+        self, chunk: _Prepared, slots: torch.Tensor, ahead: Sequence[_Prepared] = ()
+    ) -> list[BadSampleError | None]:
+        """Queue the crops and flips into the slots [N, C, H, W]. Return why each sample is bad, or None."""
+        with self._device_stream.queued():
+            for i, image in enumerate(chunk.images):
+                if isinstance(image, BadSampleError):
+                    continue
+                if image.is_cuda:
+                    image.record_stream(torch.cuda.current_stream(image.device))
+                for draw in chunk.draws:
+                    image = _crop_and_flip(image, draw, i)
+                slots[i].copy_(image)
+        return [image if isinstance(image, BadSampleError) else None for image in chunk.images]
+
+    def close(self) -> None:
+        """Do nothing: the graph ends with this runner."""
+
+
+def _crop_and_flip(image: torch.Tensor, resampling: Resampling, i: int) -> torch.Tensor:
+    """Apply sample i's crop and flips to an image [C, H, W], without resampling."""
+    y, x, height, width = resampling.box[i].tolist()
+    dims = [dim for dim, flip in zip((1, 2), resampling.flips[i].tolist(), strict=True) if flip]
+    cropped = image[:, y : y + height, x : x + width]
+    return cropped.flip(dims) if dims else cropped

@@ -33,7 +33,7 @@ from gpuflow.runtime.memory import shared
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Normalize, RandomResizedCrop, Resize
 from gpuflow.torchpipe.graph import chain
-from gpuflow.torchpipe.preprocessors import CpuPreprocessor
+from gpuflow.torchpipe.nodes import CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph
 from tests import damaged
 from tests.datasets import MemorySource
@@ -149,7 +149,7 @@ class Graph:
         self._graph = RunningGraph(chain(folded, None, origin="x.yaml", threads=2, device="cpu"))
 
     def run(self, numbers: Sequence[int]) -> list[Outcome]:
-        waiting = [self._graph.submit(POOL[i], wrap=lambda image: image, wants_image=True) for i in numbers]
+        waiting = [self._graph.submit([POOL[i]], wrap=lambda image: image, wants_image=True)[0] for i in numbers]
         found = []
         for future in waiting:
             try:
@@ -334,7 +334,7 @@ def bombed_service(data: bytes) -> object:
     pytest.importorskip("omniback")
     graph = RunningGraph(chain(BOMB, None, origin="x.yaml", threads=1, device="cpu"))
     try:
-        return graph.submit(data, wrap=lambda image: image, wants_image=True).exception(30)
+        return graph.submit([data], wrap=lambda image: image, wants_image=True)[0].exception(30)
     finally:
         assert graph.close(30)
 

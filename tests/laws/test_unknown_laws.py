@@ -90,7 +90,7 @@ def in_a_service() -> None:
     with pytest.MonkeyPatch.context() as patch:  # only stages that are installed are served
         patch.setattr(Flip, "draw", Twisted.draw)
         try:
-            graph.submit(PHOTO, wrap=lambda image: image, wants_image=True).result(30)
+            graph.submit([PHOTO], wrap=lambda image: image, wants_image=True)[0].result(30)
         finally:
             assert graph.close(30)
 

@@ -49,9 +49,9 @@ def predictor_of(
     model = ModelSpec(file="x.pt", batch=engine.batch, timeout_ms=timeout_ms)
     graph = chain(folded, model, origin="x.yaml", threads=threads, device="cpu")
     if one_node:
-        first, last = (dict(node.parameters) for node in graph.nodes)
+        first, last = (node.parameters for node in graph.nodes)
         together = {**first, **last, "backend": PREDICT, "patience": str(round(timeout_ms))}
-        graph = replace(graph, nodes=(Node(name="serve", parameters=tuple(together.items())),))
+        graph = replace(graph, nodes=(Node(name="serve", parameters=together),))
     return Predictor(graph, [engine], image=folded.result, pipeline=folded.pipeline, classes=classes)
 
 

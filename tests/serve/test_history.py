@@ -17,7 +17,7 @@ import torch
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.serve.http import app as service_module
 from gpuflow.serve.http.limits import RequestLimits
-from gpuflow.serve.pictures import Pictures
+from gpuflow.serve.model_input import Pictures
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, chain
 from tests import damaged

@@ -13,7 +13,7 @@ import yaml
 
 import gpuflow.serve
 from gpuflow.errors import BadSampleError, PredictorError
-from gpuflow.serve.matrices import most_pixels
+from gpuflow.serve.model_input import most_pixels
 from gpuflow.stages import CenterCrop, Decode, Resize
 from tests.running import program_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpuflow.pipeline.stage import Stage
-from gpuflow.serve.pictures import Pictures
+from gpuflow.serve.model_input import Pictures
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize, Torchvision
 from tests.images import jpeg, photo
 from tests.running import images, program_of

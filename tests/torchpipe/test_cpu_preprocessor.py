@@ -23,7 +23,7 @@ from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.parity.images import hostile_images
 from gpuflow.pipeline import stage as s
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
-from gpuflow.torchpipe.preprocessors import CpuPreprocessor, _parts
+from gpuflow.torchpipe.nodes import CpuPreprocessor, _parts
 from tests.datasets import Entries, await_children, children, jpeg, nothing_left_behind, program, write_config
 from tests.hostile import BAD, HOSTILE
 from tests.images import jpeg as jpeg_of
@@ -124,7 +124,7 @@ def test_a_decoder_that_is_busy_works_unless_it_never_ends(
         return [None] * files
 
     preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=2)
-    monkeypatch.setattr("gpuflow.torchpipe.preprocessors.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gpuflow.torchpipe.nodes.time.monotonic", lambda: now[0])
     monkeypatch.setattr(CpuRunner, "run", hang)
     decoding = threading.Thread(target=preprocessor.run, args=(DATA[:files],))
     decoding.start()
@@ -211,7 +211,7 @@ def test_an_exception_of_one_file_is_raised_and_costs_no_process() -> None:
 
 
 def test_processes_that_were_killed_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuflow.torchpipe.preprocessors._RESTART_SECONDS", 0.2)
+    monkeypatch.setattr("gpuflow.torchpipe.nodes._RESTART_SECONDS", 0.2)
     before, whole = children(), expected(DATA)
     preprocessor = CpuPreprocessor(program(STAGES), batch=16, threads=2, processes=2)
     for _ in range(2):

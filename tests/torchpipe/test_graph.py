@@ -257,9 +257,9 @@ def test_toml_equals_the_dict(tmp_path: Path) -> None:
     "value", ["", "a b", 'a "b"', "it's", 'it\'s "b"', "a\nb\\", "grüße 😀", "\x00\x1f\x7f", "[x]"]
 )
 def test_toml_carries_any_text(value: str) -> None:
-    parameters = (("backend", "Identity"), ("model::cache", value))
+    parameters = {"backend": "Identity", "model::cache": value}
     graph = Graph(nodes=(Node(name="model", parameters=parameters),), origin="x.yaml", preprocessing="0" * 16)
-    assert tomllib.loads(to_toml(graph, file="x.toml")) == {"model": dict(parameters)}
+    assert tomllib.loads(to_toml(graph, file="x.toml")) == {"model": parameters}
 
 
 def test_lowering_needs_neither_torchpipe_nor_the_model(tmp_path: Path, python_with_torch: Python) -> None:

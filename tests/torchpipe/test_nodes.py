@@ -153,7 +153,7 @@ def test_an_image_of_a_running_graph_is_the_items_result_and_a_fault_the_request
     item = item_of(b"", requests=[made])
     on_thread(node.forward, [item])
     assert item["result"].shape == (1, 3, 16, 16)
-    assert (made.answered, made.held_bytes, done) == (False, 0, []), "the model's node has its turn"
+    assert (made.future.done(), made.held_bytes, done) == (False, 0, []), "the model's node has its turn"
     bad = Request(b"", done.append, wrap=lambda value: value)
     with pytest.raises(BadSampleError) as caught:
         on_thread(node.forward, [item_of(b"", requests=[bad])])

@@ -18,7 +18,7 @@ from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.pipeline.program import Program
 from gpuflow.sources import Payload
 from gpuflow.stages import STAGES, Flip, Normalize, RandomCrop
-from gpuflow.torchpipe.preset_runner import PresetRunner
+from gpuflow.torchpipe.running_graph import PresetRunner
 from gpuflow.training.trainer import Trainer, TrainerEvents
 from tests.datasets import make_photos
 from tests.host_stream import HostStream

@@ -330,7 +330,7 @@ def test_a_group_that_cannot_be_answered_in_time_is_dropped_whole(started: Start
     queue = RequestQueue(started, instances=1, batch=4)
     add(queue, b"-")
     queue.mark_started(1)
-    queue.measured(3, 1e9)
+    queue.backlog.measured(3, 1e9)
     late, alone = group_of(b"abc"), Request(b"d", queue.discard, wrap=lambda value: value)
     for member in late:
         member.deadline = time.monotonic() + LONG

@@ -23,7 +23,7 @@ from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.torchpipe.adapter import Pipe
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
-from gpuflow.torchpipe.preprocessors import CpuPreprocessor
+from gpuflow.torchpipe.nodes import CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph, register
 from tests.datasets import Entries, deadline, jpeg, program, python, write_config
 from tests.forking import Forked, Interpreter
@@ -40,15 +40,15 @@ def graph_of(*, threads: int = 2, instances: int = 1, batch: int = 4, timeout_ms
     graph = chain(program(STAGES), None, origin="x.yaml", threads=threads, device="cpu")
     first, last = graph.nodes
     changes = {"instance_num": str(instances), "batch": str(batch), "batching_timeout": str(timeout_ms)}
-    last = Node(name=last.name, parameters=tuple({**dict(last.parameters), **changes}.items()))
+    last = Node(name=last.name, parameters={**last.parameters, **changes})
     return Graph(nodes=(first, last), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
 def fused(graph: Graph, **changes: str) -> Graph:
     """The same as one node, as on a GPU."""
-    first, last = (dict(node.parameters) for node in graph.nodes)
+    first, last = (node.parameters for node in graph.nodes)
     changes = {"backend": PREDICT, "patience": "20", **changes}
-    node = Node(name="serve", parameters=tuple({**first, **last, **changes}.items()))
+    node = Node(name="serve", parameters={**first, **last, **changes})
     return Graph(nodes=(node,), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
@@ -57,7 +57,8 @@ def start(engines: Sequence[Engine], **shape: int) -> RunningGraph:
 
 
 def submit(running: RunningGraph, data: bytes, *, wants_image: bool = False) -> Future[torch.Tensor]:
-    return running.submit(data, wrap=lambda value: value, wants_image=wants_image)
+    (future,) = running.submit([data], wrap=lambda value: value, wants_image=wants_image)
+    return future
 
 
 def test_graphs_of_the_same_configuration_run_in_one_process() -> None:
@@ -396,10 +397,8 @@ def test_a_graph_without_references_releases_its_model() -> None:
 def native(backend: str) -> RunningGraph:
     """Preprocessing, then a node of torchpipe's own, which does not answer requests."""
     (first, _) = graph_of().nodes
-    first = Node(
-        name="preprocess", next="model", parameters=tuple({**dict(first.parameters), "on_error": "raise"}.items())
-    )
-    last = Node(name="model", parameters=(("backend", backend), ("instance_num", "1")))
+    first = Node(name="preprocess", next="model", parameters={**first.parameters, "on_error": "raise"})
+    last = Node(name="model", parameters={"backend": backend, "instance_num": "1"})
     return RunningGraph(Graph(nodes=(first, last), origin="x.yaml", preprocessing="0" * 16))
 
 

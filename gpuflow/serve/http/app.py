@@ -60,8 +60,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("the service", str(error.name), "serve") from error
 
 from gpuflow.runtime.threads import DaemonPool
-from gpuflow.serve.http.body import BodyMiddleware, check_headers, error_at, read_images
-from gpuflow.serve.http.body import error_content as _error
+from gpuflow.serve.http.body import BodyMiddleware, check_headers, error_at, error_content, read_images
 from gpuflow.serve.http.limits import (
     CLOSED_HERE,
     TIMEOUT_HEADER,
@@ -70,12 +69,11 @@ from gpuflow.serve.http.limits import (
     RequestLimits,
     Reservation,
     allowed_seconds,
+    busy,
 )
-from gpuflow.serve.http.limits import busy as _busy
 from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
 from gpuflow.serve.http.open_inference import describe_model, encode_answer, read_request
-from gpuflow.serve.matrices import most_pixels
-from gpuflow.serve.pictures import Pictures
+from gpuflow.serve.model_input import Pictures, most_pixels
 from gpuflow.serve.predictor import NOT_FINITE, Prediction, Predictor
 from gpuflow.version import __version__
 
@@ -92,7 +90,7 @@ _RESTART_SECONDS = 5.0
 _DISCONNECTED = 499
 """The status that is counted, as nginx does, for a request whose connection ended before its answer."""
 
-_FAILED: Mapping[str, Any] = _error("model", NOT_FINITE)
+_FAILED: Mapping[str, Any] = error_content("model", NOT_FINITE)
 """The result of an image for which the model gave such logits, in a form with others."""
 
 T = TypeVar("T")
@@ -118,7 +116,7 @@ def create_app(
     cors: Sequence[str] = (),
     name: str = "model",
 ) -> FastAPI:
-    """The application; its `state.service` is the Service. It does not close the predictor.
+    """Return the application; its `state.service` is the Service. It does not close the predictor.
 
     Args:
         predictor: may be a future while the model is loaded; until it is done, requests are refused.
@@ -147,7 +145,7 @@ def create_app(
         return CORSMiddleware(answer, **shares) if cors else answer
 
     async def internal(request: Request, error: Exception) -> ASGIApp:
-        """The answer in place of an exception, which Starlette writes to the server's log afterwards."""
+        """Return the answer in place of an exception, which Starlette writes to the server's log afterwards."""
         reason = "internal error; the log of the service has the traceback"
         return shared(JSONResponse(error_at(request.url.path, "internal", reason), 500))
 
@@ -184,7 +182,7 @@ def create_app(
 
 
 def check_origins(cors: Sequence[str]) -> None:
-    """Raises ValueError for a value of `--cors` that browsers would never send as an origin."""
+    """Raise ValueError for a value of `--cors` that browsers would never send as an origin."""
     for origin in cors:
         if origin != "*" and not re.fullmatch(r"https?://[^/?#\s@]+", origin):
             raise ValueError(
@@ -223,7 +221,7 @@ class Service:
     # --- routes -----------------------------------------------------------------------------------------------------
 
     async def predict(self, request: Request, top_k: _TopK = 5) -> Response:
-        """The most likely labels of one image, or of every file of a form."""
+        """Answer with the most likely labels of one image, or of every file of a form."""
         begun = time.perf_counter()
         _refuse_unknown(request, {"top_k"})
         answers, several = await self._answered(request, read_images)
@@ -236,7 +234,7 @@ class Service:
         self.metrics.images.inc(len(found) - bad)
         content: dict[str, Any] = {"results": found} if several else dict(found[0])
         if several and bad == len(found):
-            content |= _error("bad_image", f"none of {bad} files is an image") if bad > 1 else found[0]
+            content |= error_content("bad_image", f"none of {bad} files is an image") if bad > 1 else found[0]
         milliseconds = (time.perf_counter() - begun) * 1000
         return JSONResponse(
             content,
@@ -245,7 +243,7 @@ class Service:
         )
 
     async def infer(self, request: Request) -> Response:
-        """The outputs of the model for the images of a request of the Open Inference Protocol."""
+        """Answer a request of the Open Inference Protocol with the outputs of the model for its images."""
         answers, asked = await self._answered(request, read_request)
         for index, answer in enumerate(answers):
             if isinstance(answer, BadSampleError):
@@ -256,35 +254,35 @@ class Service:
         return encode_answer(self.name, asked, answers)
 
     async def seen(self, request: Request) -> Response:
-        """The image that the model gets, as a PNG; see Pictures."""
+        """Answer with the image that the model gets, as a PNG; see Pictures."""
         _refuse_unknown(request, set())
 
         async def read_one(*arguments: Any) -> Any:
-            images, _ = await read_images(*arguments)
+            images, several = await read_images(*arguments)
             if len(images) > 1:
                 raise Refused(400, "bad_request", f"/seen takes one image, got {len(images)}")
-            predictor = self._loading.result()
-            if not predictor.gives_images:
+            if not self._loading.result().gives_images:
                 raise Refused(
                     501,
                     "no_picture",
                     "the model runs inside torchpipe, which does not return its input; set serve.model.via=python",
                 )
-            return images, predictor
+            return images, several
 
         submit = lambda files, *, deadline: [self._loading.result().submit_image(files[0], deadline=deadline)]  # noqa: E731
-        (answer,), predictor = await self._answered(request, read_one, submit)
+        (answer,), _ = await self._answered(request, read_one, submit)
         if isinstance(answer, BadSampleError):
             return JSONResponse(self._bad_image(answer), 422)
+        predictor = self._loading.result()
         pictures = Pictures(predictor.image, predictor.pipeline)
         return Response(await asyncio.to_thread(pictures.png, answer), media_type="image/png")
 
     async def healthz(self, request: Request) -> Response:
-        """200 while the process runs."""
+        """Answer with 200 while the process runs."""
         return JSONResponse({"status": "alive", "live": True})
 
     async def readyz(self, request: Request) -> Response:
-        """200 while requests are admitted and every idle decoder decodes a test image, otherwise 503."""
+        """Answer with 200 while requests are admitted and every idle decoder decodes a test image, otherwise 503."""
         refused = self._refusal()
         if refused is not None:
             return JSONResponse({"status": refused.kind, "ready": False}, 503, refused.headers)
@@ -295,27 +293,27 @@ class Service:
         return JSONResponse({"status": "ready", "ready": True, **described})
 
     async def metadata(self, request: Request) -> Response:
-        """The name and the version of the service, in the Open Inference Protocol."""
+        """Answer with the name and the version of the service, in the Open Inference Protocol."""
         return JSONResponse({"name": "gpuflow", "version": __version__, "extensions": ["binary_tensor_data"]})
 
     async def model(self, request: Request) -> Response:
-        """The inputs and outputs of the model, in that protocol."""
+        """Answer with the inputs and outputs of the model, in that protocol."""
         classes = self._loading.result().classes if self.loaded else None
         return JSONResponse(describe_model(self.name, len(classes or ()) or -1))
 
     async def exposition(self, request: Request) -> Response:
-        """The metrics."""
+        """Answer with the metrics."""
         return Response(self.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refused | None:
-        """Why no request is admitted now, other than a full queue."""
+        """Return why no request is admitted now, other than for a full queue; None if requests are admitted."""
         if self.draining:
             reason = "the service is shutting down; retry later or on another server"
-            return _busy("draining", reason, _RESTART_SECONDS)
+            return busy("draining", reason, _RESTART_SECONDS)
         if not self.loaded:
-            return _busy("loading", "the model is still being loaded", _RESTART_SECONDS)
+            return busy("loading", "the model is still being loaded", _RESTART_SECONDS)
         return None
 
     async def _answered(
@@ -332,7 +330,7 @@ class Service:
             return await self._answers(request, futures, reservation), others
 
     async def _sizes(self, images: Sequence[bytes]) -> list[int | BadSampleError]:
-        """`_pixels` of each image. Long headers are read on another thread: this one answers all callers."""
+        """Return `_pixels` of each image. Long headers are read on another thread: this one answers all callers."""
         if sum(map(len, images)) <= _SHORT_BYTES:
             return [self._pixels(data) for data in images]
         return await asyncio.to_thread(lambda: [self._pixels(data) for data in images])
@@ -359,9 +357,12 @@ class Service:
         return [self._answer(size, submitted) for size in sizes]
 
     def _pixels(self, data: bytes) -> int | BadSampleError:
-        """The pixels of an image, or the error that it is too large for the limits; 0 for a header that cannot be read,
-        of which the decoder says why. A preset would decode such a file of any size, so there it is the error, too. Of
-        a long image, which a resize may enlarge a lot, the most that it ever has."""
+        """Return the pixels of an image, or the error that it is too large for the limits. For a long image, which a
+        resize may enlarge a lot, that is the most that it ever has.
+
+        If the header cannot be read, return 0, because the decoder says why; for a preset, which would decode such a
+        file of any size, return the error.
+        """
         limits, file, predictor = self.limits, np.frombuffer(data, np.uint8), self._loading.result()
         try:
             header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=predictor.formats)
@@ -373,7 +374,7 @@ class Service:
         return short * long
 
     def _answer(self, size: int | BadSampleError, submitted: Iterator[Future[T]]) -> asyncio.Future[T]:
-        """What becomes of one image: the next future that the predictor gave, or its error."""
+        """Return a future of one image's answer: the next one of the predictor, or one with the error that it has."""
         if isinstance(size, BadSampleError):
             refused: asyncio.Future[T] = asyncio.get_running_loop().create_future()
             refused.set_exception(size)
@@ -389,7 +390,7 @@ class Service:
     async def _answers(
         self, request: Request, futures: Sequence[asyncio.Future[T]], reservation: Reservation
     ) -> list[T | BadSampleError]:
-        """The answer for each image. Raises Refused if the model failed or time ran out, and cancels the others."""
+        """Return the answer for each image. If the model fails or time runs out, cancel the rest and raise Refused."""
         seconds = reservation.seconds
         disconnected = asyncio.ensure_future(_disconnected(request))
         disconnected.add_done_callback(lambda _: _cancel(futures))
@@ -435,10 +436,10 @@ class Service:
 
     def _bad_image(self, error: BadSampleError) -> dict[str, Any]:
         self.metrics.error("bad_image")
-        return _error("bad_image", error.reason, stage=error.stage)
+        return error_content("bad_image", error.reason, stage=error.stage)
 
     async def refusal(self, request: Request, error: Exception) -> Response:
-        """The answer to a refused request, counted by its kind."""
+        """Return the answer to a refused request, and count it by its kind."""
         if isinstance(error, Refused):
             refused = error
         elif isinstance(error, RequestValidationError):
@@ -460,7 +461,7 @@ class Service:
 
 
 class Health:
-    """Whether a service's decoders work, checked at most every few seconds when a client asks for it.
+    """Knows whether a service's decoders work, checked at most every few seconds when a client asks for it.
 
     check: raises an exception, mostly DecoderError, if a decoder does not work. fault: its text at the last check; None
     if all work.
@@ -473,7 +474,7 @@ class Health:
         self._pool: DaemonPool | None = None
 
     async def refresh(self) -> str | None:
-        """The fault, checked again if the last check is some seconds old."""
+        """Return the fault. If the last check is some seconds old, check again."""
         async with self._lock:
             if time.monotonic() - self._checked >= _CHECK_SECONDS:
                 self.fault = await self._run_check()
@@ -533,7 +534,7 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
 
 
 def _page() -> Any:
-    """The route of the page, whose policy allows only its own script and style, and requests to this server."""
+    """Return the route of the page, whose policy allows only its own script and style, and requests to this server."""
     text = resources.files("gpuflow.serve.http").joinpath("page.html").read_text(encoding="utf-8")
     script, style = (_hashes(text, tag) for tag in ("script", "style"))
     policy = (
@@ -550,7 +551,7 @@ def _page() -> Any:
 
 
 def _hashes(text: str, tag: str) -> str:
-    """The hashes that allow the page's own scripts or styles in a Content-Security-Policy."""
+    """Return the hashes that allow the page's own scripts or styles in a Content-Security-Policy."""
     parts = re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -581,7 +582,7 @@ _PREDICTIONS: dict[str, Any] = {
         "application/json": {
             "examples": {
                 "image": {"value": _ONE},
-                "form": {"value": {"results": [_ONE, _error("bad_image", "empty: the file has no bytes")]}},
+                "form": {"value": {"results": [_ONE, error_content("bad_image", "empty: the file has no bytes")]}},
             }
         }
     },
@@ -617,7 +618,7 @@ def _documented(success: dict[str, Any], *more: int) -> dict[int | str, dict[str
     found: dict[int | str, dict[str, Any]] = {200: success}
     for status, (kind, text) in _REFUSALS.items():
         if status != 501 or status in more:
-            content = {"schema": _ERROR, "example": _error(kind, "...")}
+            content = {"schema": _ERROR, "example": error_content(kind, "...")}
             found[status] = {"description": text, "content": {"application/json": content}}
     retry = {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}}
     found[503]["headers"] = {"Retry-After": retry}

@@ -29,6 +29,7 @@ import pytest
 import torch
 from PIL import Image
 
+from gpuflow.arrays import Bytes
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.runner import CpuRunner
@@ -41,6 +42,7 @@ from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import FromRecord, ImageSpec, Keys, Opaque, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import STORAGE, as_batch, slot_of, slot_shape, slots_of, split
+from gpuflow.runtime.memory import BytePool
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
     Affine,
@@ -61,7 +63,7 @@ from gpuflow.stages import (
     Torchvision,
     WarpAffine,
 )
-from gpuflow.torchpipe.preprocessors import GpuPreprocessor
+from gpuflow.torchpipe.nodes import GpuPreprocessor
 from tests import images
 from tests.datasets import Entries, views_program
 from tests.execute.gpu.fake_driver import FakeDriver, copy_images, use_c_code
@@ -419,10 +421,15 @@ def served() -> dict[str, Any]:
     program = fold(pipeline, trace(pipeline))
     passes = passes_of(program)
     assert not isinstance(passes, str), passes
-    device_stream, lent = HostStream(), list[Any]()
+    device_stream, made = HostStream(), list[int]()
+
+    def make(size: int) -> Bytes:
+        made.append(size)
+        return np.empty(size, np.uint8)
+
     substitutes: Any = (device_stream, CpuLibrary(3))
     runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
-    serving = GpuPreprocessor(runner, substitutes[0], acquire=lambda n: np.empty(n + 9, np.uint8), release=lent.append)
+    serving = GpuPreprocessor(runner, substitutes[0], BytePool(make=make))
     contents = [*files(), b""]
     found = [*serving.run(contents), *serving.run(contents[:1])]
     expected = np.zeros((len(contents), *slot_shape(program.result)), STORAGE[program.result.dtype])
@@ -436,7 +443,7 @@ def served() -> dict[str, Any]:
             worst = max(worst, float((mine[0].double() - image.double()).abs().max()))
         if str(right) != (str(None) if isinstance(mine, torch.Tensor) else str(mine)):
             faults.append(str(mine))
-    return {"case": "served", "faults": faults, "max": worst, "mean": 0.0, "given_back": len(lent), "good": len(found)}
+    return {"case": "served", "faults": faults, "max": worst, "mean": 0.0, "buffers": len(made), "good": len(found)}
 
 
 def histories() -> dict[str, Any]:

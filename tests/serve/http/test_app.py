@@ -30,7 +30,7 @@ import gpuflow.serve
 from gpuflow.decode.codecs import probe
 from gpuflow.serve.http import app, metrics
 from gpuflow.serve.http.app import RequestLimits, create_app
-from gpuflow.serve.matrices import most_pixels
+from gpuflow.serve.model_input import most_pixels
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
 from tests import images
@@ -223,7 +223,7 @@ def test_seen_takes_one_image(live: Live) -> None:
 def test_a_model_inside_torchpipe_has_no_picture() -> None:
     folded = program(VAL)
     first, _ = chain(folded, None, origin="x.yaml", threads=1, device="cpu").nodes
-    last = Node(name="model", parameters=(("backend", "Identity"), ("instance_num", "1")))
+    last = Node(name="model", parameters={"backend": "Identity", "instance_num": "1"})
     graph = Graph(nodes=(first, last), origin="x.yaml", preprocessing="0" * 16)
     with Predictor(graph, image=folded.result) as predictor, served(predictor) as live:
         reason = "the model runs inside torchpipe, which does not return its input; set serve.model.via=python"
