@@ -8,6 +8,7 @@ with gpuflow.serve.load("configs/photos.yaml") as predict:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,21 +23,24 @@ if TYPE_CHECKING:
 __all__ = ["Graph", "Prediction", "Predictor", "load", "lower", "register", "to_toml"]
 
 
+_MODULES = {
+    "Graph": "gpuflow.torchpipe.graph",
+    "Prediction": "gpuflow.serve.predictor",
+    "Predictor": "gpuflow.serve.predictor",
+    "register": "gpuflow.torchpipe.running_graph",
+    "to_toml": "gpuflow.torchpipe.graph",
+}
+"""Names that are imported at their first use, because their modules need torch."""
+
+
 def __getattr__(name: str) -> object:
-    if name in ("Graph", "to_toml"):
-        from gpuflow.torchpipe import graph as module
-    elif name in ("Prediction", "Predictor"):
-        from gpuflow.serve import predictor as module  # type: ignore[no-redef]
-    elif name == "register":
-        from gpuflow.torchpipe import running_graph as module  # type: ignore[no-redef]
-    else:
+    if name not in _MODULES:
         raise AttributeError(f"module 'gpuflow.serve' has no attribute {name!r}")
-    found: object = getattr(module, name)
-    return found
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def lower(path: str | Path, *, device: str = "cpu", overrides: Sequence[str] = ()) -> Graph:
-    """The torchpipe graph of a file's block `serve`: `as_dict()` for `torchpipe.pipe`, `to_toml` for a file.
+    """Return the torchpipe graph of a file's block `serve`: `as_dict()` for `torchpipe.pipe`, `to_toml` for a file.
 
     Needs neither torchpipe nor the model file.
 
@@ -49,10 +53,10 @@ def lower(path: str | Path, *, device: str = "cpu", overrides: Sequence[str] = (
         ConfigError: the file, with every located problem.
     """
     from gpuflow.config import read_config
-    from gpuflow.torchpipe import graph as lowering
+    from gpuflow.torchpipe import graph
     from gpuflow.vocabulary import stage_table
 
-    return lowering.lower(read_config(path, stage_table(), overrides), device=device)
+    return graph.lower(read_config(path, stage_table(), overrides), device=device)
 
 
 def load(
@@ -63,7 +67,7 @@ def load(
     model: Callable[[torch.Tensor], torch.Tensor] | None = None,
     preprocess_only: bool = False,
 ) -> Predictor:
-    """A predictor of encoded images, as a file's block `serve` describes it.
+    """Return a predictor of encoded images, as a file's block `serve` describes it.
 
     Args:
         path: the YAML file.

@@ -56,8 +56,6 @@ _MOST_IN_ONNX = 1_500_000_000
 """From this many bytes of weights on, they go into a separate file: an ONNX file holds less than 2 GiB."""
 _CPU = torch.device("cpu")
 
-Encoded = Bytes
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
@@ -152,7 +150,7 @@ def export_model(
 
 
 def _program(config: Config, info: ModelInfo, path: str) -> Program:
-    """The pipeline that the checkpoint was trained for: that of `serve` or of `val`."""
+    """Return the program that the checkpoint was trained for: that of `serve` or of `val`."""
     programs = [config.programs[name] for name in ("serve", "val") if name in config.programs]
     if not programs:
         rule = "must have a pipeline val or a block serve, whose stages the exported model goes with"
@@ -166,7 +164,7 @@ def _program(config: Config, info: ModelInfo, path: str) -> Program:
 
 
 def _folded(config: Config, whole: Program, model: nn.Module, info: ModelInfo) -> tuple[Program, nn.Module, ModelInfo]:
-    """The pipeline without its last stage, and the model with it."""
+    """Return the program without its last stage, and the model with it."""
     *stages, last = whole.pipeline.stages
     inside = last.module()
     if inside is None:
@@ -208,7 +206,7 @@ def _locating(out: Path) -> Iterator[None]:
 
 
 def _program_bytes(model: nn.Module, images: torch.Tensor, info: ModelInfo) -> bytes:
-    """A `.pt2` file, made in memory: torch ends the process where it cannot write one to a full disk."""
+    """Return a `.pt2` file, made in memory, because torch ends the process if it cannot write one to a full disk."""
     data = io.BytesIO()
     with _exporting():
         batch = torch.export.Dim("batch")
@@ -219,7 +217,7 @@ def _program_bytes(model: nn.Module, images: torch.Tensor, info: ModelInfo) -> b
 
 @contextmanager
 def _weights_file(out: Path) -> Iterator[Path]:
-    """Gives a new path for weights that `out` cannot hold; the weights of an earlier `out` stay until it is replaced.
+    """Give a new path for weights that `out` cannot hold; the weights of an earlier `out` stay until it is replaced.
 
     At the end the weights of the earlier `out` are deleted, or after an exception the new ones.
     """
@@ -239,7 +237,7 @@ def _weights_file(out: Path) -> Iterator[Path]:
 def _write_onnx(
     model: nn.Module, images: torch.Tensor, path: Path, weights: Path, info: ModelInfo, opset: int | None
 ) -> None:
-    """weights: the file for weights that are too large for `path`, in the same directory."""
+    """Write the model to `path`, and weights that are too large for that to `weights`, in the same directory."""
     try:
         import onnx  # noqa: F401
         import onnx_ir
@@ -274,8 +272,8 @@ def _write_onnx(
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def _samples(config: Config, program: Program, data: Path | None, classes: Sequence[str] | None) -> list[Encoded]:
-    """Some encoded images, spread evenly over the source or over a directory, without bad ones.
+def _samples(config: Config, program: Program, data: Path | None, classes: Sequence[str] | None) -> list[Bytes]:
+    """Return some encoded images, spread evenly over the source or over a directory, without bad ones.
 
     classes: those of the model. Raises ConfigError if the source has others.
     """
@@ -302,8 +300,8 @@ def _samples(config: Config, program: Program, data: Path | None, classes: Seque
     return [found[i] for i in good]
 
 
-def _pixels(program: Program, samples: list[Encoded]) -> tuple[torch.Tensor, list[int]]:
-    """The images [N, C, H, W] of the samples that can be decoded, and the indices of these samples."""
+def _pixels(program: Program, samples: list[Bytes]) -> tuple[torch.Tensor, list[int]]:
+    """Return the images [N, C, H, W] of the samples that can be decoded, and the indices of these samples."""
     slots = np.zeros((len(samples), *slot_shape(program.result)), STORAGE[program.result.dtype])
     faults = CpuRunner(program).run(Payload.of(samples), Keys(0, 0, np.arange(len(samples))), slots)
     good = [i for i, fault in enumerate(faults) if fault is None]
@@ -311,7 +309,7 @@ def _pixels(program: Program, samples: list[Encoded]) -> tuple[torch.Tensor, lis
 
 
 def _check(
-    path: Path, program: Program, whole: Program, model: nn.Module, trained: nn.Module, samples: list[Encoded]
+    path: Path, program: Program, whole: Program, model: nn.Module, trained: nn.Module, samples: list[Bytes]
 ) -> tuple[Check, ...]:
     """Compare the file at `path`, fed by `program`, with the checkpoint, fed by the whole pipeline."""
     folded = program is not whole

@@ -62,11 +62,11 @@ class Connections:
         return len(self._open)
 
     def protocol(self, **given: Any) -> Connection:
-        """A protocol for a new connection, as `uvicorn.Config.http`."""
+        """Return a protocol for a new connection, as `uvicorn.Config.http`."""
         return Connection(connections=self, **given)
 
     def most(self) -> int:
-        """How many connections there may be: the limit, or as many as the process may open besides its other files."""
+        """Return how many connections there may be: the limit, or as many as the process may still open files."""
         if time.monotonic() - self._checked > _CHECK_SECONDS:
             self._checked = time.monotonic()
             with suppress(OSError):  # there is no descriptor left to count them with
@@ -76,7 +76,7 @@ class Connections:
         return self._most
 
     def add(self, connection: Connection) -> bool:
-        """Count a new connection, and close another one if there are too many. Returns whether it is one too many."""
+        """Count a new connection, and close another one if there are too many. Return whether it is one too many."""
         self._open.add(connection)
         most = self.most()
         if len(self) <= most:
@@ -108,12 +108,12 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def set_waiting(self, connection: Connection, *, transferring: bool) -> None:
-        """A connection waits for its client from now on. transferring: for a body, or to read an answer."""
+        """Record that a connection waits for its client from now on. transferring: for a body, or to read an answer."""
         self._waiting.pop(connection, None)
         self._waiting[connection] = time.monotonic(), transferring
 
     def set_active(self, connection: Connection) -> None:
-        """A connection needs nothing of its client for now."""
+        """Record that a connection does not wait for its client."""
         self._waiting.pop(connection, None)
 
 
@@ -158,7 +158,7 @@ class Connection(H11Protocol):
         self._follow(has_data=True)
 
     def _is_in_tiny_chunks(self, data: bytes) -> bool:
-        """Whether parsing this part of a chunked body would take too long. A chunk has two ends of lines."""
+        """Return True if parsing this part of a chunked body would take too long. A chunk has two ends of lines."""
         if self.conn.their_state is not h11.SEND_BODY or len(data) < _SMALLEST_CHUNK**2:
             return False
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
@@ -201,7 +201,7 @@ class Connection(H11Protocol):
             self._connections.set_waiting(self, transferring=True)
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 cannot parse. If the application reads the body, it answers itself."""
+        """Refuse what h11 cannot parse. If the application reads the body, it answers itself."""
         error = sys.exc_info()[1]
         reason = f"the request is not valid HTTP/1.1: {error}"
         if not self._in_request:
@@ -213,10 +213,7 @@ class Connection(H11Protocol):
     def _refuse_body(self, reason: str) -> None:
         """Read no more of a body. If the application waits for it, it answers with this reason."""
         self._refused = True
-        if not self._in_request:
-            self.transport.close()
-            return
-        if self.cycle.response_started:
+        if not self._in_request or self.cycle.response_started:
             self.transport.close()
             return
         self.cycle.keep_alive = False
@@ -236,18 +233,13 @@ class Connection(H11Protocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes of answers that the system has not taken yet, because the client does not read those before."""
+        """Return the size of the answers that the system has not taken, because the client does not read the others."""
         return self.transport.get_write_buffer_size()
 
     @property
     def waits_for_service(self) -> bool:
-        """Whether the client has read its answers, and sent what was not read yet."""
-        if self.unsent:
-            return False
-        with suppress(OSError):
-            found = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
-            return int(struct.unpack("i", found)[0]) > 0
-        return False
+        """Return True if the client has read its answers, and has sent data that the service has not read."""
+        return not self.unsent and self._buffered_bytes(termios.FIONREAD) > 0
 
     @property
     def _in_request(self) -> bool:
@@ -255,7 +247,7 @@ class Connection(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
     def _watch_unread(self) -> None:
-        """Look from time to time whether the client reads its answers, as long as some of them are unsent."""
+        """Check from time to time that the client reads its answers, as long as some of them are unsent."""
         if not self.unsent:
             return
         self._unread, self._read_at = self._unread_bytes(), time.monotonic()
@@ -283,11 +275,15 @@ class Connection(H11Protocol):
         self._unread_timer = self.loop.call_later(_CHECK_SECONDS, self._check_unread)
 
     def _unread_bytes(self) -> int:
-        """The unsent bytes, and those in the system's buffer that the client's system has not confirmed."""
+        """Return the size of the unsent data, and of those that the client's system has not confirmed."""
+        return self.unsent + self._buffered_bytes(termios.TIOCOUTQ)
+
+    def _buffered_bytes(self, request: int) -> int:
+        """Return the size of what one of the system's buffers holds for this socket; 0 if the socket is closed."""
         with suppress(OSError):
-            found = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-            return self.unsent + int(struct.unpack("i", found)[0])
-        return self.unsent
+            found = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), request, bytes(4))
+            return int(struct.unpack("i", found)[0])
+        return 0
 
     def _limit_head(self) -> None:
         if self._head_timer is None:

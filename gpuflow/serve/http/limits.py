@@ -99,7 +99,7 @@ class Occupancy:
 
     active: requests that are admitted and not answered yet. reserved: their images that the predictor does not count
     yet. pixels: of the images that it has. body_bytes: of bodies that are being read or were read, and whose images the
-    predictor does not have yet.
+    predictor does not have yet. arriving: requests whose bodies are being read.
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class Occupancy:
         self.active = self.reserved = self.pixels = self.body_bytes = 0
         self._in_flight, self._decoding_bytes = in_flight, decoding_bytes
         self.seconds_for, self.newest_first = seconds_for, newest_first
-        self._arriving: set[Reservation] = set()
+        self.arriving: set[Reservation] = set()
 
     @property
     def queue_length(self) -> int:
-        """Images in flight, and those of requests whose bodies have just arrived."""
+        """Return the number of images in flight and of those whose request has just arrived."""
         return self.reserved + self._in_flight()
 
     @property
     def held_bytes(self) -> int:
-        """Size of all bodies in memory."""
+        """Return the size of all bodies in memory."""
         return self.body_bytes + self._decoding_bytes()
 
     def busy(self, kind: str, reason: str) -> Refused:
@@ -146,15 +146,9 @@ class Occupancy:
             self.active -= 1
             reservation.release()
 
-    def begin_body(self, reservation: Reservation) -> None:
-        self._arriving.add(reservation)
-
-    def end_body(self, reservation: Reservation) -> None:
-        self._arriving.discard(reservation)
-
     def stop_stalled_body(self, seconds: float = STALLED_SECONDS) -> bool:
-        """Refuse the largest body that has been stalled for so long. Returns whether there was one."""
-        stalled = [each for each in self._arriving if each.is_stalled(seconds)]
+        """Refuse the largest body that has been stalled for longer than this. Return whether there was one."""
+        stalled = [each for each in self.arriving if each.is_stalled(seconds)]
         if stalled:
             max(stalled, key=lambda each: each.size).stop_body()
         return bool(stalled)
@@ -187,13 +181,13 @@ class Reservation:
 
     @contextmanager
     def arriving(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """While a body is read, within `limit`, which `stop_body` ends."""
+        """Count this request among those whose bodies are being read. `stop_body` ends its time limit."""
         self._limit, self._progress = limit, (0, time.monotonic())
-        self._occupancy.begin_body(self)
+        self._occupancy.arriving.add(self)
         try:
             yield
         finally:
-            self._occupancy.end_body(self)
+            self._occupancy.arriving.discard(self)
             self._limit = None
 
     def hold(self, size: int) -> None:
@@ -225,7 +219,7 @@ class Reservation:
     # --- the queue ----------------------------------------------------------------------------------------------------
 
     def check_places(self, images: int) -> None:
-        """Raises Refused if the queue has no room for this number of images, or would take too long."""
+        """Raise Refused if the queue has no room for this number of images, or would take too long."""
         length, most = self._occupancy.queue_length, self._occupancy.limits.max_queue
         rest = f", and the request has {images} images" if images > 1 else ""
         if length + images > most:
@@ -249,7 +243,7 @@ class Reservation:
         self._images = images
 
     def submit_one(self, size: int) -> None:
-        """An image of this size is submitted: from now on the predictor counts it and its bytes."""
+        """Stop counting an image of this size and its bytes, because the predictor counts them from now on."""
         self._occupancy.reserved -= 1
         self._images -= 1
         size = min(size, self.size)

@@ -96,7 +96,7 @@ def run(
 
 
 def make_server(app: FastAPI, *, access_log: bool, log_config: dict[str, Any] | None) -> Server:
-    """The server of an application that `create_app` made, for `serve` or `run` with a list of sockets."""
+    """Return the server of an application that `create_app` made, for `serve` or `run` with a list of sockets."""
     service: Service = app.state.service
     connections = Connections(service.limits, service.metrics)
     config = uvicorn.Config(
@@ -158,14 +158,8 @@ async def _serve(
     await serving
     stopping.cancel()
     if signalled.is_set():
-        report(
-            "stopped; "
-            + (
-                f"{service.occupancy.active} requests unanswered"
-                if service.occupancy.active
-                else "all requests answered"
-            )
-        )
+        active = service.occupancy.active
+        report(f"stopped; {active} requests unanswered" if active else "stopped; all requests answered")
 
 
 class Server(uvicorn.Server):
@@ -189,7 +183,7 @@ class Server(uvicorn.Server):
             listener.listen(_BACKLOG)  # asyncio set the backlog to the number that it accepts at a time
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn does it, but without cancelling, and logging, requests whose clients do not read the answer."""
+        """Shut down as uvicorn does, but neither cancel nor log requests whose clients do not read the answer."""
         seconds = self.config.timeout_graceful_shutdown or 0
         timer = asyncio.get_running_loop().call_later(seconds - _ABORT_SECONDS, self._connections.abort_unread)
         try:
@@ -246,7 +240,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _written_or_left_out(report: Callable[[str], None]) -> Callable[[str], None]:
-    """`report` without the errors of a full disk or of a pipe that is not read, for which rich raises SystemExit."""
+    """Return `report` without the errors of a full disk or an unread pipe, for which rich raises SystemExit."""
 
     def say(text: str) -> None:
         with contextlib.suppress(OSError, SystemExit):
