@@ -53,7 +53,7 @@ class BatchSpec(_Block):
     drop_last: bool = False
 
     def problems(self) -> Iterator[Problem]:
-        """A problem where not exactly one of the two sizes is given, its path from this block on."""
+        """Yield a problem where not exactly one of the two sizes is given, its path from this block on."""
         if (self.size is None) == (self.global_size is None):
             rule = "needs size (of a rank) or global (of all ranks), one of them"
             yield Problem.of((), rule, code="config.conflict")
@@ -71,7 +71,7 @@ class SaveSpec(_Block):
     minutes: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """A problem where not exactly one of the two is given, its path from this block on."""
+        """Yield a problem where not exactly one of the two is given, its path from this block on."""
         if (self.steps is None) == (self.minutes is None):
             yield Problem.of((), "needs steps or minutes, one of them", code="config.conflict")
 
@@ -100,7 +100,7 @@ class TrainSpec(_Block):
     size: Pixels | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """A problem for each broken rule between keys, its path from this block on."""
+        """Yield a problem for each broken rule between keys, its path from this block on."""
         yield from (problem.below("save_every") for problem in self.save_every.problems())
 
 
@@ -158,12 +158,12 @@ class ModelSpec(_Block):
 
     @property
     def runtime(self) -> str:
-        """`engine`, with `auto` decided by the file's suffix; empty where the suffix is none that an engine takes."""
+        """Return `engine`, or, if it is `auto`, the engine that takes the file's suffix; an empty text if none does."""
         takes = (name for name, suffixes in _SUFFIXES.items() if Path(self.file).suffix in suffixes)
         return next(takes, "") if self.engine == "auto" else self.engine
 
     def problems(self) -> Iterator[Problem]:
-        """A problem for each broken rule between keys, its path from this block on."""
+        """Yield a problem for each broken rule between keys, its path from this block on."""
         suffix = Path(self.file).suffix
         known = sorted({known for suffixes in _SUFFIXES.values() for known in suffixes})
         if suffix not in known:
@@ -267,7 +267,7 @@ class TargetsSpec(_Block):
 
     @property
     def rules(self) -> TargetRules:
-        """The same, for the code that maps records."""
+        """Return the rules for the code that maps records."""
         return TargetRules(min_area=self.min_area, min_visibility=self.min_visibility)
 
 
@@ -297,7 +297,7 @@ class PipelineSpec(PresetKeys):
     targets: TargetsSpec = TargetsSpec()
 
     def problems(self) -> Iterator[Problem]:
-        """A problem for each broken rule between keys, its path from this block on."""
+        """Yield a problem for each broken rule between keys, its path from this block on."""
         yield from self.preset_problems()
         if self.views is None and "stages" not in self.model_fields_set:
             others = "" if self.preset is not None else ", or views"
@@ -329,7 +329,7 @@ class ServeSpec(PresetKeys):
     model: ModelSpec | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """A problem for each broken rule between keys, its path from this block on."""
+        """Yield a problem for each broken rule between keys, its path from this block on."""
         if self.preset is None and "stages" not in self.model_fields_set:
             yield Problem.of((), "needs the key 'stages': a list, or a preset", code="config.missing_key")
         yield from self.preset_problems()
@@ -342,7 +342,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 
 
 
 def _bytes(value: Any) -> Any:
-    """`512MB`, `2 GiB` as a number of bytes."""
+    """Convert `512MB` or `2 GiB` to a number of bytes."""
     match = re.fullmatch(_AMOUNT, value.strip()) if isinstance(value, str) else None
     if match is not None and (unit := _UNITS.get(match[2].upper())):
         return int(float(match[1]) * unit)
@@ -551,7 +551,7 @@ class Config:
         return () if self.source_block is None else self.source_block.sources
 
     def program(self, name: str) -> Program:
-        """The program of the pipeline of this name, for what takes one image of each sample.
+        """Return the program of the pipeline of this name, for what takes one image of each sample.
 
         Raises ConfigError if there is none, with the closest name, or if it has views.
         """
@@ -563,7 +563,10 @@ class Config:
         return program
 
     def any_program(self, name: str) -> AnyProgram:
-        """The program of the pipeline of this name. Raises ConfigError, with the closest name, if there is none."""
+        """Return the program of the pipeline of this name.
+
+        Raises ConfigError, with the closest name, if there is none.
+        """
         if self.source_block is None:
             raise self._without("source")
         if name not in self.pipelines:
@@ -573,7 +576,7 @@ class Config:
         return self.views[name] if name in self.views else self.programs[name]
 
     def serve_block(self) -> ServeSpec:
-        """The block `serve`. Raises ConfigError if there is none."""
+        """Return the block `serve`. Raises ConfigError if there is none."""
         if self.serve is None:
             raise self._without("serve")
         return self.serve
@@ -589,7 +592,8 @@ class Config:
         )
 
     def split_of(self, name: str) -> str | None:
-        """The part of `source.split` that a pipeline reads; None if it reads the whole source, as `serve` does."""
+        """Return the part of `source.split` that a pipeline reads; None if it reads the whole source, as `serve`
+        does."""
         split = self.pipelines[name].split if name in self.pipelines else None
         part = name if split is None else split
         return part if part in self.source.part_names else None

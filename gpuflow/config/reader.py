@@ -1,7 +1,6 @@
 """A YAML file to a `Config`, with every error located: file, line, key, rule, value, next action. All errors at once.
 
-yaml_file.py      text to data with line numbers
-overrides.py      `run.threads=8` on the command line
+yaml_file.py      text to data with line numbers; `run.threads=8` on the command line
 models.py         the blocks of a file: keys, types, defaults, rules between keys
 stage_entries.py  `- resize: {shorter: 256}` to a stage
 words.py          types and faults in words
@@ -20,11 +19,10 @@ from typing import Any
 import pydantic
 
 from gpuflow.config.models import Config, Document, Pixels, PresetKeys, SourceKeys, keys_of
-from gpuflow.config.overrides import Overrides
 from gpuflow.config.record_fields import declared_problems
 from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.config.words import fits, meant_key, problems_of, type_in_words
-from gpuflow.config.yaml_file import read_yaml
+from gpuflow.config.yaml_file import Overrides, read_yaml
 from gpuflow.errors import ConfigError, Key, Problem, show
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.records import GEOMETRIC, Field

@@ -19,12 +19,12 @@ _CORES_FOR_ONE_SHARE_THREAD = 4
 
 
 def threads_of(run: RunSpec) -> int:
-    """`run.threads`; where that is auto, all that this process may use."""
+    """Return `run.threads`. If it is auto, that is all that this process may use."""
     return available_threads() if run.threads == "auto" else run.threads
 
 
 def processes_of(run: RunSpec, samples: int, *, in_python: bool) -> int:
-    """`run.processes`; where that is auto, one for each thread if Python code runs for each of many images, else none.
+    """Return `run.processes`. If it is auto: as many as threads if Python code runs for each of many images, else none.
 
     in_python: see `parts_in_python`. Threads run C code at the same time, but Python code one after the other.
     """
@@ -55,12 +55,12 @@ def _stages_in_python(program: AnyProgram) -> list[str]:
 
 
 def serving_processes_of(run: RunSpec, program: Program) -> int:
-    """Processes that preprocess where the CPU decodes what is served: as for a loader of many samples."""
+    """Return how many processes preprocess where the CPU decodes for a service: as for a loader of many samples."""
     return processes_of(run, _WORTH_PROCESSES, in_python=bool(_stages_in_python(program)))
 
 
 def decode_processes_of(config: Config, name: str, samples: int, *, remote: bool) -> int:
-    """Worker processes of a loader that decodes `samples` samples of a pipeline on the CPU, see `processes_of`.
+    """Return how many worker processes decode `samples` samples of a pipeline on the CPU, see `processes_of`.
 
     They read, too, so there are none where separate threads read, and none where the storage is remote: forked
     processes cannot use its connections.
@@ -71,7 +71,7 @@ def decode_processes_of(config: Config, name: str, samples: int, *, remote: bool
 
 
 def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
-    """`run.readers`; where that is auto, many for a network; on a GPU a few, which prepare chunks too; else none.
+    """Return `run.readers`. If it is auto: many for a network; on a GPU a few, which prepare chunks, too; else none.
 
     remote: whether the opened source's storage is: a local listing may name files behind URLs.
     """
@@ -85,10 +85,10 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
 
 
 def gpu_readers_of(threads: int) -> int:
-    """Where a GPU decodes and `run.readers` is auto: how many threads read, if `threads` may be used."""
+    """Return how many of `threads` threads read where a GPU decodes and `run.readers` is auto."""
     return _MORE_GPU_READERS if threads >= _FEWEST_CORES_FOR_MORE_GPU_READERS else _GPU_READERS
 
 
 def share_threads_of(run: RunSpec) -> int:
-    """Threads that decode the CPU's part of each batch next to a GPU (`cpu_share`)."""
+    """Return how many threads decode the CPU's part of each batch next to a GPU (`cpu_share`)."""
     return max(1, available_threads() // _CORES_FOR_ONE_SHARE_THREAD) if run.threads == "auto" else run.threads

@@ -33,7 +33,7 @@ _SHARED = FieldSpec, WeightsSpec
 
 
 def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, type[SourceSpec]] = KINDS) -> Schema:
-    """The JSON Schema, draft 2020-12, of a file whose lists name stages of this table.
+    """Build the JSON Schema, draft 2020-12, of a file whose lists name stages of this table.
 
     Args:
         stages: the vocabulary, name to class.
@@ -85,7 +85,8 @@ class _Blocks(GenerateJsonSchema):
 
 
 def docstring_of(kind: type) -> tuple[str, dict[str, str]]:
-    """The first paragraph of a class's docstring, and what its `Args` say, those of its base classes included."""
+    """Return the first paragraph of a class's docstring, and what its `Args` say, those of its base classes
+    included."""
     arguments: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")
@@ -101,7 +102,8 @@ def docstring_of(kind: type) -> tuple[str, dict[str, str]]:
 
 
 def _list_schema(stages: Mapping[str, type[Stage]]) -> Schema:
-    """A list of stages; one whose parameters all have defaults may stand as no more than its name."""
+    """Return the schema of a list of stages. One whose parameters all have defaults may stand as no more than its name.
+    Return the schema of a list of stages. One whose parameters all have defaults may stand as no more than its name."""
     names = [name for name, stage in stages.items() if not _required(stage)]
     entries = {
         name: {"$ref": f"#/$defs/stage.{name}"}
@@ -153,7 +155,7 @@ _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(
 
 
 def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
-    """The schema of a parameter's type; bounds count for each number in it."""
+    """Return the schema of a parameter's type; bounds count for each number in it."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _type_schema(parts[0], next((part for part in parts[1:] if isinstance(part, Bounds)), bounds))
@@ -184,5 +186,5 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON knows such a value, a tuple as a list."""
+    """Return True if JSON knows such a value, a tuple as a list."""
     return all(map(_is_plain, value)) if isinstance(value, tuple) else value is None or type(value) in _TYPES

@@ -18,7 +18,7 @@ from gpuflow.pipeline.stage import Decoder, FromRecord, Stage
 
 
 def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
-    """The stage that an entry names, with its parameters.
+    """Make the stage that an entry names, with its parameters.
 
     Args:
         entry: the stage's name, or a mapping of the name to its parameters.
@@ -50,7 +50,7 @@ def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
 
 
 def _suggest_stage(name: str, stages: Mapping[str, type[Stage]]) -> str:
-    """Names the stage that another library calls so, or the entry that runs its transform, or the closest stage."""
+    """Suggest the stage that another library calls so, the entry that runs its transform, or the closest stage."""
     name = name[:100]  # no known name is as long
     plain = _plain(name)
     known = {_plain(other): one for one, stage in stages.items() for other in (one, *stage.other_names)}
@@ -66,18 +66,18 @@ _RANDOM = "random_"
 
 
 def _plain(name: str) -> str:
-    """A name without what differs between libraries: `RandomCrop` and `random_crop` are one."""
+    """Remove from a name what differs between libraries: `RandomCrop` and `random_crop` become equal."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _suggest_key(key: object, stage: type[Stage], fields: Collection[str]) -> str:
-    """Names the parameter that other libraries call so, or the closest one."""
+    """Suggest the parameter that other libraries call so, or the closest one."""
     meant = stage.other_keys.get(str(key)) or OTHER_KEYS.get(str(key), "")
     return suggest(key, fields, meant=meant if meant in fields else "")
 
 
 def as_tuples(value: Any) -> Any:
-    """YAML data with lists as tuples, so that values are hashable."""
+    """Replace the lists in YAML data by tuples, so that values are hashable."""
     if isinstance(value, list):
         return tuple(map(as_tuples, value))
     if isinstance(value, dict):
@@ -86,7 +86,7 @@ def as_tuples(value: Any) -> Any:
 
 
 def _with_fields(stage: type[Stage], name: str, parameters: dict[Any, Any]) -> dict[Any, Any]:
-    """The parameters, with `{field: NAME}` as a value where the stage takes one. Raises ConfigError."""
+    """Return the parameters, with `{field: NAME}` as a value where the stage takes one. Raises ConfigError."""
     hints = field_types(stage)  # type: ignore[arg-type]
     found, problems = dict(parameters), list[Problem]()
     for key, value in parameters.items():
@@ -111,7 +111,7 @@ def _field_faults(given: Mapping[Any, Any]) -> Iterator[Problem]:
 
 
 def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> Iterator[Problem]:
-    """A problem for each parameter that the stage does not know, lacks, or cannot take."""
+    """Yield a problem for each parameter that the stage does not know, lacks, or cannot take."""
     fields = {field.name: field for field in dataclasses.fields(stage) if field.name != stage.open_field}
     for key in parameters:
         if key in fields:
@@ -131,7 +131,7 @@ def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> It
 
 
 def _with_open_field(stage: type[Stage], parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters, with those that the stage has no field for gathered in its open field."""
+    """Return the parameters, with those that the stage has no field for gathered in its open field."""
     if stage.open_field is None:
         return parameters
     fields = {field.name for field in dataclasses.fields(stage)} - {stage.open_field}

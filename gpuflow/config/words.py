@@ -34,7 +34,7 @@ _WORDS |= {dict: "a mapping"}
 
 
 def type_in_words(hint: Any) -> str:
-    """A type in words: `an integer or [an integer, an integer]`."""
+    """Describe a type in words: `an integer or [an integer, an integer]`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return type_in_words(arguments[0])
@@ -58,13 +58,14 @@ def type_in_words(hint: Any) -> str:
 
 
 def meant_key(key: Key, known: Iterable[str], document: type[BaseModel]) -> str:
-    """What to do about a key where only `known` ones may stand: its place in the document, a close one, or all."""
+    """Suggest what to do about a key where only `known` ones may stand: its place in the document, a close one, or
+    all."""
     places = [dotted(place) for place in _places_of(key, document)]
     return f"write it as {' or '.join(places)}" if 1 <= len(places) <= _MOST_PLACES else suggest(key, known)
 
 
 def _places_of(key: Key, model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    """Where a key stands in a model and those that it holds: pipelines, NAME, batch."""
+    """Yield the places of a key in a model and in those that it holds: pipelines, NAME, batch."""
     for name, field in model.model_fields.items():
         name = field.alias or name
         if name == key:
@@ -75,7 +76,8 @@ def _places_of(key: Key, model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 
 def _models_in(hint: Any) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
-    """The models that a value of this type is or holds as values of a mapping, each with the keys that lead to it."""
+    """Yield the models that a value of this type is or holds as values of a mapping, each with the keys that lead to
+    it."""
     if _is_model(hint):
         yield (), hint
     elif typing.get_origin(hint) is dict:
@@ -86,7 +88,7 @@ def _models_in(hint: Any) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether pydantic, strictly, takes the value for the type."""
+    """Return True if pydantic, strictly, takes the value for the type."""
     try:
         pydantic.TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
     except pydantic.ValidationError:
@@ -95,7 +97,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
-    """Pydantic's faults, one a place: the branches of a union fail one by one but are one fault.
+    """Return one of pydantic's faults for each place: the branches of a union fail one by one but are one fault.
 
     A location names branches and keys; the keys are the ones that lead into the data, or that are missing there.
     """
@@ -116,7 +118,7 @@ def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
 
 
 def _describe(fault: Any, model: type[BaseModel], document: type[BaseModel]) -> Problem:
-    """One of pydantic's faults, in this project's words."""
+    """Describe one of pydantic's faults in this project's words."""
     at, kind, value = fault["loc"], fault["type"], fault["input"]
     parent, hint = _hint_at(model, at)
     if kind == "invalid_key" or fault["is_key"]:
@@ -138,7 +140,7 @@ def _describe(fault: Any, model: type[BaseModel], document: type[BaseModel]) -> 
 
 
 def _key_for(value: Any, hint: Any) -> str:
-    """Where a mapping belongs and its main key was left out: the mapping with that key; empty otherwise."""
+    """Suggest the mapping with its main key, where that was left out; return an empty text otherwise."""
     models = [part for part in (hint, *typing.get_args(hint)) if _is_model(part)]
     fields = {} if isinstance(value, dict) or not models else models[0].model_fields
     for key in _MAIN_KEYS:
@@ -148,19 +150,19 @@ def _key_for(value: Any, hint: Any) -> str:
 
 
 def _in_digits(number: float) -> str:
-    """1,000,000 and 0.5, without an exponent."""
+    """Write a number without an exponent: 1,000,000 or 0.5."""
     return f"{int(number):,}" if number == int(number) else f"{number:g}"
 
 
 def _choices(hint: Any) -> list[str]:
-    """The words that a type names one by one."""
+    """Return the words that a type names one by one."""
     if typing.get_origin(hint) is Literal:
         return [word for word in typing.get_args(hint) if isinstance(word, str)]
     return [word for part in typing.get_args(hint) for word in _choices(part)]
 
 
 def _hint_at(model: type[BaseModel], at: Sequence[Key]) -> tuple[type[BaseModel] | None, Any]:
-    """The model that holds the key at a place, and the key's type, as far as they are known."""
+    """Return the model that holds the key at a place, and the key's type, as far as they are known."""
     parent: type[BaseModel] | None = None
     hint: Any = model
     for key in at:
