@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuflow.errors import UNSET, ConfigError, Problem, dotted, show
+from gpuflow.errors import UNSET, ConfigError, GpuflowError, Problem, dotted, show
 
 _caused: dict[str, set[str]] = defaultdict(set)
 """The texts of the running module, by test function."""
@@ -32,13 +32,17 @@ def pin(error: BaseException) -> str:
     return str(error)
 
 
-def outline(error: ConfigError) -> str:
-    """Pin the text of an error, and return its problems without sentences.
+def outline(error: GpuflowError) -> str:
+    """Pin the text of an error, and return it without sentences.
 
-    One a line, such as `x.yaml:7: run.threads config.range, got 0`.
+    A ConfigError has a line for each problem, such as `x.yaml:7: run.threads config.range, got 0`. Of another error
+    stay what it is about, its first word, and the value: `list.csv:17, got 12`.
     """
-    pin(error)
-    return "\n".join(map(_outline, error.problems))
+    text = pin(error)
+    if isinstance(error, ConfigError):
+        return "\n".join(map(_outline, error.problems))
+    value = re.search(r", got:? ([^;]*)", text)
+    return text.split(maxsplit=1)[0].rstrip(":") + (f", got {value[1]}" if value else "")
 
 
 def _outline(problem: Problem) -> str:

@@ -15,6 +15,7 @@ from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.pipeline import stage as s
 from tests.images import photo
 from tests.running import RGB, keys_of
+from tests.texts import outline
 
 Function = Callable[[torch.Tensor, float], torch.Tensor]
 
@@ -71,10 +72,10 @@ def check_changes_nothing(*stages: s.Pointwise) -> None:
             assert torch.equal(result, torch.from_numpy(image).permute(2, 0, 1))
 
 
-def check_refuses(text: str, kind: type[s.Stage], **parameters: Any) -> None:
+def check_refuses(expected: str, kind: type[s.Stage], **parameters: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         kind(**parameters)
-    assert str(caught.value) == text
+    assert outline(caught.value) == expected
 
 
 def check_refuses_bgr(stage: s.Stage) -> None:

@@ -17,6 +17,7 @@ from gpuflow.stages import Affine, CenterCrop, Decode
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of
 from tests.stages.warps import apart_from, warp_of
+from tests.texts import outline
 
 SIZES = ((150, 211), (60, 60), (31, 8), (1, 1))
 FIXED: tuple[tuple[float, float, tuple[float, float]], ...] = (
@@ -100,21 +101,18 @@ def test_parameters_have_torchvisions_distributions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "text"),
+    ("parameters", "expected"),
     [
-        ({"translate": (0.1, 1.5)}, "affine.translate must be fractions within [0, 1], got [0.1, 1.5]"),
-        ({"scale": (0.0, 1.0)}, "affine.scale must be [low, high] with 0.001 <= low <= high, got [0.0, 1.0]"),
-        (
-            {"shear": 90.0},
-            "affine.shear must be within [0, 89], [low, high] or [x low, x high, y low, y high], got 90.0",
-        ),
-        ({"shear": (0.0, 1.0, 3.0, 2.0)}, "affine.shear must have each low <= high, got [0.0, 1.0, 3.0, 2.0]"),
-        ({"shear": (2.0, 1.0)}, "affine.shear must have each low <= high, got [2.0, 1.0]"),
-        ({"shear": (-91.0, 2.0)}, "affine.shear must be within [-89, 89], got [-91.0, 2.0]"),
+        ({"translate": (0.1, 1.5)}, "affine.translate config.range, got [0.1, 1.5]"),
+        ({"scale": (0.0, 1.0)}, "affine.scale config.range, got [0.0, 1.0]"),
+        ({"shear": 90.0}, "affine.shear config.range, got 90.0"),
+        ({"shear": (0.0, 1.0, 3.0, 2.0)}, "affine.shear config.range, got [0.0, 1.0, 3.0, 2.0]"),
+        ({"shear": (2.0, 1.0)}, "affine.shear config.range, got [2.0, 1.0]"),
+        ({"shear": (-91.0, 2.0)}, "affine.shear config.range, got [-91.0, 2.0]"),
     ],
     ids=str,
 )
-def test_errors(parameters: dict[str, Any], text: str) -> None:
+def test_errors(parameters: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Affine(**parameters)
-    assert str(caught.value) == text
+    assert outline(caught.value) == expected

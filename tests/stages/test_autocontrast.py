@@ -20,6 +20,4 @@ def test_its_probability() -> None:
 
 
 def test_errors() -> None:
-    check_refuses(
-        "autocontrast.probability must be a probability within [0, 1], got -0.1", Autocontrast, probability=-0.1
-    )
+    check_refuses("autocontrast.probability config.range, got -0.1", Autocontrast, probability=-0.1)

@@ -26,10 +26,6 @@ def test_a_factor_of_1_and_a_probability_of_0_change_nothing() -> None:
 
 
 def test_errors() -> None:
-    check_refuses("brightness.amount must be >= 0 or [low, high], got -0.1", Brightness, amount=-0.1)
-    check_refuses(
-        "brightness.amount must be [low, high] with 0 <= low <= high, got [0.5, 0.4]", Brightness, amount=(0.5, 0.4)
-    )
-    check_refuses(
-        "brightness.probability must be a probability within [0, 1], got 1.1", Brightness, amount=1, probability=1.1
-    )
+    check_refuses("brightness.amount config.range, got -0.1", Brightness, amount=-0.1)
+    check_refuses("brightness.amount config.range, got [0.5, 0.4]", Brightness, amount=(0.5, 0.4))
+    check_refuses("brightness.probability config.range, got 1.1", Brightness, amount=1, probability=1.1)

@@ -20,6 +20,7 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.stages import CenterCrop, ColorJitter, Decode, Normalize
 from tests.images import jpeg, photo, png
 from tests.running import RGB, alone, decoded, images, keys_of, program_of
+from tests.texts import outline
 
 ALL = ColorJitter(brightness=0.9, contrast=0.9, saturation=0.9, hue=0.5)
 ADJUST = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue)
@@ -153,26 +154,23 @@ def test_a_jpeg_region_is_jittered_like_the_whole_images_crop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "text"),
+    ("parameters", "expected"),
     [
-        ({"brightness": -0.1}, "color_jitter.brightness must be >= 0 or [low, high], got -0.1"),
-        ({"contrast": (0.5, 0.4)}, "color_jitter.contrast must be [low, high] with 0 <= low <= high, got [0.5, 0.4]"),
-        (
-            {"saturation": (-1.0, 1.0)},
-            "color_jitter.saturation must be [low, high] with 0 <= low <= high, got [-1.0, 1.0]",
-        ),
-        ({"hue": 0.6}, "color_jitter.hue must be within [0, 0.5] or [low, high], got 0.6"),
-        ({"hue": -0.1}, "color_jitter.hue must be within [0, 0.5] or [low, high], got -0.1"),
-        ({"hue": (0.2, 0.1)}, "color_jitter.hue must be [low, high] with -0.5 <= low <= high <= 0.5, got [0.2, 0.1]"),
-        ({"brightness": float("nan")}, "color_jitter.brightness must be >= 0 or [low, high], got nan"),
-        ({"probability": 1.5}, "color_jitter.probability must be a probability within [0, 1], got 1.5"),
-        ({"contrast": float("inf")}, "color_jitter.contrast must be finite, got inf"),
+        ({"brightness": -0.1}, "color_jitter.brightness config.range, got -0.1"),
+        ({"contrast": (0.5, 0.4)}, "color_jitter.contrast config.range, got [0.5, 0.4]"),
+        ({"saturation": (-1.0, 1.0)}, "color_jitter.saturation config.range, got [-1.0, 1.0]"),
+        ({"hue": 0.6}, "color_jitter.hue config.range, got 0.6"),
+        ({"hue": -0.1}, "color_jitter.hue config.range, got -0.1"),
+        ({"hue": (0.2, 0.1)}, "color_jitter.hue config.range, got [0.2, 0.1]"),
+        ({"brightness": float("nan")}, "color_jitter.brightness config.range, got nan"),
+        ({"probability": 1.5}, "color_jitter.probability config.range, got 1.5"),
+        ({"contrast": float("inf")}, "color_jitter.contrast config.range, got inf"),
     ],
 )
-def test_errors(parameters: dict[str, Any], text: str) -> None:
+def test_errors(parameters: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ColorJitter(**parameters)
-    assert str(caught.value) == text
+    assert outline(caught.value) == expected
 
 
 def test_bgr_is_refused() -> None:

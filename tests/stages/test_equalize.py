@@ -20,4 +20,4 @@ def test_its_probability() -> None:
 
 
 def test_errors() -> None:
-    check_refuses("equalize.probability must be a probability within [0, 1], got -0.1", Equalize, probability=-0.1)
+    check_refuses("equalize.probability config.range, got -0.1", Equalize, probability=-0.1)

@@ -20,5 +20,5 @@ def test_its_probability() -> None:
 
 
 def test_errors() -> None:
-    check_refuses("grayscale.probability must be a probability within [0, 1], got -0.1", Grayscale, probability=-0.1)
+    check_refuses("grayscale.probability config.range, got -0.1", Grayscale, probability=-0.1)
     check_refuses_bgr(Grayscale())

@@ -20,4 +20,4 @@ def test_its_probability() -> None:
 
 
 def test_errors() -> None:
-    check_refuses("invert.probability must be a probability within [0, 1], got -0.1", Invert, probability=-0.1)
+    check_refuses("invert.probability config.range, got -0.1", Invert, probability=-0.1)

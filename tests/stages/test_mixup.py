@@ -20,6 +20,7 @@ from gpuflow.stages import CenterCrop, Decode, Mixup, Normalize
 from tests.datasets import VAL, make_photos, write_config
 from tests.mixing import CLASSES, batch_of, mixed, timm_box
 from tests.running import keys_of, program_of
+from tests.texts import outline
 
 HEIGHT, WIDTH, COUNT = 60, 80, 2000
 
@@ -151,24 +152,24 @@ def test_timm_gives_the_same_on_the_same_numbers(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "text"),
+    ("parameters", "expected"),
     [
-        ({"alpha": 0.0}, "mixup.alpha must be > 0, got 0.0"),
-        ({"cutmix_alpha": -1.0}, "mixup.cutmix_alpha must be >= 0, got -1.0"),
-        ({"probability": 1.5}, "mixup.probability must be a probability within [0, 1], got 1.5"),
-        ({"label_smoothing": -0.1}, "mixup.label_smoothing must be a probability within [0, 1], got -0.1"),
+        ({"alpha": 0.0}, "mixup.alpha config.range, got 0.0"),
+        ({"cutmix_alpha": -1.0}, "mixup.cutmix_alpha config.range, got -1.0"),
+        ({"probability": 1.5}, "mixup.probability config.range, got 1.5"),
+        ({"label_smoothing": -0.1}, "mixup.label_smoothing config.range, got -0.1"),
     ],
 )
-def test_parameters_out_of_range(parameters: dict[str, float], text: str) -> None:
+def test_parameters_out_of_range(parameters: dict[str, float], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Mixup(**parameters)  # type: ignore[arg-type]
-    assert str(caught.value) == text
+    assert outline(caught.value) == expected
 
 
 def test_uint8_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         program_of(Decode(), CenterCrop(size=8), Mixup())
-    assert str(caught.value) == "test[2].mixup takes pixels of a float type but gets uint8; put normalize before mixup"
+    assert outline(caught.value) == "test[2].mixup stage.order"
     assert program_of(Decode(), CenterCrop(size=8), Normalize(dtype="float16"), Mixup()).mixings
 
 
@@ -186,23 +187,14 @@ class Unlabelled:
 
 
 @pytest.mark.parametrize(
-    ("known", "rule"),
+    "known",
     [
-        (
-            {"has_labels": False},
-            "mixes labels, but the samples do not have one class each; remove the stage or declare a class",
-        ),
-        (
-            {"labels": np.zeros((4, 3), np.float32)},
-            "mixes labels, but the samples do not have one class each; remove the stage or declare a class",
-        ),
-        (
-            {"fields": (Field(name="boxes", type="boxes"),)},
-            "mixes images and labels, but samples also have boxes; remove the stage or these fields",
-        ),
+        {"has_labels": False},
+        {"labels": np.zeros((4, 3), np.float32)},
+        {"fields": (Field(name="boxes", type="boxes"),)},
     ],
 )
-def test_samples_without_one_class_each_are_not_mixed(known: dict[str, Any], rule: str, tmp_path: Path) -> None:
+def test_samples_without_one_class_each_are_not_mixed(known: dict[str, Any], tmp_path: Path) -> None:
     from gpuflow.config import read_config
     from gpuflow.loader.assemble import build_loader, open_whole
     from gpuflow.stages import STAGES
@@ -213,7 +205,7 @@ def test_samples_without_one_class_each_are_not_mixed(known: dict[str, Any], rul
     source: Any = Unlabelled(open_whole(config), **known)
     with pytest.raises(ConfigError) as caught:
         build_loader(config, "train", rank=0, world_size=1, device="cpu", whole=source)
-    assert str(caught.value) == f"{path}: pipelines.train.stages[4].mixup {rule}"
+    assert outline(caught.value) == f"{path}: pipelines.train.stages[4].mixup config.conflict"
     build_loader(config, "val", rank=0, world_size=1, device="cpu", whole=source).close()
 
 

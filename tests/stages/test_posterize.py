@@ -22,4 +22,4 @@ def test_its_probability() -> None:
 
 @pytest.mark.parametrize("bits", [-1, 9])
 def test_errors(bits: int) -> None:
-    check_refuses(f"posterize.bits must be within [0, 8], got {bits}", Posterize, bits=bits)
+    check_refuses(f"posterize.bits config.range, got {bits}", Posterize, bits=bits)

@@ -19,6 +19,7 @@ from gpuflow.pipeline import stage as s
 from gpuflow.stages import Decode, Normalize, RandomResizedCrop
 from tests.images import jpeg, photo, png
 from tests.running import decoded, images, keys_of, levels_apart, program_of
+from tests.texts import outline
 
 Box = tuple[int, int, int, int]
 
@@ -132,32 +133,17 @@ NATIVE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 @pytest.mark.parametrize(
-    ("parameters", "text"),
+    ("parameters", "expected"),
     [
-        ({"size": 0}, "random_resized_crop.size must be >= 1, got 0"),
-        (
-            {"scale": (0.0, 1.0)},
-            "random_resized_crop.scale must be [low, high] with 0 < low <= high <= 1, got [0.0, 1.0]",
-        ),
-        (
-            {"scale": (0.5, 0.2)},
-            "random_resized_crop.scale must be [low, high] with 0 < low <= high <= 1, got [0.5, 0.2]",
-        ),
-        (
-            {"scale": (0.5, 2.0)},
-            "random_resized_crop.scale must be [low, high] with 0 < low <= high <= 1, got [0.5, 2.0]",
-        ),
-        (
-            {"ratio": (0.0, 1.0)},
-            "random_resized_crop.ratio must be [low, high] with 0.001 <= low <= high, got [0.0, 1.0]",
-        ),
-        (
-            {"ratio": (2.0, 1.0)},
-            "random_resized_crop.ratio must be [low, high] with 0.001 <= low <= high, got [2.0, 1.0]",
-        ),
+        ({"size": 0}, "random_resized_crop.size config.range, got 0"),
+        ({"scale": (0.0, 1.0)}, "random_resized_crop.scale config.range, got [0.0, 1.0]"),
+        ({"scale": (0.5, 0.2)}, "random_resized_crop.scale config.range, got [0.5, 0.2]"),
+        ({"scale": (0.5, 2.0)}, "random_resized_crop.scale config.range, got [0.5, 2.0]"),
+        ({"ratio": (0.0, 1.0)}, "random_resized_crop.ratio config.range, got [0.0, 1.0]"),
+        ({"ratio": (2.0, 1.0)}, "random_resized_crop.ratio config.range, got [2.0, 1.0]"),
     ],
 )
-def test_errors(parameters: dict[str, Any], text: str) -> None:
+def test_errors(parameters: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RandomResizedCrop(**{"size": 8, **parameters})
-    assert str(caught.value) == text
+    assert outline(caught.value) == expected

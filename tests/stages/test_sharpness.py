@@ -33,7 +33,5 @@ def test_its_factors_and_its_probability() -> None:
 
 
 def test_errors() -> None:
-    check_refuses("sharpness.amount must be >= 0 or [low, high], got -0.1", Sharpness, amount=-0.1)
-    check_refuses(
-        "sharpness.probability must be a probability within [0, 1], got 1.1", Sharpness, amount=1, probability=1.1
-    )
+    check_refuses("sharpness.amount config.range, got -0.1", Sharpness, amount=-0.1)
+    check_refuses("sharpness.probability config.range, got 1.1", Sharpness, amount=1, probability=1.1)

@@ -10,6 +10,7 @@ from gpuflow.errors import ConfigError
 from gpuflow.stages import CenterCrop, Decode, Solarize
 from tests.images import photo, png
 from tests.running import alone, decoded, images, keys_of, program_of
+from tests.texts import outline
 
 DATA = png(photo(40, 30))
 
@@ -38,4 +39,4 @@ def test_its_probability_is_the_share_of_changed_samples() -> None:
 def test_a_threshold_that_is_no_level_is_refused(threshold: float) -> None:
     with pytest.raises(ConfigError) as caught:
         Solarize(threshold=threshold)
-    assert str(caught.value) == f"solarize.threshold must be within [0, 255], got {threshold}"
+    assert outline(caught.value) == f"solarize.threshold config.range, got {threshold}"
