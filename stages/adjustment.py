@@ -33,8 +33,9 @@ class Adjustment(s.Pointwise):
         return is_random(self.probability, self.bounds, neutral=self.neutral)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        (s.require_rgb if self.weighs_colors else s.require_pixels)(self, spec)
-        return spec
+        if self.weighs_colors:
+            s.require_rgb(self, spec)
+        return super().output(spec)
 
     def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability, self.bounds or (0, 0))

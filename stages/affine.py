@@ -16,11 +16,10 @@ from gpuflow.pipeline.parameters import (
     Border,
     Center,
     Fill,
+    Warping,
     WarpInterpolation,
     about_center,
     angle_range,
-    check_fill,
-    lookup_of,
 )
 
 _Shear = (
@@ -30,7 +29,7 @@ _Shear = (
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Affine(s.Geometry):
+class Affine(Warping):
     """Turn, shift, scale and shear an image about its centre or another point, as torchvision's RandomAffine does.
 
     Args:
@@ -48,7 +47,6 @@ class Affine(s.Geometry):
     """
 
     stage_name: ClassVar[str] = "affine"
-    tolerance: ClassVar[float] = 1.0
     late_fields: ClassVar[tuple[str, ...]] = ("center",)
     other_names: ClassVar[tuple[str, ...]] = ("RandomAffine", "ShiftScaleRotate", "Shear", "Translate")
     other_keys: ClassVar[Mapping[str, str]] = {"rotate": "degrees", "scale_limit": "scale", "shift_limit": "translate"}
@@ -78,7 +76,7 @@ class Affine(s.Geometry):
             yield Problem.of("shear", rule, list(self.shear), code="config.range")
 
     def _ranges(self) -> tuple[tuple[float, float], ...]:
-        """[low, high] of the angle, the scale and the two shears."""
+        """Return [low, high] of the angle, the scale and the two shears."""
         shear = self.shear if isinstance(self.shear, tuple) else (-self.shear, self.shear)
         along_x, along_y = (shear[:2], shear[2:]) if len(shear) == 4 else (shear, (0.0, 0.0))
         return angle_range(self.degrees), self.scale, along_x, along_y
@@ -86,15 +84,6 @@ class Affine(s.Geometry):
     @property
     def random(self) -> bool:
         return any(self.translate) or any(low != high for low, high in self._ranges())
-
-    @property
-    def warps(self) -> s.Lookup:
-        return lookup_of(self.interpolation, self.border, self.fill)
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
-        return spec
 
     def torchvision(self) -> Any:
         if self.border != "constant":

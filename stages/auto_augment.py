@@ -15,15 +15,16 @@ from gpuflow.stages.policy_parts import (
     Choice,
     Magnitudes,
     Range,
+    of_both_signs,
     uniform_places,
 )
 
 _SPACE: dict[str, Range | None] = {
-    "ShearX": Range(0.0, 0.3, both_signs=True),
-    "Rotate": Range(0.0, 30.0, both_signs=True),
-    "Color": Range(0.0, 0.9, both_signs=True),
-    "Contrast": Range(0.0, 0.9, both_signs=True),
-    "Sharpness": Range(0.0, 0.9, both_signs=True),
+    "ShearX": of_both_signs(0.3),
+    "Rotate": of_both_signs(30.0),
+    "Color": of_both_signs(0.9),
+    "Contrast": of_both_signs(0.9),
+    "Sharpness": of_both_signs(0.9),
     "Posterize": Range(8.0, 4.0, whole=True),
     "Solarize": Range(1.0, 0.0),
     "AutoContrast": None,

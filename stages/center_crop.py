@@ -42,7 +42,7 @@ class CenterCrop(s.Geometry):
         return True
 
     def pads_image(self, spec: s.ImageSpec) -> bool:
-        """A crop of the centre reaches outside smaller images alone."""
+        """Return True if the crop may be larger than the image."""
         sides = zip(size_pair(self.size), spec.shape[:2], strict=True)
         return any(side is None or crop > side for crop, side in sides)
 
@@ -71,7 +71,7 @@ class CenterCrop(s.Geometry):
 
 
 def _cut_by_torchvision(size: tuple[int, int], image: Any) -> Any:
-    """A crop whose place is rounded down, by torchvision's functions: center_crop then has nothing to round."""
+    """Return a crop whose place is rounded down, so that torchvision's center_crop has nothing to round."""
     from torchvision.transforms.v2 import functional
 
     height, width = functional.get_size(image)

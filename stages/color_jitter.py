@@ -61,7 +61,7 @@ class ColorJitter(s.Pointwise):
         return [range_of(getattr(self, name), neutral=0.0 if name == "hue" else 1.0) for name in _ADJUSTMENTS]
 
     def _active(self) -> list[bool]:
-        """Which adjustments may change an image."""
+        """Return which adjustments may change an image."""
         return [not low == high == (0.0 if i == 3 else 1.0) for i, (low, high) in enumerate(self._ranges())]
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:

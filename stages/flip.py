@@ -47,10 +47,6 @@ class Flip(s.Geometry):
     def random(self) -> bool:
         return self.horizontal not in (0, 1) or self.vertical not in (0, 1)
 
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
-
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 

@@ -53,7 +53,7 @@ class GaussianBlur(s.Local):
             yield Problem.of("kernel_size", "must be odd", self.kernel_size, code="config.range")
 
     def _sides(self) -> tuple[int, int]:
-        """Columns and rows."""
+        """Return columns and rows."""
         return self.kernel_size if isinstance(self.kernel_size, tuple) else (self.kernel_size, self.kernel_size)
 
     def _range(self) -> tuple[float, float]:
@@ -62,10 +62,6 @@ class GaussianBlur(s.Local):
     @property
     def random(self) -> bool:
         return max(self._sides()) > 1 and is_random(self.probability, self._range(), neutral=0.0)
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
@@ -91,7 +87,7 @@ class GaussianBlur(s.Local):
 
 
 def _weights(count: int, sigma: Floats) -> Floats:
-    """The weights of neighbours along one side, [N, count], for sigmas [N, 1]."""
+    """Return the weights of neighbours along one side, [N, count], for sigmas [N, 1]."""
     half = (count - 1) / 2
     with np.errstate(over="ignore"):  # of a tiny sigma: only the pixel itself has a weight then
         weights: Floats = np.exp(-0.5 * (np.linspace(-half, half, count) / sigma) ** 2)

@@ -9,11 +9,12 @@ import numpy as np
 
 from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+from gpuflow.pipeline.parameters import Probability
+from gpuflow.stages.adjustment import Adjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Invert(s.Pointwise):
+class Invert(Adjustment):
     """Invert all levels, as torchvision's invert does.
 
     Args:
@@ -21,6 +22,7 @@ class Invert(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "invert"
+    operation: ClassVar[s.Operation] = s.Operation.TABLE
     other_names: ClassVar[tuple[str, ...]] = ("RandomInvert", "InvertImg")
 
     probability: Probability = 1.0
@@ -29,21 +31,10 @@ class Invert(s.Pointwise):
     def examples(cls) -> tuple[Invert, ...]:
         return (cls(), cls(probability=0.5))
 
-    @property
-    def random(self) -> bool:
-        return is_random(self.probability)
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
-
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
         return v2.RandomInvert(self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability)
 
     def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         levels = np.arange(256, dtype=np.uint8)

@@ -78,7 +78,7 @@ class Letterbox(s.Geometry):
 
 
 def _by_torchvision(stage: Letterbox, image: Any) -> Any:
-    """The stage on one image by torchvision's functions."""
+    """Run the stage on one image by torchvision's functions."""
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional
 

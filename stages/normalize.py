@@ -95,7 +95,7 @@ class Normalize(s.Pointwise):
         return v2.Compose([*steps, v2.ToDtype(getattr(torch, self.dtype))] if self.dtype != "float32" else steps)
 
     def module(self) -> torch.nn.Module:
-        """The stage as part of a model: uint8 [N, C, H, W] on any device to the dtype, bit for bit equal on a CPU."""
+        """Return a part of a model: uint8 [N, C, H, W] on any device to the dtype, bit for bit equal on a CPU."""
         import torch
 
         from gpuflow.stages.normalize_module import NormalizeModule
@@ -103,7 +103,7 @@ class Normalize(s.Pointwise):
         return NormalizeModule(self._values("mean"), self._values("std"), getattr(torch, self.dtype))
 
     def table(self) -> Array:
-        """[C, 256] results, one row per channel: float32, or the bits of 16-bit floats as uint16."""
+        """Return [C, 256] results, one row per channel: float32, or the bits of 16-bit floats as uint16."""
         return _table(self._values("mean"), self._values("std"), self.dtype)
 
 

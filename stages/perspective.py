@@ -10,14 +10,15 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Border, Fill, Probability, WarpInterpolation, check_fill, lookup_of
+from gpuflow.pipeline.parameters import Border, Fill, Probability, WarpInterpolation
+from gpuflow.pipeline.warp_parameters import Border, Fill, Warping, WarpInterpolation
 
 _LARGEST = 1e12
 """The last number of a map is 1. In one with a larger number than this it is 0 but for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Perspective(s.Geometry):
+class Perspective(Warping):
     """Move the corners of an image inwards at random, as torchvision's RandomPerspective does.
 
     An image of which three corners come to lie on one line stays as it is, and so does one whose upper left pixel would
@@ -33,7 +34,6 @@ class Perspective(s.Geometry):
     """
 
     stage_name: ClassVar[str] = "perspective"
-    tolerance: ClassVar[float] = 1.0
     other_names: ClassVar[tuple[str, ...]] = ("RandomPerspective",)
 
     distortion_scale: Annotated[float, s.Bounds(least=0, most=1)] = 0.5
@@ -54,15 +54,6 @@ class Perspective(s.Geometry):
     @property
     def random(self) -> bool:
         return self.probability > 0 and self.distortion_scale > 0
-
-    @property
-    def warps(self) -> s.Lookup:
-        return lookup_of(self.interpolation, self.border, self.fill)
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
-        return spec
 
     def torchvision(self) -> Any:
         if self.border != "constant":
@@ -94,8 +85,10 @@ class Perspective(s.Geometry):
 
 
 def _map_of_corners(start: Ints, end: Ints) -> s.Matrices:
-    """The projective maps [N, 3, 3] of four points to four others, each [N, 4, 2], whose last number is 1. Where no map
-    has that, the others are infinite, or very large by rounding."""
+    """Return the projective maps [N, 3, 3] of four points to four others, each [N, 4, 2], whose last number is 1.
+
+    Where no map has that, the other numbers are infinite, or very large by rounding.
+    """
     (x, y), one = np.moveaxis(start, 2, 0).astype(np.float64), np.ones((len(start), 4))
     none, rows = np.zeros_like(one), []
     for axis, at in enumerate(np.moveaxis(end, 2, 0)):

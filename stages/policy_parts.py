@@ -59,13 +59,18 @@ class Range:
     whole: bool = False
 
     def bins(self, count: int, height: int, width: int) -> Floats:
-        """The magnitude of each bin, as torchvision computes it, for an image of this size."""
+        """Return the magnitude of each bin, as torchvision computes it, for an image of this size."""
         if self.whole:
             import torch
 
             steps = torch.arange(count, dtype=torch.float32, device="cpu") / ((count - 1) / (self.low - self.high))
             return (self.low - steps).round().double().numpy()
         return _linspace(self.low, self.high * {"": 1, "height": height, "width": width}[self.of], count)
+
+
+def of_both_signs(high: float, *, of: Literal["", "height", "width"] = "") -> Range:
+    """Return the magnitudes from 0 to `high`, each negated for half of the samples."""
+    return Range(0.0, high, both_signs=True, of=of)
 
 
 @lru_cache(maxsize=4096)
@@ -95,7 +100,7 @@ class Drawn:
 
 
 def uniform_places(numbers: Floats, count: int) -> Ints:
-    """Numbers in [0, 1) as places in range(count)."""
+    """Return numbers in [0, 1) as places in range(count)."""
     return np.minimum((numbers * count).astype(np.int64), count - 1)
 
 
@@ -114,12 +119,12 @@ class Magnitudes:
         self._tables: dict[int, Floats] = {}
 
     def of(self, choice: Choice) -> Drawn:
-        """The chosen operations and their magnitudes; 0 for those of the image's size."""
+        """Return the chosen operations and their magnitudes; 0 for those of the image's size."""
         magnitude = self._table(choice.bins)[choice.operation, choice.place]
         return Drawn(choice.operation, self._with_signs(choice, magnitude))
 
     def of_sizes(self, choice: Choice, height: Ints, width: Ints) -> Drawn:
-        """The chosen operations and their magnitudes, for images of these sizes [N] in pixels."""
+        """Return the chosen operations and their magnitudes, for images of these sizes [N] in pixels."""
         magnitude = self._table(choice.bins)[choice.operation, choice.place]
         for number in self._sized:
             rows = np.flatnonzero(choice.operation == number)
@@ -132,7 +137,7 @@ class Magnitudes:
         return np.where(choice.negated & self._signed[choice.operation], -magnitude, magnitude)
 
     def _table(self, bins: int) -> Floats:
-        """The magnitude of each of OPERATIONS in each bin; 0 for one that has none or one of the image's size."""
+        """Return each operation's magnitude in each bin; 0 for one that has none or one of the image's size."""
         if (table := self._tables.get(bins)) is None:
             table = self._tables[bins] = np.zeros((len(OPERATIONS), bins))
             for number, one in self._ranges.items():
@@ -157,19 +162,19 @@ class AugmentPolicy(s.Policy):
         raise NotImplementedError
 
     def choose(self, keys: s.StageKeys, turn: int) -> Choice:
-        """The operations of round `turn`."""
+        """Return the operations of round `turn`."""
         raise NotImplementedError
 
     def chosen(self, keys: s.StageKeys, turn: int) -> Choice:
-        """What `choose` returns, which the parts of a round share."""
+        """Return what `choose` returns, which the parts of a round share."""
         return keys.once(("choice", self, turn), lambda: self.choose(keys, turn))
 
     def drawn(self, keys: s.StageKeys, turn: int) -> Drawn:
-        """The operations of round `turn` with the magnitudes that do not depend on an image's size."""
+        """Return the operations of round `turn` with the magnitudes that do not depend on an image's size."""
         return keys.once(("drawn", self, turn), lambda: self.magnitudes.of(self.chosen(keys, turn)))
 
     def drawn_for(self, keys: s.StageKeys, turn: int, height: Ints, width: Ints) -> Drawn:
-        """The operations of round `turn` with all magnitudes, for images of these sizes [N] in pixels."""
+        """Return the operations of round `turn` with all magnitudes, for images of these sizes [N] in pixels."""
         return self.magnitudes.of_sizes(self.chosen(keys, turn), height, width)
 
     @property
@@ -187,11 +192,8 @@ class AugmentPolicy(s.Policy):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Moving(s.Geometry):
-    """The geometric operations of one round."""
-
-    stage_name: ClassVar[str] = "policy_moves"
-    folds: ClassVar[bool] = False
+class _Part(s.Stage):
+    """A stage that runs the operations of one kind in round `turn`."""
 
     policy: AugmentPolicy
     turn: int
@@ -199,6 +201,14 @@ class _Moving(s.Geometry):
     @property
     def key_name(self) -> str:
         return self.policy.stage_name
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Moving(_Part, s.Geometry):
+    """The geometric operations of one round."""
+
+    stage_name: ClassVar[str] = "policy_moves"
+    folds: ClassVar[bool] = False
 
     @property
     def warps(self) -> s.Lookup:
@@ -224,7 +234,7 @@ class _Moving(s.Geometry):
 
 @lru_cache(maxsize=4096)
 def _map_of(operation: int, magnitude: float, height: int, width: int) -> tuple[float, ...]:
-    """Where the points of a sheared or turned image of this size come from: the first two rows of the map's matrix.
+    """Return the first two rows of the map from a sheared or turned image's points to where they come from.
 
     To the bit as torchvision v2 computes it, whose numbers, of the map about the image's center, are float32. So the
     matrix is not rounded: float64 holds all of its sums.
@@ -251,17 +261,10 @@ def _map_of(operation: int, magnitude: float, height: int, width: int) -> tuple[
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Colouring(s.Pointwise):
+class _Colouring(_Part, s.Pointwise):
     """The pointwise operations of one round. Coefficients of a sample [2]: its operation and magnitude."""
 
     stage_name: ClassVar[str] = "policy_colours"
-
-    policy: AugmentPolicy
-    turn: int
-
-    @property
-    def key_name(self) -> str:
-        return self.policy.stage_name
 
     def draw(self, keys: s.StageKeys) -> Floats:
         drawn = self.policy.drawn(keys, self.turn)
@@ -285,7 +288,7 @@ class _Colouring(s.Pointwise):
 
 @lru_cache(maxsize=4096)
 def _table(operation: int, magnitude: float) -> Bytes:
-    """The level for each level, uint8 [3, 256], of an operation that looks levels up."""
+    """Return the level for each level, uint8 [3, 256], of an operation that looks levels up."""
     levels = np.arange(256)
     match OPERATIONS[operation]:
         case "Posterize":
@@ -303,17 +306,10 @@ def _table(operation: int, magnitude: float) -> Bytes:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Sharpening(s.Local):
+class _Sharpening(_Part, s.Local):
     """The sharpening of one round. Coefficients of a sample [2]: whether it is sharpened, and its factor."""
 
     stage_name: ClassVar[str] = "policy_sharpness"
-
-    policy: AugmentPolicy
-    turn: int
-
-    @property
-    def key_name(self) -> str:
-        return self.policy.stage_name
 
     def draw(self, keys: s.StageKeys) -> Floats:
         drawn = self.policy.drawn(keys, self.turn)

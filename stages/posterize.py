@@ -10,11 +10,12 @@ import numpy as np
 
 from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+from gpuflow.pipeline.parameters import Probability
+from gpuflow.stages.adjustment import Adjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Posterize(s.Pointwise):
+class Posterize(Adjustment):
     """Keep the highest bits of each level, as torchvision's posterize does.
 
     Args:
@@ -23,6 +24,7 @@ class Posterize(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "posterize"
+    operation: ClassVar[s.Operation] = s.Operation.TABLE
     other_names: ClassVar[tuple[str, ...]] = ("RandomPosterize",)
     other_keys: ClassVar[Mapping[str, str]] = {"num_bits": "bits"}
 
@@ -35,19 +37,12 @@ class Posterize(s.Pointwise):
 
     @property
     def random(self) -> bool:
-        return is_random(self.probability) and self.bits < 8
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
+        return super().random and self.bits < 8
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
         return v2.RandomPosterize(self.bits, self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability)
 
     def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         levels = np.arange(256, dtype=np.uint8)

@@ -95,13 +95,13 @@ class RandomCrop(s.Geometry):
         return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
 
     def _padding_of(self, spec: s.ImageSpec) -> tuple[int, int, int, int]:
-        """Left, top, right, bottom for an image of this spec; without what it may need on a side that is not known."""
+        """Return left, top, right, bottom for images of this spec, without what unknown sides may need."""
         known = (np.array([side or max(size_pair(self.size))]) for side in spec.shape[:2])
         left, top, right, bottom = (int(side[0]) for side in self._sides(*known))
         return left, top, right, bottom
 
     def _sides(self, height: Ints, width: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Left, top, right, bottom of the padding of images of these sizes [N]."""
+        """Return left, top, right, bottom of the padding of images of these sizes [N]."""
         left, top, right, bottom = (np.full_like(height, side) for side in sides_of(self.padding))
         if self.pad_if_needed:
             crop_height, crop_width = size_pair(self.size)

@@ -71,7 +71,7 @@ class RandomErasing(s.Pointwise):
         raise NotImplementedError
 
     def draw(self, keys: s.StageKeys) -> Floats:
-        """Numbers of a sample: whether it is changed, the box's place, the colour, and each box's area and ratio."""
+        """Draw for a sample whether it is changed, the box's place, the colour, and each box's area and ratio."""
         return keys.uniform(6 + 2 * _ATTEMPTS)
 
     def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
@@ -86,7 +86,7 @@ class RandomErasing(s.Pointwise):
         return s.Operations.erase(active, boxes, colors)
 
     def _boxes(self, coefficients: Floats, height: Ints, width: Ints) -> tuple[Bools, Ints]:
-        """For images of these sizes [N] whether any of the drawn boxes fits, [N], and the first that does, [N, 4]."""
+        """Return for images of these sizes [N] whether a drawn box fits, [N], and the first that does, [N, 4]."""
         areas, ratios = coefficients[:, 6 : 6 + _ATTEMPTS], coefficients[:, 6 + _ATTEMPTS :]
         low, high = self.scale
         area = (height * width)[:, None] * (low + areas * (high - low))

@@ -84,8 +84,10 @@ class RandomResizedCrop(s.Geometry):
         return (s.Crop(y, x, h, w), resize)
 
     def _boxes(self, numbers: Floats, first: int, last: int, height: Ints, width: Ints) -> tuple[Ints, Ints, Bools]:
-        """Of each image's drawn boxes from `first` up to `last` the first that fits: height, width, and whether any
-        does, [N] each."""
+        """Return the first of each image's drawn boxes, from `first` up to `last`, that fits.
+
+        That is its height and width, and whether any fits, [N] each.
+        """
         H, W = height[:, None], width[:, None]
         areas, ratios = numbers[:, first:last], numbers[:, _ATTEMPTS + first : _ATTEMPTS + last]
         area = H * W * (self.scale[0] + areas * (self.scale[1] - self.scale[0]))

@@ -104,7 +104,7 @@ class Resize(s.Geometry):
         return sides
 
     def _scaled(self, height: Ints, width: Ints, target: int, known: Ints) -> tuple[Ints, Ints]:
-        """Sizes in proportion, in which the sides of length `known` become `target`."""
+        """Return sizes in proportion, in which the sides of length `known` become `target`."""
         exact = (target * side / known for side in (height, width))
         whole = ((np.rint(side) if self.rounding == "nearest" else side).astype(np.int64) for side in exact)
         other_height, other_width = (np.maximum(side, 1) for side in whole)
@@ -126,7 +126,7 @@ class Resize(s.Geometry):
 
 
 def _by_torchvision(stage: Resize, image: Any) -> Any:
-    """The stage on one image by torchvision's function, which gets the size in pixels."""
+    """Run the stage on one image by torchvision's function, which gets the size in pixels."""
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional
 

@@ -16,17 +16,16 @@ from gpuflow.pipeline.parameters import (
     Border,
     Center,
     Fill,
+    Warping,
     WarpInterpolation,
     angle_range,
-    check_fill,
     expanded_rotation,
-    lookup_of,
     rotation,
 )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Rotate(s.Geometry):
+class Rotate(Warping):
     """Turn an image about its centre or another point, counterclockwise, as torchvision's RandomRotation does.
 
     Args:
@@ -43,7 +42,6 @@ class Rotate(s.Geometry):
     """
 
     stage_name: ClassVar[str] = "rotate"
-    tolerance: ClassVar[float] = 1.0
     late_fields: ClassVar[tuple[str, ...]] = ("center", "expand")
     other_names: ClassVar[tuple[str, ...]] = ("RandomRotation", "SafeRotate")
 
@@ -77,13 +75,8 @@ class Rotate(s.Geometry):
         low, high = angle_range(self.degrees)
         return low != high
 
-    @property
-    def warps(self) -> s.Lookup:
-        return lookup_of(self.interpolation, self.border, self.fill)
-
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
+        spec = super().output(spec)
         if not self.expand:
             return spec
         height, width, channels = spec.shape
@@ -109,7 +102,7 @@ class Rotate(s.Geometry):
         return (s.Warp(matrix, height, width, *self.warps),)
 
     def _warp(self, degrees: Floats, height: Ints, width: Ints) -> tuple[s.Matrices, Ints, Ints]:
-        """The maps [N, 3, 3] of rotations by these angles [N], and the heights and widths of the results [N]."""
+        """Return the maps [N, 3, 3] of rotations by these angles [N], and the heights and widths of the results [N]."""
         if self.expand:
             return expanded_rotation(degrees, height, width)
         return rotation(degrees, height, width, self.center), height, width

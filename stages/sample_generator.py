@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Within it, tensors for which no device is named are on the CPU, also where a program has set another default."""
+    """Return a block in which tensors without a named device are on the CPU, whatever default a program set."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
@@ -58,7 +58,7 @@ class SampleGenerator(TorchFunctionMode):
         return args[0].copy_(result) if result is moved[0] else result.to(device)
 
     def _draw_like(self, name: str, like: torch.Tensor, *bounds: int, **kwargs: Any) -> torch.Tensor:
-        """These functions take no generator: their numbers come from the in-place function of the same distribution."""
+        """Draw by the in-place function of the same distribution, because these functions take no generator."""
         bounds += tuple(kwargs.pop(key) for key in ("low", "high") if key in kwargs)
         result = torch.empty_like(like, **{**kwargs, "device": "cpu"})
         draw = getattr(result, _LIKE[name])

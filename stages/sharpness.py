@@ -41,10 +41,6 @@ class Sharpness(s.Local):
     def random(self) -> bool:
         return is_random(self.probability, range_of(self.amount))
 
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
-
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 

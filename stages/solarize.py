@@ -35,10 +35,6 @@ class Solarize(s.Pointwise):
     def random(self) -> bool:
         return is_random(self.probability)
 
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec
-
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 

@@ -8,19 +8,20 @@ from typing import Annotated, Any, ClassVar
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Fill, WarpInterpolation
-from gpuflow.stages.policy_parts import AugmentPolicy, Choice, Magnitudes, Range, uniform_places
+from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
+from gpuflow.stages.policy_parts import AugmentPolicy, Choice, Magnitudes, Range, of_both_signs, uniform_places
 
 _SPACE: dict[str, Range | None] = {
     "Identity": None,
-    "ShearX": Range(0.0, 0.99, both_signs=True),
-    "ShearY": Range(0.0, 0.99, both_signs=True),
-    "TranslateX": Range(0.0, 32.0, both_signs=True),
-    "TranslateY": Range(0.0, 32.0, both_signs=True),
-    "Rotate": Range(0.0, 135.0, both_signs=True),
-    "Brightness": Range(0.0, 0.99, both_signs=True),
-    "Color": Range(0.0, 0.99, both_signs=True),
-    "Contrast": Range(0.0, 0.99, both_signs=True),
-    "Sharpness": Range(0.0, 0.99, both_signs=True),
+    "ShearX": of_both_signs(0.99),
+    "ShearY": of_both_signs(0.99),
+    "TranslateX": of_both_signs(32.0),
+    "TranslateY": of_both_signs(32.0),
+    "Rotate": of_both_signs(135.0),
+    "Brightness": of_both_signs(0.99),
+    "Color": of_both_signs(0.99),
+    "Contrast": of_both_signs(0.99),
+    "Sharpness": of_both_signs(0.99),
     "Posterize": Range(8.0, 2.0, whole=True),
     "Solarize": Range(1.0, 0.0),
     "AutoContrast": None,

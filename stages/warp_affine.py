@@ -11,8 +11,9 @@ import numpy as np
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Border, Fill, Size, WarpInterpolation, check_fill, lookup_of, size_pair
+from gpuflow.pipeline.parameters import Border, Fill, Size, WarpInterpolation, size_pair
 from gpuflow.pipeline.records import LARGEST, independent
+from gpuflow.pipeline.warp_parameters import Border, Fill, Warping, WarpInterpolation
 
 _Row = tuple[float, float, float]
 _Point = tuple[float, float]
@@ -26,7 +27,7 @@ _LAST = (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class WarpAffine(s.Geometry):
+class WarpAffine(Warping):
     """Warp an image by an affine map of the indices of its pixels, as cv2.warpAffine does.
 
     The map is one for all images, or with `{field: NAME}` each sample's own, from its record.
@@ -46,7 +47,6 @@ class WarpAffine(s.Geometry):
     """
 
     stage_name: ClassVar[str] = "warp_affine"
-    tolerance: ClassVar[float] = 1.0
 
     matrix: Matrix | s.FromRecord | None = None
     source: Points | s.FromRecord | None = None
@@ -90,20 +90,15 @@ class WarpAffine(s.Geometry):
             if isinstance(value, s.FromRecord)
         }
 
-    @property
-    def warps(self) -> s.Lookup:
-        return lookup_of(self.interpolation, self.border, self.fill)
-
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
+        spec = super().output(spec)
         return spec if self.size is None else spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
 
     def torchvision(self) -> Any:
         raise NotImplementedError("warp_affine is no transform of torchvision")
 
     def _map(self, keys: s.StageKeys) -> s.Matrices:
-        """The map of a point of the result to the point of the image: [3, 3], or each sample's own, [N, 3, 3]."""
+        """Return the map of the result's points to the image's: [3, 3], or one for each sample, [N, 3, 3]."""
         if self.matrix is not None:
             rows = self._numbers("matrix", keys)
             given = np.concatenate([rows, np.broadcast_to(_LAST, (*rows.shape[:-2], 1, 3))], axis=-2)
@@ -118,7 +113,7 @@ class WarpAffine(s.Geometry):
         return shifted
 
     def _numbers(self, name: str, keys: s.StageKeys) -> Floats:
-        """The numbers of a parameter, or of each sample's record, [N, ...]."""
+        """Return the numbers of a parameter, or of each sample's record, [N, ...]."""
         if (value := self.record_values.get(name)) is not None:
             return keys.values[value]
         return np.array(getattr(self, name), np.float64)
@@ -131,11 +126,11 @@ class WarpAffine(s.Geometry):
 
 
 def _is_numbers(given: object) -> bool:
-    """Whether numbers are given, and not the field that has them."""
+    """Return True if numbers are given, and not the field that has them."""
     return given is not None and not isinstance(given, s.FromRecord)
 
 
 def _as_columns(points: Floats) -> s.Matrices:
-    """Three points [..., 3, 2] as the columns of a matrix, with a third coordinate of 1."""
+    """Return three points [..., 3, 2] as the columns of a matrix, with a third coordinate of 1."""
     rows: s.Matrices = np.concatenate([points, np.ones((*points.shape[:-1], 1))], axis=-1)
     return rows.swapaxes(-1, -2)

@@ -192,8 +192,12 @@ class Stage:
         return self.stage_name
 
     def output(self, spec: ImageSpec) -> ImageSpec:
-        """Return the output spec for an input spec. Raises ValueError, with the reason, if the stage cannot take it."""
-        raise NotImplementedError
+        """Return the output spec for an input spec. By default, a stage takes uint8 pixels and keeps their spec.
+
+        Raises ValueError with the reason if the stage cannot take the input.
+        """
+        require_pixels(self, spec)
+        return spec
 
     def torchvision(self) -> Any:
         """Return the torchvision v2 transform of a PIL image or uint8 tensor that equals this stage.
