@@ -11,7 +11,6 @@ import re
 import struct
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
-from itertools import islice
 from typing import Literal
 
 import cv2
@@ -19,7 +18,17 @@ import numpy as np
 
 from gpuflow.arrays import Bytes
 from gpuflow.decode import self_test
-from gpuflow.decode.header import ANIMATION, OPENCV_FLAGS, UNSUPPORTED, Header, refuse, require_memory, stored, upright
+from gpuflow.decode.header import (
+    ANIMATION,
+    OPENCV_FLAGS,
+    UNSUPPORTED,
+    Header,
+    refuse,
+    require_memory,
+    stored,
+    tiff_orientation,
+    upright,
+)
 from gpuflow.decode.libjpeg_turbo import (
     OPENCV_COST,
     REMEDY,
@@ -29,7 +38,7 @@ from gpuflow.decode.libjpeg_turbo import (
 )
 from gpuflow.decode.optional_decoders import decode_optional
 from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
-from gpuflow.decode.png_data import has_too_much_data, png_chunks
+from gpuflow.decode.png import MAGIC, MAX_CHUNKS, check_animation, has_too_much_data, read_png, transparent_level
 from gpuflow.decode.pnm import decode_pnm, is_pnm, read_pnm
 from gpuflow.errors import BadSampleError, DecoderError
 
@@ -76,12 +85,8 @@ _CODE_SHARES, _ALL_CODES = 1 << np.arange(15, -1, -1), 1 << 16
 must not use all of them."""
 _DC_SYMBOLS = 16
 """The number of categories of DC differences."""
-_MAX_SEGMENTS, _MAX_CHUNKS, _MAX_OTHER_CHUNKS = 10_000, 200_000, 1_000
-"""The largest number of marker segments of a JPEG before its first scan, of chunks of a PNG or WebP, and of those of a
-PNG without pixels. A file with more is bad: reading it would only take time, and libpng writes a line to stderr for
-each chunk that it does not like."""
-_MAX_TEXTS = 16
-"""The largest number of a PNG's chunks of compressed text: libpng inflates each, to 8 MB at most, which takes 60 ms."""
+_MAX_SEGMENTS = 10_000
+"""The largest number of marker segments of a JPEG before its first scan."""
 
 
 def probe(
@@ -146,39 +151,40 @@ def format_of(view: memoryview) -> tuple[str, str]:
         return name, LABELS.get(name, name.upper())
     if _is_tga(view):
         return "", "TGA"
-    return "", next((label for at, mark, label in _OTHERS if view[at : at + len(mark)] == mark), "")
+    begun = ((0, mark, label) for mark, label in _OTHERS.items())
+    return "", next((label for at, mark, label in (*begun, *_OTHERS_WITHIN) if view[at : at + len(mark)] == mark), "")
 
 
-_OTHERS = (
-    (0, b"%PDF", "PDF"),
-    (0, b"%!PS", "PostScript"),
-    (0, b"\xc5\xd0\xd3\xc6", "EPS"),
-    (0, b"8BPS", "PSD"),
-    (0, b"\0\0\1\0", "ICO"),
-    (0, b"\0\0\2\0", "CUR"),
-    (0, b"icns", "ICNS"),
-    (0, b"qoif", "QOI"),
-    (0, b"DDS ", "DDS"),
-    (0, b"\1\xda", "SGI"),
-    *((0, bytes((10, version, 1)), "PCX") for version in (0, 2, 3, 4, 5)),
-    (0, b"\x59\xa6\x6a\x95", "Sun raster"),
-    (0, b"v/1\1", "OpenEXR"),
-    (0, b"#?", "Radiance HDR"),
-    (0, b"II\xbc", "JPEG XR"),
-    (0, b"BPG\xfb", "BPG"),
-    (0, b"FLIF", "FLIF"),
-    (0, b"gimp xcf", "XCF"),
-    (0, b"SIMPLE  =", "FITS"),
-    (0, b"P7\n", "PAM"),
-    (0, b"PF\n", "PFM"),
-    (0, b"Pf\n", "PFM"),
-    (0, b"/* XPM */", "XPM"),
-    (0, b"<svg", "SVG"),
-    (0, b"\x93NUMPY", "a NumPy array"),
-    (128, b"DICM", "DICOM"),
-    (4, b"ftyp", "AVIF/HEIF of an unknown kind"),
-)
-"""Other formats of images: where their mark stands, the mark, and what people call them."""
+_OTHERS = {
+    b"%PDF": "PDF",
+    b"%!PS": "PostScript",
+    b"\xc5\xd0\xd3\xc6": "EPS",
+    b"8BPS": "PSD",
+    b"\0\0\1\0": "ICO",
+    b"\0\0\2\0": "CUR",
+    b"icns": "ICNS",
+    b"qoif": "QOI",
+    b"DDS ": "DDS",
+    b"\1\xda": "SGI",
+    **{bytes((10, version, 1)): "PCX" for version in (0, 2, 3, 4, 5)},
+    b"\x59\xa6\x6a\x95": "Sun raster",
+    b"v/1\1": "OpenEXR",
+    b"#?": "Radiance HDR",
+    b"II\xbc": "JPEG XR",
+    b"BPG\xfb": "BPG",
+    b"FLIF": "FLIF",
+    b"gimp xcf": "XCF",
+    b"SIMPLE  =": "FITS",
+    b"P7\n": "PAM",
+    b"PF\n": "PFM",
+    b"Pf\n": "PFM",
+    b"/* XPM */": "XPM",
+    b"<svg": "SVG",
+    b"\x93NUMPY": "a NumPy array",
+}
+"""Other formats of images: the mark that a file begins with, and what people call them."""
+_OTHERS_WITHIN = ((128, b"DICM", "DICOM"), (4, b"ftyp", "AVIF/HEIF of an unknown kind"))
+"""The same of marks that stand elsewhere in a file."""
 
 
 def _is_tga(view: memoryview) -> bool:
@@ -198,7 +204,7 @@ _KNOWN = "gpuflow decodes JPEG, PNG, WebP, BMP and PNM"
 
 
 def _not_named(name: str) -> str:
-    """Why a format that `decode.formats` could name is refused."""
+    """Return why a format that `decode.formats` could name is refused."""
     action = f"name it in decode.formats: [{name}]"
     if name == "png16":
         return f"16 bits per channel; gpuflow decodes images of 8 bits, so convert this one, or {action}"
@@ -242,7 +248,7 @@ def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
         if marker in _FRAMES:
             frame = (marker, *struct.unpack_from(">BHHB", view, at + 4))
         elif orientation and turn is None and marker == 0xE1 and bytes(view[at + 4 : at + 10]) == b"Exif\0\0":
-            turn = _tiff_orientation(view[at + 10 : at + 2 + length])
+            turn = tiff_orientation(view[at + 10 : at + 2 + length])
     if frame is None:
         refuse("damaged header: a scan begins before the image's size is given")
     kind, bits, height, width, channels = frame
@@ -260,7 +266,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def engine_sampling(data: Bytes, header: Header) -> int | None:
-    """Whether NVIDIA's JPEG engines may decode a file whose header passed `probe`, and its chroma sampling.
+    """Return a file's chroma sampling if NVIDIA's JPEG engines may decode it; its header passed `probe`.
 
     They decode only files for which they certainly give the CPU's pixels, within one level: one baseline scan, gray or
     YCbCr, with a common subsampling, not too narrow, with all the tables that it uses and no segment that libjpeg
@@ -309,7 +315,7 @@ def engine_sampling(data: Bytes, header: Header) -> int | None:
 
 
 def scan_start(data: Bytes) -> tuple[int, int]:
-    """Where the compressed data of a JPEG's first scan begin, in bytes, and the restart interval in coded units.
+    """Return where a JPEG's first compressed data begin, in bytes, and its restart interval in coded units.
 
     The header must have passed `probe`. An interval of 0 means that there are no restart markers.
     """
@@ -356,8 +362,10 @@ _TABLES = 4
 
 
 def _quantisation_tables(body: memoryview) -> set[int] | None:
-    """The numbers of a DQT segment's 8-bit tables; None for a segment that libjpeg refuses. The engines may not decode
-    files that need 16-bit tables."""
+    """Return the numbers of a DQT segment's 8-bit tables; None for a segment that libjpeg refuses.
+
+    The engines may not decode files that need 16-bit tables.
+    """
     found, at = set[int](), 0
     while at < len(body):
         wide, number = divmod(body[at], 16)
@@ -370,7 +378,7 @@ def _quantisation_tables(body: memoryview) -> set[int] | None:
 
 
 def _huffman_tables(body: memoryview) -> set[int] | None:
-    """The numbers of a DHT segment's valid tables, 16 more for AC tables; None for a segment that libjpeg refuses."""
+    """Return the numbers of a DHT segment's valid tables, 16 more for AC tables; None if libjpeg refuses it."""
     found, at = set[int](), 0
     while at + 17 <= len(body):
         number, counts = body[at], body[at + 1 : at + 17]
@@ -387,43 +395,6 @@ def _huffman_tables(body: memoryview) -> set[int] | None:
 
 
 _TABLE_READERS = {_QUANTISATION: _quantisation_tables, _HUFFMAN: _huffman_tables}
-
-
-def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
-    turn, at, name, alpha, others, ended, texts = 1, 8, b"", kind >= _PNG_ALPHA, 0, False, 0
-    for _ in range(_MAX_CHUNKS):
-        previous = name
-        length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
-        if at + 12 + length > len(view):  # OpenCV would allocate and fill up to 2 GiB for the chunk
-            refuse(f"truncated: no IEND chunk at the end of {len(view)} bytes")
-        if name == b"IEND":
-            break
-        if name == b"acTL":
-            refuse(ANIMATION, UNSUPPORTED)
-        ended = ended or (previous == b"IDAT" and name != b"IDAT")  # libpng reads pixels only from the first IDATs
-        others += ended or name != b"IDAT"
-        if others > _MAX_OTHER_CHUNKS:
-            refuse(f"more than {_MAX_OTHER_CHUNKS:,} chunks without pixels")
-        texts += name in (b"zTXt", b"iTXt") and _is_compressed(name, view[at + 8 : at + 8 + length])
-        if texts > _MAX_TEXTS:
-            refuse(f"more than {_MAX_TEXTS} chunks of compressed text")
-        alpha = alpha or name == b"tRNS"
-        if name == b"eXIf" and orientation:
-            turn = _tiff_orientation(view[at + 8 : at + 8 + length])
-        at += 12 + length
-    else:
-        refuse(f"more than {_MAX_CHUNKS:,} chunks")
-    form, channels = "png16" if bits == 16 else "png", {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3)
-    return Header(form, width, height, channels, orientation=turn, alpha=alpha)
-
-
-def _is_compressed(name: bytes, text: memoryview) -> bool:
-    """Whether a PNG's chunk of text is compressed: in an iTXt, the byte behind its keyword says so."""
-    if name == b"zTXt":
-        return True
-    _, _, rest = bytes(text[:82]).partition(b"\0")
-    return rest[:1] != b"\0"
 
 
 def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -449,14 +420,14 @@ def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
 
 def _webp_orientation(view: memoryview) -> int:
     at = 12
-    for _ in range(_MAX_CHUNKS):
+    for _ in range(MAX_CHUNKS):
         if at + 8 > len(view):
             return 1
         name, length = struct.unpack_from("<4sI", view, at)
         if name == b"EXIF":
-            return _tiff_orientation(view[at + 8 : at + 8 + length])
+            return tiff_orientation(view[at + 8 : at + 8 + length])
         at += 8 + length + length % 2
-    refuse(f"more than {_MAX_CHUNKS:,} chunks")
+    refuse(f"more than {MAX_CHUNKS:,} chunks")
 
 
 def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -468,42 +439,14 @@ def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
     return Header("bmp", abs(width), abs(height), 1 if bits <= 8 else 3)
 
 
-_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-_PNG_ALPHA = 4
-"""PNG's colour types from this value on have an alpha channel."""
 _READERS: tuple[tuple[str, Callable[[bytes], bool], Reader], ...] = (
     ("jpeg", lambda magic: magic.startswith(b"\xff\xd8\xff"), _read_jpeg),
-    ("png", lambda magic: magic.startswith(_PNG_MAGIC), _read_png),
+    ("png", lambda magic: magic.startswith(MAGIC), read_png),
     ("webp", lambda magic: magic.startswith(b"RIFF") and magic[8:12] == b"WEBP", _read_webp),
     ("bmp", lambda magic: magic.startswith(b"BM"), _read_bmp),
     ("pnm", is_pnm, read_pnm),
 )
 """The formats that are always decoded: their name, a test of a file's first bytes, and what reads the header."""
-
-
-def _tiff_orientation(block: memoryview) -> int:
-    """The orientation tag (0x0112) of a TIFF block in EXIF data; 1 if it is absent or malformed.
-
-    PNG and WebP embed the block without JPEG's prefix, but some programs write the prefix there too.
-    """
-    block = block[6:] if bytes(block[:6]) == b"Exif\0\0" else block
-    try:
-        order = {b"II": "<", b"MM": ">"}[bytes(block[:2])]
-        (start,) = struct.unpack_from(order + "I", block, 4)
-        (count,) = struct.unpack_from(order + "H", block, start)
-        for at in range(start + 2, start + 2 + 12 * count, 12):
-            tag, kind = struct.unpack_from(order + "HH", block, at)
-            if tag == 0x0112 and kind in _INTEGERS:
-                (value,) = struct.unpack_from(order + _INTEGERS[kind], block, at + 8)
-                return int(value) if 1 <= value <= 8 else 1
-    except (KeyError, struct.error):
-        return 1
-    return 1
-
-
-_INTEGERS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
-"""The types of an orientation in EXIF data, as struct has them: SHORT, by the standard, and LONG, SBYTE, SSHORT and
-SLONG, which Pillow and OpenCV take too."""
 
 
 class CpuDecoder:
@@ -608,7 +551,7 @@ class CpuDecoder:
             require_memory(header)
             refuse(f"the {LABELS.get(header.format, header.format.upper())} decoder gave up; the data is damaged")
         if composited and decoded.ndim == 2:  # OpenCV gives no alpha for a gray PNG with a transparent level
-            decoded = _with_alpha(decoded, _transparent_level(data.data))
+            decoded = _with_alpha(decoded, transparent_level(data.data))
         if deep:
             decoded = (decoded >> 8).astype(np.uint8)
         if composited or deep:
@@ -635,7 +578,7 @@ class CpuDecoder:
         return np.ascontiguousarray(image)
 
     def _buffer_for(self, pixels: int) -> Bytes:
-        """The buffer, grown to hold `pixels` pixels. After a huge image, the next small one shrinks it again."""
+        """Return the buffer, grown to hold `pixels` pixels. After a huge image, the next small one shrinks it again."""
         need, have = pixels * self._channels, len(self._buffer)
         if need > have or have > max(16 * need, 1 << 26):
             self._buffer = np.empty(max(need, 1 << 20), np.uint8)
@@ -662,7 +605,7 @@ def _in_color(image: Bytes, background: tuple[int, int, int] | None, color: str)
 
 
 def _with_known_masks(data: Bytes) -> Bytes:
-    """A BMP whose colour masks OpenCV reads: behind a header of 40 bytes for 16 bits a pixel, in one of 56 for 32.
+    """Return a BMP whose masks OpenCV reads: behind 40 bytes of header for 16 bits a pixel, in 56 for 32.
 
     OpenCV refuses masks of 16 bits in larger headers, and ignores those of 32 bits in smaller ones.
     """
@@ -682,27 +625,9 @@ def _with_known_masks(data: Bytes) -> Bytes:
 
 
 def _with_alpha(image: Bytes, level: int) -> Bytes:
-    """A gray image of 8 or 16 bits as BGRA of as many bits, transparent where it has this level."""
+    """Return a gray image of 8 or 16 bits as BGRA of as many bits, transparent where it has this level."""
     alpha = np.where(image == level, 0, np.iinfo(image.dtype).max).astype(image.dtype)
     return np.dstack([image, image, image, alpha])
-
-
-def _transparent_level(view: memoryview) -> int:
-    """The level that the chunk tRNS of a gray PNG makes transparent, of as many bits as its pixels, 8 at least; -1 if
-    there is none."""
-    bits = view[24]
-    for name, at, length in png_chunks(view):
-        if name == b"tRNS" and length >= 2:
-            (level,) = struct.unpack_from(">H", view, at)
-            return int(level * (255 // ((1 << bits) - 1) if bits < 8 else 1))
-    return -1
-
-
-def check_animation(data: Bytes) -> None:
-    """Raise BadSampleError if these bytes are an animated PNG. Checks nothing else."""
-    view = data.data
-    if bytes(view[:8]) == _PNG_MAGIC and any(name == b"acTL" for name, _, _ in islice(png_chunks(view), _MAX_CHUNKS)):
-        refuse(ANIMATION, UNSUPPORTED)
 
 
 _BY_OPENCV = ("jpeg", "png", "webp", "bmp")
@@ -732,7 +657,7 @@ def imdecode(data: Bytes, flags: int) -> Bytes | None:
 
 @lru_cache(maxsize=1)
 def decoder_description() -> str:
-    """The CPU decoders in use with their versions, as a text for messages and reports."""
+    """Return the CPU decoders in use with their versions, as a text for messages and reports."""
     library = find_libjpeg_turbo()
     opencv = f"OpenCV {cv2.__version__}"
     if library is None:

@@ -5,6 +5,7 @@ Constants that several decoders share are here, too.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -111,3 +112,28 @@ def upright(image: Bytes, orientation: int) -> Bytes:
 def stored(image: Bytes, orientation: int) -> Bytes:
     """Undo `upright`."""
     return upright(image, _INVERSE.get(orientation, orientation))
+
+
+def tiff_orientation(block: memoryview) -> int:
+    """Return the orientation tag (0x0112) of a TIFF block in EXIF data; 1 if it is absent or malformed.
+
+    PNG and WebP embed the block without JPEG's prefix, but some programs write the prefix there too.
+    """
+    block = block[6:] if bytes(block[:6]) == b"Exif\0\0" else block
+    try:
+        order = {b"II": "<", b"MM": ">"}[bytes(block[:2])]
+        (start,) = struct.unpack_from(order + "I", block, 4)
+        (count,) = struct.unpack_from(order + "H", block, start)
+        for at in range(start + 2, start + 2 + 12 * count, 12):
+            tag, kind = struct.unpack_from(order + "HH", block, at)
+            if tag == 0x0112 and kind in _INTEGERS:
+                (value,) = struct.unpack_from(order + _INTEGERS[kind], block, at + 8)
+                return int(value) if 1 <= value <= 8 else 1
+    except (KeyError, struct.error):
+        return 1
+    return 1
+
+
+_INTEGERS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
+"""The types of an orientation in EXIF data, as struct has them: SHORT, by the standard, and LONG, SBYTE, SSHORT and
+SLONG, which Pillow and OpenCV take too."""

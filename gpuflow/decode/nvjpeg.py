@@ -53,7 +53,7 @@ _OF_A_FILE, _ALLOCATION_FAILED = frozenset((3, 4, 9, 10)), 5
 
 
 def for_chunks_of(images: int, backend: str) -> str:
-    """What `BatchedDecoder` takes for a backend of BACKENDS where at most this many images are decoded at once."""
+    """Return what `BatchedDecoder` takes for a backend of BACKENDS if at most this many images are decoded at once."""
     return "cuda_few" if backend == "cuda" and images < _FEW_IMAGES else backend
 
 
@@ -66,7 +66,7 @@ class NvjpegError(GpuflowError, RuntimeError):
 
     @property
     def is_of_a_file(self) -> bool:
-        """Whether nvJPEG refuses a file, and did not fail for another reason."""
+        """Return True if nvJPEG refuses a file, and did not fail for another reason."""
         return self.status in _OF_A_FILE
 
     @property
@@ -84,30 +84,24 @@ class NvjpegLibrary:
         self.path = path
         calls = ctypes.CDLL(path)
         pointer, integer = ctypes.c_void_p, ctypes.c_int
-        self.create = calls.nvjpegCreateEx
-        self.create.argtypes = [integer, pointer, pointer, ctypes.c_uint, pointer]
-        self.create_state = calls.nvjpegJpegStateCreate
-        self.create_state.argtypes = [pointer, pointer]
-        self.initialize = calls.nvjpegDecodeBatchedInitialize
-        self.initialize.argtypes = [pointer, pointer, integer, integer, integer]
-        self.decode = calls.nvjpegDecodeBatched
-        self.decode.argtypes = [pointer, pointer, pointer, pointer, pointer, pointer]
-        self.create_parameters = calls.nvjpegDecodeParamsCreate
-        self.create_parameters.argtypes = [pointer, pointer]
-        self.set_format = calls.nvjpegDecodeParamsSetOutputFormat
-        self.set_format.argtypes = [pointer, integer]
-        self.set_region = calls.nvjpegDecodeParamsSetROI
-        self.set_region.argtypes = [pointer, integer, integer, integer, integer]
-        self.decode_regions = calls.nvjpegDecodeBatchedEx
-        self.decode_regions.argtypes = [pointer, pointer, pointer, pointer, pointer, pointer, pointer]
-        self.destroy_parameters = calls.nvjpegDecodeParamsDestroy
-        self.destroy_parameters.argtypes = [pointer]
-        self.destroy_state = calls.nvjpegJpegStateDestroy
-        self.destroy_state.argtypes = [pointer]
-        self.destroy = calls.nvjpegDestroy
-        self.destroy.argtypes = [pointer]
-        self._version = calls.nvjpegGetProperty
-        self._version.argtypes = [integer, pointer]
+
+        def bind(name: str, *types: Any) -> Any:
+            call = getattr(calls, f"nvjpeg{name}")
+            call.argtypes = list(types)
+            return call
+
+        self.create = bind("CreateEx", integer, pointer, pointer, ctypes.c_uint, pointer)
+        self.create_state = bind("JpegStateCreate", pointer, pointer)
+        self.initialize = bind("DecodeBatchedInitialize", pointer, pointer, integer, integer, integer)
+        self.decode = bind("DecodeBatched", *[pointer] * 6)
+        self.create_parameters = bind("DecodeParamsCreate", pointer, pointer)
+        self.set_format = bind("DecodeParamsSetOutputFormat", pointer, integer)
+        self.set_region = bind("DecodeParamsSetROI", pointer, integer, integer, integer, integer)
+        self.decode_regions = bind("DecodeBatchedEx", *[pointer] * 7)
+        self.destroy_parameters = bind("DecodeParamsDestroy", pointer)
+        self.destroy_state = bind("JpegStateDestroy", pointer)
+        self.destroy = bind("Destroy", pointer)
+        self._version = bind("GetProperty", integer, pointer)
 
     @property
     def version(self) -> str:
@@ -202,7 +196,7 @@ class BatchedDecoder:
         self.batch_size = count
 
     def parameters(self, count: int) -> ctypes.Array[ctypes.c_void_p]:
-        """An nvjpegDecodeParams_t for each of at least `count` images, for the caller to set. Raises NvjpegError."""
+        """Return an nvjpegDecodeParams_t for each of at least `count` images, for the caller to set."""
         while len(self._parameters) < count:
             new = ctypes.c_void_p()
             self._check("nvjpegDecodeParamsCreate", self._library.create_parameters(self._handle, ctypes.byref(new)))
@@ -219,23 +213,24 @@ class BatchedDecoder:
 
 
 def _candidates() -> Iterator[str]:
-    """Paths to try: pip's nvidia-nvjpeg, CUDA's folder, the system, then the copy in torchvision's CUDA wheels."""
-    for package, pattern in (("nvidia", "*/lib/libnvjpeg.so.*"), ("torchvision", "../torchvision.libs/libnvjpeg.*")):
-        spec: Any = importlib.util.find_spec(package)
-        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-        found = [str(path) for folder in folders for path in sorted(Path(folder).glob(pattern))]
-        if package == "nvidia":
-            yield from found
-            yield from map(str, sorted(Path("/usr/local/cuda").glob("targets/*/lib/libnvjpeg.so.1?")))
-            if system := ctypes.util.find_library("nvjpeg"):
-                yield system
-        else:
-            yield from found
+    """Yield paths to try: of pip's nvidia-nvjpeg, CUDA's folder, the system, then torchvision's CUDA wheels."""
+    yield from _in_package("nvidia", "*/lib/libnvjpeg.so.*")
+    yield from map(str, sorted(Path("/usr/local/cuda").glob("targets/*/lib/libnvjpeg.so.1?")))
+    if system := ctypes.util.find_library("nvjpeg"):
+        yield system
+    yield from _in_package("torchvision", "../torchvision.libs/libnvjpeg.*")
+
+
+def _in_package(package: str, pattern: str) -> list[str]:
+    """Return the files that a pattern finds in a package's folders, without importing it; none if it is missing."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return [str(path) for folder in folders or () for path in sorted(Path(folder).glob(pattern))]
 
 
 @lru_cache(maxsize=1)
 def find_nvjpeg() -> NvjpegLibrary:
-    """The first libnvjpeg that loads. Raises MissingExtra if there is none."""
+    """Return the first libnvjpeg that loads. Raises MissingExtra if there is none."""
     for path in _candidates():
         try:
             return NvjpegLibrary(path)

@@ -62,7 +62,7 @@ def _require_size(header: Header, height: int, width: int) -> None:
 
 
 def missing_library(names: Sequence[str]) -> MissingExtra | None:
-    """What must be installed before these formats of `decode.formats` can be decoded; None if all is there."""
+    """Return what must be installed before these formats of `decode.formats` are decoded; None if nothing."""
     for name in names:
         try:
             if name in _LIBRARIES:
@@ -76,7 +76,7 @@ def missing_library(names: Sequence[str]) -> MissingExtra | None:
 
 
 def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
-    """A function that imports one of Pillow's classes of files; unlike Image.open, that class tries one format only."""
+    """Return a function that imports one of Pillow's classes of files, which reads one format, unlike Image.open."""
 
     def load() -> Any:
         import importlib
@@ -108,7 +108,7 @@ def _by_pillow(name: str) -> _Decoder:
 
 
 def _levels(image: Any, alpha: bool) -> Bytes:
-    """The pixels of a loaded Pillow image as `decode_optional` returns them."""
+    """Return the pixels of a loaded Pillow image as `decode_optional` returns them."""
     if image.mode.startswith("I;16"):
         levels = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)[..., None]
         white_is_zero = image.format == "TIFF" and image.tag_v2.get(_INTERPRETATION_TAG) == _WHITE_IS_ZERO
@@ -159,7 +159,7 @@ _own = threading.local()
 
 
 def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> Bytes:
-    """libjxl converts levels of any depth to 8 bits, rounded."""
+    """Decode a JPEG XL. libjxl converts levels of any depth to 8 bits, rounded."""
     found = _pylibjxl().probe(data)
     _require_size(header, found["height"], found["width"])
     if not hasattr(_own, "jxl"):

@@ -44,7 +44,7 @@ with more is bad."""
 
 
 def format_by_content(view: memoryview) -> str | None:
-    """Which of these formats a file is of, other than those of PNG and WebP; None if of none."""
+    """Return which of these formats a file is of, other than those of PNG and WebP; None if of none."""
     magic = bytes(view[:12])
     if magic[:4] in _TIFF:
         return "tiff"
@@ -83,7 +83,7 @@ _TIFF_COLORS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3}
 
 
 def _read_tiff(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    """The first page. TIFF 6.0, and BigTIFF."""
+    """Read the header of the first page. TIFF 6.0, and BigTIFF."""
     tags = _tiff_tags(view)
     _check_strips(view, tags)
 
@@ -115,7 +115,7 @@ def _read_tiff(view: memoryview, orientation: bool, max_scans: int) -> Header:
 
 
 def _tiff_tags(view: memoryview) -> dict[int, Any]:
-    """The integers of each tag of the first page that has integers. Checks that the values of all tags are there."""
+    """Return the integers of each tag of the first page. Checks that the values of all tags are there."""
     order, big = "<" if view[0] == ord("I") else ">", 43 in (view[2], view[3])
     word, word_bytes, head, entry = ("Q", 8, "HHQ", 20) if big else ("I", 4, "HHI", 12)
     (at,) = struct.unpack_from(order + word, view, word_bytes)  # stands at byte 4, of a BigTIFF at byte 8
@@ -161,7 +161,7 @@ def _check_strips(view: memoryview, tags: dict[int, Any]) -> None:
 
 
 def _read_gif(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    """Up to the end of the first frame. The image is the screen, enlarged if the frame reaches beyond it."""
+    """Read up to the end of the first frame. A frame that reaches beyond the screen enlarges the image."""
     width, height, packed = struct.unpack_from("<HHB", view, 6)
     at, transparent, parts = 13 + _gif_palette(packed), False, iter(range(_MAX_PARTS))
     for _ in parts:
@@ -184,12 +184,12 @@ _TOO_MANY_BLOCKS = f"more than {_MAX_PARTS:,} blocks up to the end of the first 
 
 
 def _gif_palette(packed: int) -> int:
-    """The size in bytes of a palette that these flags announce."""
+    """Return the size in bytes of a palette that these flags announce."""
     return 3 << (packed & 7) + 1 if packed & 0x80 else 0
 
 
 def _after_blocks(view: memoryview, at: int, parts: Iterator[int]) -> int:
-    """The place after sub-blocks, each with its length before it, that an empty one ends. Takes one of `parts` each."""
+    """Return the place after sub-blocks with their lengths, which an empty one ends. Takes one of `parts` each."""
     for _ in parts:
         length = view[at]
         at += 1 + length
@@ -210,7 +210,7 @@ class _Box(NamedTuple):
 
 
 def _boxes(view: memoryview, at: int = 0, end: int | None = None) -> Iterator[_Box]:
-    """The boxes (ISO/IEC 14496-12) between two places. At the top level (`end` is None) it stops at what is no box."""
+    """Yield the boxes (ISO/IEC 14496-12) between two places. At the top level (`end` is None) it ends at no box."""
     top, last = end is None, len(view) if end is None else end
     for _ in range(_MAX_PARTS):
         if at + 8 > last:
@@ -231,7 +231,7 @@ def _boxes(view: memoryview, at: int = 0, end: int | None = None) -> Iterator[_B
 
 
 def _read_heif(name: str) -> Reader:
-    """The primary image of an AVIF or HEIC file (ISO/IEC 23008-12)."""
+    """Return a reader of the primary image of an AVIF or HEIC file (ISO/IEC 23008-12)."""
 
     def read(view: memoryview, orientation: bool, max_scans: int) -> Header:
         if bytes(view[8:12]) in _SEQUENCES:
@@ -266,7 +266,7 @@ def _read_heif(name: str) -> Reader:
 
 
 def _cropped(view: memoryview, box: _Box, name: str, coded_width: int, coded_height: int) -> tuple[int, int]:
-    """(width, height) that `clap` leaves. HEIC encoders fill images up to whole blocks and then crop them."""
+    """Return (width, height) that `clap` leaves. HEIC encoders fill images up to whole blocks and crop them."""
     columns, divisor, rows, divisor_of_rows = struct.unpack_from(">4I", view, box.start)
     if name == "avif":
         refuse("cropped by its header (clap), which Pillow's AVIF decoder does not do; convert this image", UNSUPPORTED)
@@ -284,7 +284,7 @@ _CROPPED_PIXELS = 1 << 16
 
 
 def _properties(view: memoryview, lists: list[_Box]) -> list[_Box]:
-    """The boxes in the boxes `ipco`, of which sound files have one."""
+    """Return the boxes in the boxes `ipco`, of which sound files have one."""
     found = list[_Box]()
     for box in lists:
         found += _boxes(view, box.start, box.end)
@@ -294,7 +294,7 @@ def _properties(view: memoryview, lists: list[_Box]) -> list[_Box]:
 
 
 def _properties_of(view: memoryview, lists: list[_Box], item: int) -> list[int]:
-    """The numbers, from 1 on, of an item's properties in the boxes `ipma`."""
+    """Return the numbers, from 1 on, of an item's properties in the boxes `ipma`."""
     entries = (entry for box in lists for entry in _property_lists(view, box))
     for count, (number, properties) in enumerate(entries):
         if number == item:
@@ -305,7 +305,7 @@ def _properties_of(view: memoryview, lists: list[_Box], item: int) -> list[int]:
 
 
 def _property_lists(view: memoryview, box: _Box) -> Iterator[tuple[int, list[int]]]:
-    """The number of each item in a box `ipma`, and those of its properties."""
+    """Yield the number of each item in a box `ipma`, and those of its properties."""
     version, wide = view[box.start], view[box.start + 3] & 1
     (count,) = struct.unpack_from(">I", view, box.start + 4)
     at, inside = box.start + 8, view[: box.end]
@@ -319,7 +319,7 @@ def _property_lists(view: memoryview, box: _Box) -> Iterator[tuple[int, list[int
 
 
 def _heif_orientation(view: memoryview, own: list[_Box]) -> int:
-    """The EXIF orientation that stands for an image's properties `irot` and `imir`, in their order."""
+    """Return the EXIF orientation that stands for an image's properties `irot` and `imir`, in their order."""
     image = before = np.arange(6, dtype=np.uint8).reshape(2, 3, 1)
     for box in own:
         if box.kind == b"irot":
@@ -365,7 +365,7 @@ _JP2_CHANNELS = 4
 
 
 def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    """The codestream's header, and its tile parts up to the end marker (ITU-T T.800, annex A)."""
+    """Read the codestream's header, and its tile parts up to the end marker (ITU-T T.800, annex A)."""
     at = _jp2_start(view)
     right, lower, left, upper, columns, rows, first_x, first_y, channels = struct.unpack_from(">8IH", view, at + 8)
     if channels > _JP2_CHANNELS:
@@ -392,7 +392,7 @@ def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
 
 
 def _jp2_start(view: memoryview) -> int:
-    """Where the codestream begins."""
+    """Return where the codestream begins."""
     at = 0
     if bytes(view[:4]) != _JP2_CODE:
         code = next((box for box in _boxes(view) if box.kind == b"jp2c"), None)
@@ -450,7 +450,7 @@ _JXL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
 
 
 def _read_jxl(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    """The codestream's header (ISO/IEC 18181-1, annex D). libjxl itself notices whether the rest is there."""
+    """Read the codestream's header (ISO/IEC 18181-1, annex D). libjxl itself notices whether the rest is there."""
     code = view
     if bytes(view[:2]) != b"\xff\x0a":
         parts = [box for box in _boxes(view) if box.kind in (b"jxlc", b"jxlp")]
@@ -488,7 +488,7 @@ class _Bits:
         self._value, self._left = int.from_bytes(view, "little"), 8 * len(view)
 
     def take(self, count: int) -> int:
-        """The number in the next bits."""
+        """Return the number in the next bits."""
         self._left -= count
         if self._left < 0:
             raise IndexError
@@ -496,12 +496,12 @@ class _Bits:
         return found
 
     def choose(self, *forms: tuple[int, int]) -> int:
-        """A number that follows two bits, which choose one of four forms: an offset, and how many bits are added."""
+        """Return a number that follows two bits, which choose its form: an offset, and how many bits are added."""
         offset, count = forms[self.take(2)]
         return offset + self.take(count)
 
     def size(self) -> tuple[int, int]:
-        """(width, height)."""
+        """Return (width, height)."""
         small = self.take(1)
 
         def side() -> int:

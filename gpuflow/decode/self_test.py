@@ -37,7 +37,7 @@ _SHA256 = {
 
 
 def is_right(image: Bytes | None, color: str) -> bool:
-    """Whether an image equals the CPU decoders' pixels of JPEG, uint8 [HEIGHT, WIDTH, C]."""
+    """Return True if an image equals the CPU decoders' pixels of JPEG, uint8 [HEIGHT, WIDTH, C]."""
     if image is None or image.shape[:2] != (HEIGHT, WIDTH):
         return False
     ordered = np.ascontiguousarray(image[..., ::-1] if color == "bgr" else image)
@@ -46,6 +46,6 @@ def is_right(image: Bytes | None, color: str) -> bool:
 
 @cache
 def pixels(color: str) -> Bytes:
-    """OpenCV's pixels of the test image: uint8 [HEIGHT, WIDTH, C]. `color`: rgb, bgr or gray."""
+    """Return OpenCV's pixels of the test image: uint8 [HEIGHT, WIDTH, C]. `color`: rgb, bgr or gray."""
     image = np.asarray(cv2.imdecode(JPEG, OPENCV_FLAGS[color]), np.uint8)
     return image.reshape(HEIGHT, WIDTH, -1)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuflow.decode import png_data
 from gpuflow.decode.codecs import CpuDecoder, probe
-from gpuflow.decode.png_data import has_too_much_data
+from gpuflow.decode.png import has_too_much_data
 from gpuflow.errors import BadSampleError
 from tests.images import encode, interlaced_png, photo, png, png_bytes, png_chunk
 
@@ -20,7 +19,7 @@ ROWS = b"".join(b"\0" + row.tobytes() for row in photo(20, 30))
 
 @pytest.fixture(autouse=True)
 def check_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(png_data, "_UNCHECKED_BYTES", 100)
+    monkeypatch.setattr("gpuflow.decode.png._UNCHECKED_BYTES", 100)
 
 
 def as_array(data: bytes) -> np.ndarray:
