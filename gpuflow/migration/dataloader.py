@@ -80,7 +80,7 @@ def _refused(rule: str, value: object = None, action: str = "", path: tuple[str,
 
 
 def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:
-    """The (path, label) of each sample and the folder they are in; None if only the dataset can give its samples."""
+    """Return the (path, label) of each sample, and their folder; None if only the dataset can give its samples."""
     if isinstance(dataset, Subset) and _reads_as(dataset, Subset):
         found = _files(dataset.dataset)
         return None if found is None else ([found[0][i] for i in dataset.indices], found[1])
@@ -99,7 +99,7 @@ def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:
 
 
 def _reads_as(dataset: Any, kind: type) -> bool:
-    """Whether its samples are those of this class, and not what a subclass makes of them."""
+    """Return True if its samples are those of this class, and not what a subclass makes of them."""
     methods = "__getitem__", "__getitems__"
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in methods)
 
@@ -190,11 +190,11 @@ class DatasetSource:
         return data, label
 
     def close(self) -> None:
-        """The dataset is the caller's."""
+        """Do nothing: the dataset belongs to the caller."""
 
 
 def _encoded(data: Any) -> bytes | Bytes | None:
-    """Encoded bytes as they are, also those of torchvision.io.read_file; None for anything else."""
+    """Return encoded bytes as they are, also those of torchvision.io.read_file; None for anything else."""
     if isinstance(data, (bytes, bytearray)):
         return bytes(data)
     array = data.numpy() if isinstance(data, torch.Tensor) and data.device.type == "cpu" else data
@@ -202,8 +202,11 @@ def _encoded(data: Any) -> bytes | Bytes | None:
 
 
 def _label(label: Any) -> Array | None:
-    """A number or an array of numbers as int64 or float32; None for anything else, and for numbers that they cannot
-    hold. Tuples and lists are something else, because a DataLoader gives these one tensor for each of their places."""
+    """Return a number or an array of numbers as int64 or float32.
+
+    None for anything else, and for numbers that these types cannot hold. Tuples and lists are something else, because
+    a DataLoader gives them one tensor for each of their places.
+    """
     if isinstance(label, (tuple, list)):
         return None
     try:
@@ -239,7 +242,7 @@ class SamplerDraws:
         return len(self._dataloader)
 
     def draw(self, epoch: int, start: int) -> tuple[Ints, list[int]]:
-        """The samples of an epoch, and how many are in each batch.
+        """Return the samples of an epoch, and how many are in each batch.
 
         start: with a number above 0 the epoch of the state that was restored is drawn again.
 
@@ -284,8 +287,10 @@ class SamplerDraws:
             )
 
     def state(self, *, within_epoch: bool) -> dict[str, Any]:
-        """A hash of the order of the epoch that was drawn last, and torch's generators before it was drawn; whether an
-        epoch was drawn before it. Between epochs the generators as they are, without an order."""
+        """Return a hash of the last order, torch's generators before it was drawn, and whether one was drawn before.
+
+        Between epochs, return the generators as they are, without an order.
+        """
         return dict(self._state) if within_epoch else {"generators": self._generators(), "begun": self._begun}
 
     def restore(self, state: Mapping[str, Any], *, within_epoch: bool) -> None:
@@ -351,7 +356,7 @@ class SamplerDraws:
         return indices, sizes
 
     def _own_generators(self) -> list[torch.Generator]:
-        """The generators besides torch's own that the DataLoader and its samplers draw from."""
+        """Return the generators besides torch's own that the DataLoader and its samplers draw from."""
         found = [getattr(holder, "generator", None) for holder in (self._dataloader, *self.samplers)]
         return list(dict.fromkeys(one for one in found if isinstance(one, torch.Generator)))
 

@@ -68,7 +68,7 @@ _CHAINS = ("Compose", "ReplayCompose", "Sequential")
 
 
 def read_albumentations(path: str) -> Imported:
-    """The stages of a serialised pipeline.
+    """Return the stages of a serialised pipeline.
 
     Raises:
         ConfigError: there is no such file, or it holds none.
@@ -362,7 +362,7 @@ def _to_gray(state: _State, given: _Given) -> Iterator[_Part]:
 
 
 def _color_jitter(state: _State, given: _Given) -> Iterator[_Part]:
-    """Albumentations draws the order of the adjustments, too."""
+    """Yield a color_jitter. Albumentations draws the order of the adjustments, too."""
     neutral = {"brightness": 1, "contrast": 1, "saturation": 1, "hue": 0}
     yield from _draws(given, *(given[name] for name in neutral))
     active = [name for name, value in neutral.items() if list(given[name]) != [value, value]]
@@ -421,12 +421,12 @@ def _normalize(state: _State, given: _Given) -> Iterator[_Part]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """What Albumentations takes as one number or as a list."""
+    """Return what Albumentations takes as one number or as a list."""
     return [float(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def _to_float(state: _State, given: _Given) -> Iterator[_Part]:
-    """Without max_value, Albumentations takes the largest one of the type: 255, or 1 for floats."""
+    """Yield the scale. Without max_value, Albumentations takes the type's largest one: 255, or 1 for floats."""
     yield from _always(state, given, "normalize")
     yield state.scale([0.0], [float(given.get("max_value") or (1 if state.scaled else _TOP))])
 
@@ -436,7 +436,7 @@ def _nothing(state: _State, given: _Given) -> Iterator[_Part]:
 
 
 def _sides(value: Any, neutral: float = 0.0, unit: float = 1.0, default: float = 0.2) -> list[float | int]:
-    """A range of Albumentations around a neutral number, in other units; -default to default where none is written."""
+    """Return a range around a neutral number, in other units; -default to default where none is written."""
     numbers = value if isinstance(value, (list, tuple)) and len(value) == 2 else (-default * unit, default * unit)
     return [number(max(-1.0 if neutral == 0 else 0.0, neutral + x / unit)) for x in numbers]
 

@@ -47,34 +47,36 @@ class Processor:
     normalizes: bool = True
 
 
-_224, _SHORTEST = {"height": 224, "width": 224}, {"shortest_edge": 224}
+def _square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+_224, _SHORTEST = _square(224), {"shortest_edge": 224}
 _MOBILENET = Processor(size={"shortest_edge": 256}, resample=_BILINEAR, mean=_HALF, std=_HALF, crop=_224, square=False)
 PROCESSORS = {
     "BeitImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF),
     "BitImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
-    "BlipImageProcessor": Processor(size={"height": 384, "width": 384}, convert=True),
+    "BlipImageProcessor": Processor(size=_square(384), convert=True),
     "ChineseCLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
     "CLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
     "ConvNextImageProcessor": Processor(
         size={"shortest_edge": 384}, mean=_HALF, std=_HALF, square=False, crop_pct=224 / 256
     ),
-    "DeiTImageProcessor": Processor(size={"height": 256, "width": 256}, mean=_HALF, std=_HALF, crop=_224),
-    "DPTImageProcessor": Processor(size={"height": 384, "width": 384}, mean=_HALF, std=_HALF),
+    "DeiTImageProcessor": Processor(size=_square(256), mean=_HALF, std=_HALF, crop=_224),
+    "DPTImageProcessor": Processor(size=_square(384), mean=_HALF, std=_HALF),
     "LayoutLMv3ImageProcessor": Processor(size=_224, resample=_BILINEAR, mean=_HALF, std=_HALF),
     "MobileNetV1ImageProcessor": _MOBILENET,
     "MobileNetV2ImageProcessor": _MOBILENET,
     "PvtImageProcessor": Processor(size=_224, mean=IMAGENET_MEAN, std=IMAGENET_STD),
     "RTDetrImageProcessor": Processor(
-        size={"height": 640, "width": 640},
+        size=_square(640),
         resample=_BILINEAR,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
         square=False,
         normalizes=False,
     ),
-    "SegformerImageProcessor": Processor(
-        size={"height": 512, "width": 512}, resample=_BILINEAR, mean=IMAGENET_MEAN, std=IMAGENET_STD
-    ),
+    "SegformerImageProcessor": Processor(size=_square(512), resample=_BILINEAR, mean=IMAGENET_MEAN, std=IMAGENET_STD),
     "SiglipImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF, square=False, convert=True),
     "ViTImageProcessor": Processor(size=_224, resample=_BILINEAR, mean=_HALF, std=_HALF),
 }
@@ -112,7 +114,7 @@ _EIGHT_BITS = 1 / 255
 
 
 def read_huggingface(name: str) -> Imported:
-    """The stages of an image processor.
+    """Return the stages of an image processor.
 
     Args:
         name: the folder of preprocessor_config.json, or the file.
@@ -159,7 +161,7 @@ class _Reader:
         return [crop]
 
     def _class(self) -> Processor:
-        """The defaults of the file's class."""
+        """Return the defaults of the file's class."""
         key = "image_processor_type" if self._keys.get("image_processor_type") else "feature_extractor_type"
         name = self._keys.get(key)
         if not isinstance(name, str):
@@ -187,7 +189,7 @@ class _Reader:
             self._gap("use_square_size", "makes images square, of the side that the class has without 'size'", "resize")
         if isinstance(size, int):
             square = self._get("default_to_square", processor.square)
-            size = {"height": size, "width": size} if square else {"shortest_edge": size}
+            size = _square(size) if square else {"shortest_edge": size}
         if not isinstance(size, Mapping):
             raise self._document.error("must be a number or a mapping", "size", value=size)
         sides = {key: value for key, value in size.items() if value is not None}
@@ -214,7 +216,7 @@ class _Reader:
                 raise self._document.error(rule, "size", value=dict(size))
 
     def _limited(self, side: int, most: Any) -> dict[str, int]:
-        """The size of an image whose shorter side is `side`, or less where the longer one would be more than `most`.
+        """Return the size of an image whose shorter side is `side`, or less to keep the longer one within `most`.
 
         There the processors round the shorter side to the nearest number, and `resize` rounds it down. They also leave
         an image as it is if its shorter side has that length already.
@@ -230,7 +232,7 @@ class _Reader:
         return keys
 
     def _convnext(self, side: int, filters: dict[str, Any]) -> list[Entry]:
-        """Below 384 pixels a resize and a crop, from there on a square."""
+        """Return a resize and a crop below 384 pixels, and a resize to a square from there on."""
         if side >= 384:
             return [Entry("resize", {"height": side, "width": side, **filters})]
         share = self._positive("crop_pct", self._processor.crop_pct)
@@ -238,7 +240,7 @@ class _Reader:
         return [resize, _crop(side, side)]
 
     def _filters(self) -> dict[str, Any]:
-        """The key `interpolation`, unless it is the default."""
+        """Return the key `interpolation`, unless it is the default."""
         resample = self._get("resample", self._processor.resample)
         if type(resample) is not int or resample not in range(len(_NAMES)):
             raise self._document.error("must be a filter of Pillow, 0 to 5", "resample", value=resample)
@@ -258,7 +260,7 @@ class _Reader:
         return {} if ours == "bilinear" else {"interpolation": ours}
 
     def _scale(self) -> list[Entry]:
-        """Rescaling and normalization: (pixel * factor - mean) / std, with the units of 0 to 1 that normalize has."""
+        """Return the rescaling and normalization (pixel * factor - mean) / std, in units of 0 to 1."""
         factor = self._positive("rescale_factor", _EIGHT_BITS) if self._get("do_rescale", True) else 1.0
         if not self._get("do_normalize", self._processor.normalizes):
             if factor == 1:
@@ -291,7 +293,7 @@ class _Reader:
                 raise self._document.error("must be a number, or height and width", key, value=value)
 
     def _get(self, key: str, default: Any) -> Any:
-        """The value of a key, or what the class takes without it. A switch that is null is off, as in transformers."""
+        """Return the value of a key, or the class's default. A switch that is null is off, as in transformers."""
         value = self._keys.get(key)
         if value is not None:
             return value

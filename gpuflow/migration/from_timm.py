@@ -58,7 +58,7 @@ class DataConfig:
 
 
 def data_config(name: str) -> tuple[DataConfig, list[Problem]]:
-    """The configuration that `timm:NAME` names, a model's or a file's, and a problem for each unknown key.
+    """Return the configuration that `timm:NAME` names, a model's or a file's, and a problem for each unknown key.
 
     Raises:
         ConfigError: there is no such model or file, or a value is none that timm takes.
@@ -104,7 +104,7 @@ _RULES = {
 
 
 def _fits(key: str, value: Any) -> bool:
-    """Whether timm takes a value."""
+    """Return True if timm takes a value."""
     if key == "crop_mode":
         return value in ("center", "squash", "border")
     if key == "interpolation":
@@ -119,7 +119,7 @@ def _fits(key: str, value: Any) -> bool:
 
 
 def _resolved(keys: Mapping[str, Any]) -> DataConfig:
-    """As timm.data.resolve_data_config: what is missing or empty is the default. One number is that of each channel."""
+    """Return what timm.data.resolve_data_config does: what is missing or empty is the default."""
     given = {key: keys[key] for key in _DATA if keys.get(key)}
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     config = DataConfig(**values)
@@ -129,7 +129,7 @@ def _resolved(keys: Mapping[str, Any]) -> DataConfig:
 
 
 def read_timm(name: str) -> Imported:
-    """The evaluation and the training of a timm model, as entries."""
+    """Return the evaluation and the training of a timm model, as entries."""
     config, problems = data_config(name)
     source = f"timm:{name}"
     entries, gaps = _evaluation(config, source)
@@ -150,7 +150,7 @@ def read_timm(name: str) -> Imported:
 
 
 def _evaluation(config: DataConfig, source: str) -> tuple[list[Entry], list[Problem]]:
-    """create_transform's evaluation, and what no stage equals."""
+    """Return create_transform's evaluation, and what no stage equals."""
     gaps = []
     if config.input_size[0] != 3:
         rule = f"input_size has {config.input_size[0]} channels, and gpuflow decodes three"
@@ -187,7 +187,7 @@ def _evaluation(config: DataConfig, source: str) -> tuple[list[Entry], list[Prob
 
 
 def _filter(config: DataConfig) -> dict[str, Any]:
-    """The key `interpolation`, unless it is the default; bicubic for filters that are not offered."""
+    """Return the key `interpolation`, unless it is the default; bicubic for filters that are not offered."""
     if config.interpolation == "bilinear":
         return {}
     return {"interpolation": "bicubic" if config.interpolation != "hamming" else "bilinear"}

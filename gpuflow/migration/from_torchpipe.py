@@ -39,7 +39,7 @@ _NUMBERS_RULE = 'must be numbers separated by commas, such as "123.675, 116.28, 
 
 
 def read_torchpipe(path: str) -> Imported:
-    """The preset, the normalization and the model of a TOML file.
+    """Return the preset, the normalization and the model of a TOML file.
 
     Raises:
         ConfigError: there is no such file, or it decodes no images.
@@ -155,7 +155,7 @@ class _Reader:
         return side
 
     def _normalization(self, path: list[str], *, named: bool) -> list[Entry]:
-        """`mean` and `std`, in levels, of the first node on the way to the model that has them.
+        """Return `mean` and `std`, in levels, of the first node on the way to the model that has them.
 
         named: ImageNet's numbers may be called imagenet.
         """
@@ -213,7 +213,7 @@ class _Reader:
         return {"engine": "tensorrt", **keys}
 
     def _value(self, name: str, key: str, make: Callable[[str], Any], rule: str) -> Any:
-        """The value of a node's key, made from its text."""
+        """Return the value of a node's key, made from its text."""
         value = self._nodes[name][key]
         try:
             return make(str(value))
@@ -238,6 +238,6 @@ _NO_NUMBERS = (
 
 
 def _operators(node: Mapping[str, Any]) -> list[str]:
-    """The names in a backend such as SyncTensor[ Sequential[DecodeTensor,ResizeTensor] ]."""
+    """Return the names in a backend such as SyncTensor[ Sequential[DecodeTensor,ResizeTensor] ]."""
     backend = str(node.get("backend") or node.get("Interpreter::backend") or "").replace("(or)", "")
     return re.findall(r"[A-Za-z_]\w*", backend)

@@ -119,25 +119,15 @@ def read_transform(
 def _read(transform: Any, state: _State) -> _Step:
     """Return what a transform becomes. Its notes are added here, in every case."""
     name, library = type(transform).__name__, type(transform).__module__.partition(".")[0]
-    if (container := _CONTAINERS.get((library, name))) is not None:
-        return container(state, transform)
-    step = _read_one(transform, state, name, library)
+    if (read := _STEPS.get((library, name))) is not None:
+        step = read(state, transform)
+    elif (equal := _EQUAL.get((library, name))) is not None:
+        step = _carried_over(state, transform, equal(state, transform))
+    elif library == "torchvision" and name not in _REFUSED:
+        step = _by_name(replace(state, least_side=1), transform)
+    else:
+        step = _refused(state, transform)
     return replace(step, notes=(*_notes(transform, state), *step.notes))
-
-
-def _read_one(transform: Any, state: _State, name: str, library: str) -> _Step:
-    equal = {"torchvision": _EQUAL, "timm": _TIMM}.get(library, {}).get(name)
-    if library == "torchvision" and name in _PRESETS:
-        return _preset(state, transform)
-    if (library, name) == ("timm", "ToTensor"):
-        return _unscaled(state, transform)
-    if library in ("torchvision", "timm") and name in _STEPS:
-        return _STEPS[name](state, transform)
-    if equal is not None:
-        return _carried_over(state, transform, equal(state, transform))
-    if library == "torchvision" and name not in _REFUSED:
-        return _by_name(replace(state, least_side=1), transform)
-    return _refused(state, transform)
 
 
 def _notes(transform: Any, state: _State) -> Iterator[str]:
@@ -166,7 +156,7 @@ def _in_order(state: _State, transforms: Iterable[Any]) -> _Step:
 
 
 def _random_apply(state: _State, transform: Any) -> _Step:
-    """Transforms that are applied with a probability: carried over if they are one whose stage has such a key."""
+    """Return the step of transforms that are applied with a probability, which one stage may have as a key."""
     step = _in_order(state, transform.transforms)
     stages = (*step.entries, *step.floats)
     if step.entries and len(stages) == 1 and not step.gaps and stages[0].parameters.get("probability", 1) == 1:
@@ -180,7 +170,7 @@ def _random_apply(state: _State, transform: Any) -> _Step:
 
 
 def _random_choice(state: _State, transform: Any) -> _Step:
-    """One of several transforms: the first of them, with the notes and gaps of all."""
+    """Return the first of several transforms, with the notes and gaps of all."""
     parts = enumerate(transform.transforms)
     first, *others = [_read(part, replace(state, place=f"{state.place}[{i}]")) for i, part in parts]
     for other in others:
@@ -263,7 +253,7 @@ def _by_name(state: _State, transform: Any, **changed: Any) -> _Step:
 
 
 def _refused(state: _State, transform: Any, reason: str = "is not a transform that gpuflow knows") -> _Step:
-    """Something that no stage does: leaving it out is the nearest, unless there is a stage that is like it."""
+    """Return the gap of what no stage does. The nearest is to leave it out, unless a stage is like it."""
     place, name = f"{state.place}:", type(transform).__name__
     called = getattr(transform, "lambd", transform)
     if (code := getattr(called, "__code__", None)) is not None:
@@ -298,7 +288,7 @@ def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _S
 
 
 def _normalize(state: _State, transform: Any) -> _Step:
-    """torchvision's Normalize, or a preset with its numbers."""
+    """Return the step of torchvision's Normalize, or of a preset with its numbers."""
     given = {key: _numbers_of(getattr(transform, key)) for key in ("mean", "std")}
     if not state.scaled or state.floats:
         return _by_name(state, transform, **given)
@@ -312,7 +302,7 @@ def _normalized(state: _State, mean: Sequence[float] = (0,), std: Sequence[float
 
 
 def _change_type(state: _State, transform: Any) -> _Step:
-    """A conversion to another type of numbers. Those of v2 convert tensors only; that of v1 refuses PIL images."""
+    """Return a conversion of numbers. Those of v2 convert tensors only; that of v1 refuses PIL images."""
     if state.tensor or not type(transform).__module__.startswith("torchvision.transforms.v2"):
         return _converted(state, transform)
     return Step(state=state, notes=(_PILLOW_TYPES.format(type(transform).__name__),))
@@ -337,7 +327,7 @@ def _converted(state: _State, transform: Any) -> _Step:
 
 
 def _unscaled(state: _State, transform: Any) -> _Step:
-    """timm's ToTensor, which gives levels as floats."""
+    """Return the step of timm's ToTensor, which gives levels as floats."""
     from torchvision.transforms import v2
 
     return _converted(state, v2.ToDtype(transform.dtype, scale=False))
@@ -386,11 +376,12 @@ def _run(stage: s.Stage, image: Any) -> Any:
 # --- equal stages -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class _Nearest:
     """The nearest stage of a transform that has no equal one. rule: what the transform does."""
 
-    def __init__(self, entry: Entry, rule: str) -> None:
-        self.entry, self.rule = entry, rule
+    entry: Entry
+    rule: str
 
 
 _Equal = Entry | _Nearest | None
@@ -398,14 +389,14 @@ _Equal = Entry | _Nearest | None
 
 
 def _filters(interpolation: str, *, antialias: bool) -> dict[str, Any]:
-    """The keys of a resize, without those that are defaults; of the filter most like it if it is not offered."""
+    """Return the keys of a resize, without those that are defaults; of the filter most like it if it is not offered."""
     chosen = interpolation if interpolation in _FILTERS else "bicubic" if interpolation == "lanczos" else "bilinear"
     keys = {} if chosen == "bilinear" else {"interpolation": chosen}
     return keys if antialias else {**keys, "antialias": False}
 
 
 def _mode(transform: Any) -> str:
-    """The interpolation's name; `random` where timm draws it."""
+    """Return the interpolation's name; `random` where timm draws it."""
     mode = transform.interpolation
     if isinstance(mode, (tuple, list)):
         return "random"
@@ -417,7 +408,7 @@ _PILLOW_NUMBERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "
 
 
 def _target(size: Any) -> dict[str, Any]:
-    """The keys for a size: an int, or a sequence of one or two."""
+    """Return the keys for a size: an int, or a sequence of one or two."""
     sides = _sides(size)
     return {"shorter": sides[0]} if len(sides) == 1 else {"height": sides[0], "width": sides[1]}
 
@@ -427,7 +418,7 @@ def _sides(size: Any) -> list[int]:
 
 
 def _least_side(transform: Any, before: int) -> int:
-    """How many pixels the shorter side has at least after a transform. before: what it had before."""
+    """Return how many pixels the shorter side has at least after a transform. before: what it had before."""
     name = type(transform).__name__
     if name in _CROPS or (
         name == "Resize" and transform.size is not None and getattr(transform, "max_size", None) is None
@@ -446,7 +437,7 @@ def _resize(state: _State, t: Any) -> _Equal:
 
 
 def _sampled(state: _State, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
-    """A stage that resizes. `antialias` counts for tensors only. The stage clamps, as torchvision does for levels."""
+    """Return a stage that resizes. `antialias` counts for tensors. It clamps, as torchvision does for levels."""
     mode = _mode(t)
     unclamped = mode == "bicubic" and state.scaled
     if unclamped and _parameters(t) is not None:
@@ -487,7 +478,7 @@ def _random_crop(state: _State, t: Any) -> _Equal:
 
 
 def _padding_of(crop: Any) -> Any:
-    """The padding of a RandomCrop as users give it; v2's holds it as left, right, top and bottom."""
+    """Return the padding of a RandomCrop as users give it; v2's holds it as left, right, top and bottom."""
     from torchvision.transforms import v2
 
     if not isinstance(crop, v2.RandomCrop) or crop.padding is None:
@@ -501,18 +492,18 @@ def _flip(side: str) -> Callable[[_State, Any], _Equal]:
 
 
 def _of_images(value: Any) -> Any:
-    """The value for images of a transform of v2, which may have one for each type of its inputs."""
+    """Return the value for images of a transform of v2, which may have one for each type of its inputs."""
     return _of_type(value, "Image", "Tensor") if isinstance(value, dict) else value
 
 
 def _of_type(values: dict[Any, Any], *types: str) -> Any:
-    """The value for the first of these types that has one, or else for all others; None without either."""
+    """Return the value for the first of these types that has one, or else for all others; None without either."""
     names = {getattr(key, "__name__", key): one for key, one in values.items()}
     return next((names[name] for name in (*types, "others") if name in names), None)
 
 
 def _fill(state: _State, t: Any) -> dict[str, Any] | None:
-    """The key `fill`, unless it is black; None if it is no level."""
+    """Return the key `fill`, unless it is black; None if it is no level."""
     fill = _of_images(t.fill)
     levels = [state.level(value) for value in (fill if isinstance(fill, (list, tuple)) else [fill or 0])]
     if None in levels:
@@ -521,7 +512,7 @@ def _fill(state: _State, t: Any) -> dict[str, Any] | None:
 
 
 def _warped(state: _State, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
-    """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
+    """Return a stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
     if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(state, t)) is None:
         return None
     center, expand = getattr(t, "center", None), getattr(t, "expand", False)
@@ -535,7 +526,7 @@ def _warped(state: _State, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
 
 
 def _span(value: Sequence[float]) -> Any:
-    """[-v, v] as v."""
+    """Return [-v, v] as v."""
     low, high = (number(x) for x in value)
     return high if low == -high else [low, high]
 
@@ -562,25 +553,25 @@ def _pad(state: _State, t: Any) -> _Equal:
 
 
 def _numbers(value: int | Sequence[int]) -> int | list[int]:
-    """A padding or a neighbourhood as YAML has it: one number if all are equal."""
+    """Return a padding or a neighbourhood as YAML has it: one number if all are equal."""
     sides = [value] if isinstance(value, int) else [int(side) for side in value]
     return sides[0] if len(set(sides)) == 1 else sides
 
 
 def _numbers_of(value: Any) -> list[float]:
-    """The mean or the deviation of a Normalize: a sequence, or, in v1, one number for all channels."""
+    """Return the mean or the deviation of a Normalize: a sequence, or, in v1, one number for all channels."""
     return [number(x) for x in ([value] if np.ndim(value) == 0 else value)]
 
 
 def _around(state: _State, t: Any) -> dict[str, Any] | None:
-    """The keys `border` and `fill` of what is padded, without defaults; None if no stage has them."""
+    """Return the keys `border` and `fill` of what is padded, without defaults; None if no stage has them."""
     if t.padding_mode not in ("constant", "edge", "reflect", "symmetric"):
         return None
     return _fill(state, t) if t.padding_mode == "constant" else {"border": t.padding_mode}
 
 
 def _color_jitter(state: _State, t: Any) -> _Equal:
-    """A range [max(0, 1 - v), 1 + v], or [-v, v] of hues, is written as v."""
+    """Return a color_jitter, with a range [max(0, 1 - v), 1 + v], or [-v, v] of hues, as v."""
     keys: dict[str, Any] = {}
     for name, neutral in (("brightness", 1.0), ("contrast", 1.0), ("saturation", 1.0), ("hue", 0.0)):
         if (bounds := getattr(t, name)) is not None:
@@ -610,7 +601,7 @@ def _gaussian_blur(state: _State, t: Any) -> _Equal:
 
 
 def _random_erasing(state: _State, t: Any) -> _Equal:
-    """On levels here. torchvision erases floats mostly, and zeros after its Normalize are the mean colour."""
+    """Return a stage on levels. torchvision erases floats mostly, where zeros are Normalize's mean colour."""
     value = [float(x) for x in t.value] if isinstance(t.value, (list, tuple)) else t.value
     keys: dict[str, Any] = {"probability": number(t.p)}
     for key, default in (("scale", [0.02, 0.33]), ("ratio", [0.3, 3.3])):
@@ -629,7 +620,7 @@ def _erasing_of_timm(state: _State, t: Any) -> _Equal:
 
 
 def _mean_level(state: _State) -> dict[str, Any]:
-    """The key `value` for zeros at this place, unless that is black."""
+    """Return the key `value` for zeros at this place, unless that is black."""
     if state.mean is None:
         return {}
     same = state.mean == IMAGENET_MEAN
@@ -637,7 +628,7 @@ def _mean_level(state: _State) -> dict[str, Any]:
 
 
 def _policy(stage: str, **names: str) -> Callable[[_State, Any], _Equal]:
-    """A policy of augmentations. names: torchvision's attributes, and gpuflow's keys for them."""
+    """Return a policy of augmentations. names: torchvision's attributes, and gpuflow's keys for them."""
 
     def equal(state: _State, t: Any) -> _Equal:
         if getattr(getattr(t, "policy", None), "value", "imagenet") != "imagenet":
@@ -648,7 +639,7 @@ def _policy(stage: str, **names: str) -> Callable[[_State, Any], _Equal]:
     return equal
 
 
-_EQUAL: dict[str, Callable[[_State, Any], _Equal]] = {
+_OF_TORCHVISION: dict[str, Callable[[_State, Any], _Equal]] = {
     "Resize": _resize,
     "CenterCrop": lambda state, t: Entry("center_crop", {"size": size_of(t.size)}),
     "RandomCrop": _random_crop,
@@ -676,12 +667,12 @@ _EQUAL: dict[str, Callable[[_State, Any], _Equal]] = {
     "TrivialAugmentWide": _policy("trivial_augment", num_magnitude_bins="bins"),
     "AutoAugment": _policy("auto_augment"),
 }
-"""What stands for each transform of torchvision."""
-_TIMM: dict[str, Callable[[_State, Any], _Equal]] = {
-    "RandomResizedCropAndInterpolation": _random_resized_crop,
-    "RandomErasing": _erasing_of_timm,
+_EQUAL = {
+    **{("torchvision", name): equal for name, equal in _OF_TORCHVISION.items()},
+    ("timm", "RandomResizedCropAndInterpolation"): _random_resized_crop,
+    ("timm", "RandomErasing"): _erasing_of_timm,
 }
-"""What stands for each transform of timm."""
+"""What stands for each transform, by library and name."""
 
 _PRESETS = ("ImageClassification", "SemanticSegmentation")
 _MOVABLE = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomErasing")
@@ -723,7 +714,7 @@ _LIKE_TIMM = {
 
 
 def _nothing(state: _State, t: Any) -> _Step:
-    """What gpuflow does anyway."""
+    """Return an empty step, for what gpuflow does anyway."""
     return Step(state=state)
 
 
@@ -732,18 +723,18 @@ def _to_image(state: _State, t: Any) -> _Step:
 
 
 def _to_scaled(state: _State, t: Any) -> _Step:
-    """Only the ToTensor of torchvision.transforms refuses tensors; the others leave them as they are."""
+    """Return the change to floats. Only torchvision.transforms' ToTensor refuses tensors; others leave them."""
     leaves_tensors = type(t).__name__ == "MaybeToTensor" or type(t).__module__.startswith("torchvision.transforms.v2")
     scales = not state.scaled and not (state.tensor and leaves_tensors)
     return Step(state=replace(state, tensor=True, scaled=True) if scales else state)
 
 
 def _to_rgb(state: _State, t: Any) -> _Step:
-    """Images have three channels, unless Grayscale has left one."""
+    """Return the change to three channels, which images have unless Grayscale has left one."""
     return _by_name(state, t) if state.gray else Step(state=state)
 
 
-_STEPS: dict[str, Callable[[_State, Any], _Step]] = {
+_CONVERSIONS: dict[str, Callable[[_State, Any], _Step]] = {
     "ToTensor": _to_scaled,
     "MaybeToTensor": _to_scaled,
     "PILToTensor": _to_image,
@@ -757,22 +748,25 @@ _STEPS: dict[str, Callable[[_State, Any], _Step]] = {
     "Identity": _nothing,
     "RGB": _to_rgb,
 }
-"""What changes the type of an image, but not its pixels."""
-_CONTAINERS: dict[tuple[str, str], Callable[[_State, Any], _Step]] = {
+"""What changes the type of an image, but not its pixels. timm has some of these, too."""
+_STEPS: dict[tuple[str, str], Callable[[_State, Any], _Step]] = {
+    **{(library, name): read for library in ("torchvision", "timm") for name, read in _CONVERSIONS.items()},
+    **{("torchvision", name): _preset for name in _PRESETS},
+    ("timm", "ToTensor"): _unscaled,
     ("torchvision", "Compose"): lambda state, t: _in_order(state, t.transforms),
     ("torch", "Sequential"): _in_order,
     ("torchvision", "RandomApply"): _random_apply,
     ("torchvision", "RandomChoice"): _random_choice,
     ("torchvision", "RandomOrder"): _random_order,
 }
-"""Transforms of transforms, by library and name."""
+"""What reads a transform that is more than one stage, by library and name."""
 
 
 # --- transforms that run by their names -------------------------------------------------------------------------------
 
 
 def _parameters(transform: Any) -> dict[str, Any] | None:
-    """A transform's name in v2 and its keyword arguments as YAML has them; None if they are not known."""
+    """Return a transform's name in v2 and its keyword arguments as YAML has them; None if they are not known."""
     from torchvision.transforms import v2
 
     cls = getattr(v2, type(transform).__name__, None)
@@ -798,7 +792,7 @@ def _parameters(transform: Any) -> dict[str, Any] | None:
 
 
 def _composes(holder: Any) -> dict[str, Any]:
-    """The attributes of an object that are a Compose, as presets of torchvision's reference trainings have one."""
+    """Return the attributes that are a Compose, such as that of presets of torchvision's reference trainings."""
     held = dict(getattr(holder, "__dict__", {}))
     held |= held.get("_modules", {})
     kinds = {name: type(value) for name, value in held.items()}
@@ -813,7 +807,7 @@ _UNKNOWN = object()
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML has it."""
+    """Return a value as YAML has it."""
     if isinstance(value, (list, tuple)):
         items = [_plain(item) for item in value]
         return _UNKNOWN if any(item is _UNKNOWN for item in items) else items

@@ -29,7 +29,7 @@ _HEIGHT, _WIDTH = 361, 480
 
 @cache
 def picture() -> Bytes:
-    """An RGB picture with waves, an edge and some noise: uint8 [361, 480, 3]."""
+    """Return an RGB picture with waves, an edge and some noise: uint8 [361, 480, 3]."""
     large = cv2.resize(self_test.pixels("rgb"), (_WIDTH, _HEIGHT), interpolation=cv2.INTER_CUBIC)
     noise = np.random.default_rng(0).normal(0, 12, large.shape)
     shown: Bytes = np.clip(large + noise, 0, 255).astype(np.uint8)
@@ -38,7 +38,7 @@ def picture() -> Bytes:
 
 
 def apart(transform: Callable[[Any], Any], stage: Callable[[Any], Any]) -> str:
-    """How far two transforms of a PIL image are apart on the test picture, in words.
+    """Return how far two transforms of a PIL image are apart on the test picture, in words.
 
     Args:
         transform: of another library, which may do anything, fail included.
@@ -62,7 +62,7 @@ def apart(transform: Callable[[Any], Any], stage: Callable[[Any], Any]) -> str:
 
 
 def _levels(image: Any) -> Floats:
-    """A PIL image, an array or a tensor [C, H, W] as levels [H, W, C]; floats are taken as 0 to 1."""
+    """Return a PIL image, an array or a tensor [C, H, W] as levels [H, W, C]; floats are taken as 0 to 1."""
     import torch
 
     if isinstance(image, torch.Tensor):
@@ -82,14 +82,14 @@ class Document:
         self.path, self.data, self._lines = path, data, lines
 
     def place(self, *at: Key) -> str:
-        """`config.json:12:`, of the innermost value of which the line is known."""
+        """Return `config.json:12:`, the place of the innermost value of which the line is known."""
         line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
         return f"{self.path}:{line}:" if line else f"{self.path}:"
 
     def unknown(
         self, at: tuple[Key, ...], found: Mapping[str, Any], known: Iterable[str], owner: str
     ) -> Iterator[Problem]:
-        """A problem for each key that is not known. owner: whose keys these are."""
+        """Yield a problem for each key that is not known. owner: whose keys these are."""
         known = sorted(known)
         for key in found:
             if key not in known:
@@ -119,7 +119,7 @@ def read_document(path: str) -> Document:
 
 
 def _json_of(path: str) -> dict[str, Any] | None:
-    """The mapping that a file holds as JSON; None if it holds none."""
+    """Return the mapping that a file holds as JSON; None if it holds none."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -153,7 +153,7 @@ def _check_size(path: str) -> None:
 
 
 def _no_file(path: str) -> ConfigError:
-    """The error of a missing file, with one of its folder that has a similar name, if there is one."""
+    """Return the error of a missing file, with one of its folder that has a similar name, if there is one."""
     siblings = [str(sibling) for sibling in Path(path).parent.glob(f"*{Path(path).suffix}")]
     action = suggest(path, siblings, else_all=False) or "check the path"
     return ConfigError([Problem(f"{path}:", "no such file", action=action, code="config.file")])
@@ -179,7 +179,7 @@ def needs(library: str, source: str) -> Any:
 
 
 def named_transform(name: str) -> Any:
-    """The transform that `module:attribute` names, whose module's code runs, or that of weights without a colon.
+    """Return the transform that `module:attribute` names, whose module's code runs, or that of weights without a colon.
 
     Raises:
         ConfigError: there is no such module, attribute or weights, or the module's code fails.
@@ -188,7 +188,7 @@ def named_transform(name: str) -> Any:
 
 
 def _attribute(name: str) -> Any:
-    """Modules are looked for in the current directory, too."""
+    """Return the object that `module:attribute` names. The current directory is searched for modules, too."""
     module_name, _, path = name.partition(":")
 
     def error(rule: str, action: str = "") -> ConfigError:
@@ -224,7 +224,7 @@ def _attribute(name: str) -> Any:
 
 
 def _weights_transform(name: str) -> Any:
-    """The transforms of torchvision's weights, such as `ResNet50_Weights.IMAGENET1K_V2`."""
+    """Return the transforms of torchvision's weights, such as `ResNet50_Weights.IMAGENET1K_V2`."""
     from torchvision import models
 
     enums = {enum.__name__: enum for enum in map(models.get_model_weights, models.list_models())}
@@ -308,7 +308,7 @@ class Step(Generic[State]):
 
 
 def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key, ...] = ()) -> Problem:
-    """The problem of something that no stage equals.
+    """Return the problem of something that no stage equals.
 
     Args:
         place: where it stands.
@@ -322,7 +322,7 @@ def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key
 
 
 def decode() -> Entry:
-    """The first stage of all that is imported."""
+    """Return the first stage of all that is imported."""
     return Entry("decode", {"color": "rgb"})
 
 
@@ -348,14 +348,14 @@ def each_channel(numbers: Sequence[float], *, gray: bool) -> tuple[float, ...]:
 
 
 def size_of(sides: float | Sequence[float]) -> int | list[int]:
-    """A size as YAML has it: one number for a square, else [height, width]."""
+    """Return a size as YAML has it: one number for a square, else [height, width]."""
     given = [int(side) for side in (sides if isinstance(sides, Sequence) else [sides])]
     height, width = given if len(given) == 2 else given * 2
     return height if height == width else [height, width]
 
 
 def number(value: float) -> float | int:
-    """A number as people write it: a float32 in as few digits as it needs, another one without its last digits."""
+    """Return a number as people write it: a float32 in as few digits as it needs, others without the last digits."""
     exact = float(value)
     single = np.float32(exact)
     short = float(str(single)) if float(single) == exact else float(f"{exact:.10g}")

@@ -119,13 +119,13 @@ def _of_one_size(found: Imported) -> Imported:
 
 
 def _has_one_warp_for_several(program: Program) -> bool:
-    """Whether several stages that warp run as one."""
+    """Return True if several stages that warp run as one."""
     steps = [step for step in program.steps if isinstance(step, WarpStep)]
     return any(sum(stage.warps is not None for stage in step.stages) > 1 for step in steps)
 
 
 def _checked(text: str, sources: str, table: Mapping[str, type[Stage]]) -> Config | tuple[Problem, ...]:
-    """The file as it is read, or what `gpuflow check` says of it."""
+    """Return the file as it is read, or what `gpuflow check` says of it."""
     with tempfile.TemporaryDirectory(prefix="gpuflow_") as folder:
         path = Path(folder) / "imported.yaml"
         path.write_text(text, encoding="utf-8")
@@ -218,7 +218,7 @@ def _entries(entries: Sequence[Entry], indent: str) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Return a value on one line of YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -322,7 +322,7 @@ _OPENERS: dict[str, Callable[[str], LibraryTransform]] = {
 
 
 def _to_tensor(transform: Callable[[Any], Any]) -> Callable[[Any], torch.Tensor]:
-    """The transform, with a PIL image among its results as a tensor."""
+    """Return the transform, with a PIL image among its results as a tensor."""
     import torch
     from torchvision.transforms.v2 import functional
 

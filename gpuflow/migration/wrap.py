@@ -86,7 +86,7 @@ class WrappedLoader:
         self._files_hash = files_hash(dataloader.dataset)
 
     def __len__(self) -> int:
-        """Steps of an epoch: the DataLoader's length."""
+        """Return the steps of an epoch: the DataLoader's length."""
         return len(self._dataloader)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -154,7 +154,7 @@ class WrappedLoader:
     # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, as a JSON value; it counts the batches that the loop got. `position` counts steps.
+        """Return where training stands, as a JSON value, after the batches that the loop got. `position` counts steps.
 
         Within an epoch it holds the states of torch's generators from before the sampler drew, a few kB, and a hash of
         what it drew. So an epoch of samplers that draw from torch (DataLoader(shuffle=True), WeightedRandomSampler) or
@@ -255,7 +255,7 @@ def _configured(
     overrides: Sequence[str],
     stages: Mapping[str, type[Stage]],
 ) -> tuple[Config, str]:
-    """The file with the stages of the transforms, checked, and the pipeline's name."""
+    """Return the file with the stages of the transforms, checked, and the pipeline's name."""
     if Path(path).suffix == ".toml":
         raise _problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
     on_gpu, on_cpu = (
@@ -291,7 +291,7 @@ def _configured(
 
 
 def _pipeline(path: str | Path, name: str | None) -> str:
-    """The name of the pipeline to use: as given, or of the only one that the file has."""
+    """Return the name of the pipeline to use: as given, or of the only one that the file has."""
     if name is not None:
         return name
     pipelines = read_yaml(str(path))[0].get("pipelines")
@@ -327,7 +327,7 @@ def _check_resize(resize: Cv2Resize, size: tuple[int | None, ...], path: str) ->
 
 
 def _ranks(draws: SamplerDraws, parallel_type: str | None) -> Ranks:
-    """Which of how many parts of an epoch the sampler gives: as it says itself, else one for each process."""
+    """Return which of how many parts of an epoch the sampler gives: as it says itself, else one for each process."""
     for sampler in draws.samplers:
         rank, count = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
         if isinstance(rank, int) and isinstance(count, int):
@@ -336,7 +336,7 @@ def _ranks(draws: SamplerDraws, parallel_type: str | None) -> Ranks:
 
 
 def _device(parallel_type: str | None, local_rank: int | None) -> torch.device:
-    """The GPU that batches are delivered on; the CPU where torch sees none."""
+    """Return the GPU that batches are delivered on; the CPU where torch sees none."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not visible:
         return torch.device("cpu")

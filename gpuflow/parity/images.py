@@ -165,7 +165,7 @@ def _bad() -> Iterator[tuple[str, bytes]]:
 
 
 def _picture(height: int, width: int, *, seed: int = 0) -> Bytes:
-    """RGB pixels with gradients, a hard coloured edge and some noise: uint8 [height, width, 3]."""
+    """Return RGB pixels with gradients, a hard coloured edge and some noise: uint8 [height, width, 3]."""
     rng = np.random.default_rng((seed, height, width))
     y, x = np.mgrid[:height, :width]
     waves = np.stack([np.sin(x / rng.uniform(3, 17) + y / rng.uniform(3, 17) + k) for k in range(3)], axis=-1)
@@ -175,7 +175,7 @@ def _picture(height: int, width: int, *, seed: int = 0) -> Bytes:
 
 
 def _with_alpha(height: int, width: int) -> Bytes:
-    """RGBA pixels, transparent at the left edge and opaque at the right one: uint8 [height, width, 4]."""
+    """Return RGBA pixels, transparent at the left edge and opaque at the right: uint8 [height, width, 4]."""
     alpha = np.linspace(0, 255, width).astype(np.uint8)
     return np.dstack([_picture(height, width), np.broadcast_to(alpha, (height, width))])
 

@@ -60,7 +60,7 @@ class Tally:
             self._counts += np.bincount(steps, minlength=len(self._counts))
 
     def result(self) -> Levels | None:
-        """The summary of all differences; None if no value was compared."""
+        """Return the summary of all differences; None if no value was compared."""
         count = int(self._counts.sum())
         if count == 0:
             return None
@@ -111,7 +111,7 @@ class Scale:
 
     @classmethod
     def _between(cls, plain: torch.Tensor, program: Program) -> Scale:
-        """plain: the results for black and for white, float64 [2, C, 1, 1]."""
+        """Return the scale. plain: the results for black and for white, float64 [2, C, 1, 1]."""
         unit = (plain[1] - plain[0]) / 255
         unit = unit.where((unit != 0) & unit.isfinite(), 1.0)  # infinite where float16 cannot hold the results
         rounding = torch.finfo(getattr(torch, program.result.dtype)).eps
@@ -126,7 +126,7 @@ class Scale:
 
 
 def levels_apart(a: torch.Tensor, b: torch.Tensor, scale: Scale) -> Differences:
-    """The difference of each value of two images [C, H, W] of the same shape and dtype, in levels.
+    """Return the difference of each value of two images [C, H, W] of the same shape and dtype, in levels.
 
     A value that is NaN or infinite in only one of them counts as 255 levels apart, and a million is the most.
     """
@@ -137,7 +137,7 @@ def levels_apart(a: torch.Tensor, b: torch.Tensor, scale: Scale) -> Differences:
 
 
 def differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The absolute differences of two tensors of one shape, float64.
+    """Return the absolute differences of two tensors of one shape, float64.
 
     0 for equal values and for two NaN; infinite where only one value is NaN, or infinite.
     """

@@ -62,7 +62,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM")
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(Way):
     """Runs each stage's torchvision form in order.
 
     on: the input of the transforms: uint8 tensors (`tensor`) or PIL images (`pil`), both decoded by Pillow; or tensors
@@ -97,9 +97,6 @@ class Reference:
                 stage.torchvision()
             except NotImplementedError:
                 return f"{stage!r} names no transform of torchvision"
-        return None
-
-    def refuses(self, prefix: Prefix) -> str | None:
         return None
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
@@ -154,7 +151,7 @@ def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
 
 
 def _of_named_format(data: Encoded, decoder: s.Decoder) -> Bytes | None:
-    """The pixels of a file of a format that `decode.formats` names; None for others, and for bad headers."""
+    """Return the pixels of a file of a format that `decode.formats` names; None for others, and for bad headers."""
     header = None
     if decoder.formats:
         with suppress(BadSampleError):
@@ -184,7 +181,7 @@ def _to_tensor(data: Encoded, decoder: s.Decoder, on: str) -> torch.Tensor:
 
 
 def _missing_torchcodec() -> str | None:
-    """Return a text that says why torchcodec's image decoders do not import; None if they do."""
+    """Return why torchcodec's image decoders do not import; None if they do."""
     try:
         from torchcodec.decoders import decode_image  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: it does not find a library, such as CUDA's
@@ -198,12 +195,12 @@ _FILTERS = {"nearest": cv2.INTER_NEAREST, "bilinear": cv2.INTER_LINEAR, "bicubic
 
 
 def _scalar(fill: tuple[float, ...]) -> tuple[float, ...]:
-    """A fill as OpenCV takes it: with one level for each channel."""
+    """Return a fill as OpenCV takes it: with one level for each channel."""
     return fill * 4 if len(fill) == 1 else fill
 
 
 @dataclass(frozen=True, slots=True)
-class OpenCv:
+class OpenCv(Way):
     """Decodes and resizes with OpenCV, with the moves that the stages draw. OpenCV applies EXIF rotation."""
 
     program: Program
@@ -215,9 +212,6 @@ class OpenCv:
     def missing(self) -> str | None:
         decoder = self.program.decoder
         return f"{decoder!r} decodes and resizes by itself" if decoder.library is not None else None
-
-    def refuses(self, prefix: Prefix) -> str | None:
-        return None
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         for i, data in enumerate(images):
@@ -256,7 +250,7 @@ class OpenCv:
 
 
 def _size(image: Array) -> Ints:
-    """Height and width, an array of one number each."""
+    """Return height and width, an array of one number each."""
     return np.array(image.shape[:2])[:, None]
 
 
@@ -312,7 +306,7 @@ def _moved(image: Array, move: s.Move) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchpipeOperators:
+class TorchpipeOperators(Way):
     """Runs torchpipe's own operators straight to the final size, then the last stages that a model can contain.
 
     The operators support neither crops nor sizes that keep the aspect ratio, so they stretch images.
@@ -381,12 +375,12 @@ _UNKNOWN = (
 
 
 def is_library(way: str) -> bool:
-    """Whether a way's name is a source of another library, such as `timm:resnet50.a1_in1k`."""
+    """Return True if a way's name is a source of another library, such as `timm:resnet50.a1_in1k`."""
     return ":" in way
 
 
 def libraries_of(names: Sequence[str], program: Program) -> Mapping[str, Library]:
-    """The ways among these names that are another library's, and other implementations of the same transforms.
+    """Return the ways among these names that are another library's, and other implementations of the same transforms.
 
     Raises:
         ConfigError: there is no such source. MissingLibrary: its library is not installed.
@@ -401,7 +395,7 @@ def libraries_of(names: Sequence[str], program: Program) -> Mapping[str, Library
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class Library(Way):
     """Decodes by Pillow, and runs another library's transforms on the whole image.
 
     It shows the decoded images, and the final results. Where these differ, the library is given the image without one
@@ -438,10 +432,6 @@ class Library:
             yield self._result(data)
 
     def causes(self, prefix: Prefix, data: Encoded) -> Iterator[tuple[str, Result | None]]:
-        """Yield what may make the results for an image differ, and the library's result without that.
-
-        None stands for a cause that no result needs to prove, and for the last one, an unknown cause.
-        """
         from PIL import Image
 
         opened = _opened(data)
@@ -536,7 +526,7 @@ NAIVE = ("pillow", "torchcodec", "opencv", "torchpipe_cpu", "torchpipe_gpu", "to
 
 
 def ways_of(config: Config, name: str) -> Mapping[str, Way]:
-    """All ways to run a pipeline of a configuration, by name."""
+    """Return all ways to run a pipeline of a configuration, by name."""
     program = config.programs[name]
     return {
         "val": Training(config, name, "cpu"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -19,9 +19,9 @@ from gpuflow.engines import Engine, class_names, open_engine, read_info, refuse_
 from gpuflow.engines.base import black_images
 from gpuflow.errors import BadSampleError, ConfigError, GpuflowError, MissingExtra, Problem, did_you_mean
 from gpuflow.execute.cpu.native_chunk import run_pointwise
-from gpuflow.parity.images import Encoded, ParityImage
+from gpuflow.parity.images import ParityImage
 from gpuflow.parity.measure import Differences, Scale, Tally, differences, levels_apart
-from gpuflow.parity.others import NAIVE, Library, is_library
+from gpuflow.parity.others import NAIVE, is_library
 from gpuflow.parity.report import Logits, Pair, Picture, Row
 from gpuflow.parity.ways import Prefix, Result, Way
 from gpuflow.pipeline.program import Program
@@ -85,7 +85,7 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
 
 
 def missing_stage(config: Config, program: Program, path: Path | None) -> str | None:
-    """A text that says that serving lacks a program's last stage; None if it has it, or its model records that one.
+    """Return that serving lacks a program's last stage; None if it has it, or its model records that one.
 
     Only of a stage that a model can contain (`gpuflow export --fold-normalize`). A file without a record may lack it.
     The model is the one that `serve` names, or the one at `path` if there is none.
@@ -166,7 +166,7 @@ class LogitTally:
         self._values += apart.numel()
 
     def result(self, kind: str) -> Logits | None:
-        """The summary; None if there was no image."""
+        """Return the summary; None if there was no image."""
         if self._images == 0:
             return None
         mean = self._sum / self._values
@@ -201,7 +201,7 @@ class Rule:
     levels: float | None = None
 
     def allowed(self, stages: Sequence[Stage], *, same_device: bool) -> float | None:
-        """The limit in levels after these stages; 0 for equal, None for no limit."""
+        """Return the limit in levels after these stages; 0 for equal, None for no limit."""
         match self.kind:
             case "ours":
                 return 0.0 if same_device else reduce(_spread, stages, CPU_AND_GPU)
@@ -217,7 +217,7 @@ class Rule:
                 assert_never(self.kind)
 
     def words(self, *, same_device: bool) -> str:
-        """The limit as text; empty if there is none."""
+        """Return the limit as text; empty if there is none."""
         match self.kind:
             case "ours" if same_device:
                 return "equal: both run on the same device"
@@ -236,7 +236,7 @@ class Rule:
 
 
 def _spread(levels: float, stage: Stage) -> float:
-    """How far apart two levels can be after a stage which before it are at most `levels` apart.
+    """Return how far apart two levels are after a stage if they are at most `levels` apart before it.
 
     It is `levels`, unless the stage maps each level to one that depends on nothing else: posterize makes 32 of 1.
     """
@@ -255,7 +255,7 @@ def _spread(levels: float, stage: Stage) -> float:
 def pairs_of(
     ways: Mapping[str, Way], against: tuple[str, str] | None, tolerance: float | None
 ) -> tuple[list[PairComparison], dict[str, str | None]]:
-    """The pairs that can be compared here, and for each needed way None or the reason why it cannot run here.
+    """Return the pairs to compare here, and for each needed way None or the reason why it cannot run here.
 
     Args:
         ways: all ways by name.
@@ -273,37 +273,29 @@ def pairs_of(
             if (reason := ways[way].missing()) is not None:
                 raise GpuflowError(f"--against: {way} cannot run here: {reason}")
         a, b = against
-        library = ways[b]
-        rule = Rule("library" if is_library(b) else "asked", tolerance)
-        pairs = [PairComparison(a, b, rule, library.causes if isinstance(library, Library) else _no_causes)]
+        pairs = [PairComparison(a, b, Rule("library" if is_library(b) else "asked", tolerance), ways[b])]
         alike = [way for way in ways if way.startswith(f"{b}, ")]
-        pairs += [PairComparison(a, way, Rule("nothing")) for way in alike]
+        pairs += [PairComparison(a, way, Rule("nothing"), ways[way]) for way in alike]
         return pairs, dict.fromkeys((*against, *alike))
     missing = {name: way.missing() for name, way in ways.items()}
     base = "val" if missing["val"] is None else "val@cuda"
     wanted = [*((a, b, Rule("ours")) for a, b in _OURS), (base, _REFERENCE, Rule("reference"))]
-    pairs = [PairComparison(a, b, rule) for a, b, rule in wanted if missing[a] is missing[b] is None]
+    pairs = [PairComparison(a, b, rule, ways[b]) for a, b, rule in wanted if missing[a] is missing[b] is None]
     if not pairs:
         reasons = "; ".join(f"{way}: {reason}" for way, reason in missing.items() if reason and way not in NAIVE)
         raise GpuflowError(f"parity: no two ways can be compared here: {reasons}")
-    return [*pairs, *(PairComparison(base, way, Rule("nothing")) for way in NAIVE if missing[way] is None)], missing
-
-
-Causes = Callable[[Prefix, Encoded], Iterator[tuple[str, Result | None]]]
-
-
-def _no_causes(prefix: Prefix, data: Encoded) -> Iterator[tuple[str, Result | None]]:
-    yield from ()
+    naive = [PairComparison(base, way, Rule("nothing"), ways[way]) for way in NAIVE if missing[way] is None]
+    return [*pairs, *naive], missing
 
 
 class PairComparison:
     """Collects the differences of a pair: call `begin`, `add` and `end` for each stage, then `result`.
 
-    causes: yields what may make the results for an image differ, and the second way's result without that.
+    second: the way `b`, which is asked what may make its results differ.
     """
 
-    def __init__(self, a: str, b: str, rule: Rule, causes: Causes = _no_causes) -> None:
-        self.a, self.b, self._rule, self._causes_of = a, b, rule, causes
+    def __init__(self, a: str, b: str, rule: Rule, second: Way) -> None:
+        self.a, self.b, self._rule, self._second = a, b, rule, second
         self._rows: list[Row] = []
         self._skipped: list[tuple[str, str]] = []
         self._logits = {"own": LogitTally(), "hostile": LogitTally()}
@@ -313,12 +305,12 @@ class PairComparison:
 
     @property
     def judged(self) -> bool:
-        """Whether the pair has a limit."""
+        """Return True if the pair has a limit."""
         return self._rule.kind != "nothing"
 
     @property
     def judges_serving(self) -> bool:
-        """Whether the pair has a limit, and one of the two ways is serving."""
+        """Return True if the pair has a limit, and one of the two ways is serving."""
         return self.judged and len({self.a, self.b} & _SERVING) == 1
 
     def begin(self, prefix: Prefix, scale: Scale, refusals: Mapping[str, str | None]) -> bool:
@@ -366,7 +358,7 @@ class PairComparison:
             )
 
     def _may_refuse(self, sample: ParityImage) -> bool:
-        """Whether the reference may refuse an image: torchvision any, another library those that are not the user's.
+        """Return True if the reference may refuse an image: torchvision any, another library any but the user's.
 
         Another library refuses an image, too, where it keeps its one or four channels.
         """
@@ -407,7 +399,9 @@ class PairComparison:
 
     def _find_cause(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor) -> None:
         """Note the first cause without which the second way's result is like the first one's."""
-        for cause, b in self._causes_of(self._prefix, sample.data):
+        if not self.judged:
+            return
+        for cause, b in self._second.causes(self._prefix, sample.data):
             alike = b is None
             if isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype):
                 alike = self._within(levels_apart(_cut(a, size), _cut(b, size), self._scale))
@@ -445,7 +439,7 @@ class PairComparison:
         )
 
     def result(self, faults: Sequence[str] = (), notes: Sequence[str] = ()) -> Pair:
-        """The pair's results, with pictures of its last stage. faults, notes: see `Pair`."""
+        """Return the pair's results, with pictures of its last stage. faults, notes: see `Pair`."""
         worst = [entry for kind in ("own", "hostile") for entry in sorted(self._worst[kind], reverse=True)]
         return Pair(
             a=self.a,

@@ -65,14 +65,14 @@ class Row:
 
     @property
     def apart(self) -> bool:
-        """Whether the two ways differ by more than allowed."""
+        """Return True if the two ways differ by more than allowed."""
         if self.allowed is None:
             return False
         return self.differ > 0 if self.allowed == 0 else not self.max <= self.allowed + self.noise
 
     @property
     def breach(self) -> bool:
-        """Whether the two ways differ by more than allowed, or do not accept the same images, or none was compared."""
+        """Return True if the ways differ by more than allowed or in the images they accept, or none was compared."""
         return self.allowed is not None and (self.images == 0 or self.apart or bool(self.alone))
 
 
@@ -125,7 +125,7 @@ class Pair:
         return bool(self.faults) or any(row.breach for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the pictures, as plain values; None for numbers that are not finite, which JSON cannot say."""
+        """Return everything but the pictures as plain values; None for numbers that are not finite."""
         return {
             "a": self.a,
             "b": self.b,
@@ -198,7 +198,7 @@ class Report:
         return tuple(pair for pair in self.pairs if not pair.asked)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the pictures, as plain values for JSON."""
+        """Return everything but the pictures as plain values for JSON."""
         return {
             "version": 1,
             "verdict": "breach" if self.breach else "pass",
@@ -257,7 +257,7 @@ def verdict(report: Report) -> str:
 
 
 def figures(pair: Pair) -> str:
-    """A pair's largest difference, in levels and of the results themselves, and how many pixels are apart."""
+    """Say how large a pair's differences are, in levels and of the results themselves, and how many pixels differ."""
     row = pair.rows[-1]
     if row.max == 0:
         return f"all {row.images} images are equal"
@@ -444,10 +444,15 @@ def page(report: Report) -> str:
         else:
             shown = _table([], escaped).replace("<table>", '<table class="text">')
         body += [f"<h2>{title}</h2>", shown]
+    return html_page(f"{outcome.upper()}: parity of {report.file}", _STYLE, body)
+
+
+def html_page(title: str, style: str, body: Sequence[str]) -> str:
+    """Return a page without links to other files. style: CSS. body: lines of HTML."""
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{outcome.upper()}: parity of {html.escape(report.file)}</title><style>{_STYLE}</style></head>"
+        f"<title>{html.escape(title)}</title><style>{style}</style></head>"
     )
     return "\n".join([head, "<body><main>", *body, "</main></body></html>", ""])
 
@@ -467,7 +472,7 @@ def _table(head: Sequence[Sequence[str]], rows: Sequence[tuple[str, Sequence[str
 
 
 def _heads(name: str, figures: Sequence[str], rest: Sequence[str]) -> list[list[str]]:
-    """Two heading lines, with the figures once for own images and once for hostile images."""
+    """Return two heading lines, with the figures once for own images and once for hostile images."""
     groups = [f'<th colspan="{len(figures)}">{kind} images</th>' for kind in ("own", "hostile")]
     return [
         [f'<th rowspan="2">{name}</th>', *groups, *(f'<th rowspan="2">{one}</th>' for one in rest)],
@@ -497,7 +502,7 @@ def _pair(report: Report, pair: Pair) -> str:
 
 
 def _summary(pairs: Sequence[Pair]) -> str:
-    """One line per naive way: its mean difference on the user's own images as a bar, and its flips."""
+    """Render a line per naive way: its mean difference on the user's own images as a bar, and its flips."""
     means = {
         pair.b: levels.mean for pair in pairs if pair.rows and (levels := pair.rows[-1].own or pair.rows[-1].hostile)
     }

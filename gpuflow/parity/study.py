@@ -162,7 +162,7 @@ def study(
 
 
 def _without_mixing(config: Config, name: str) -> Config:
-    """The configuration without the pipeline's mixing stages, which work on batches, not on images."""
+    """Return the configuration without the pipeline's mixing stages, which work on batches, not on images."""
     pipeline = config.program(name).pipeline
     images = Pipeline(name, tuple(stage for stage in pipeline.stages if not isinstance(stage, Mixing)))
     if images.stages == pipeline.stages:
@@ -214,7 +214,7 @@ def _measure(
 
 
 def _versions() -> dict[str, str]:
-    """The versions of everything that affects pixels."""
+    """Return the versions of everything that affects pixels."""
     from gpuflow.version import __version__
 
     found = {"gpuflow": __version__, "python": platform.python_version(), "opencv": cv2.__version__}

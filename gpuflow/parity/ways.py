@@ -12,11 +12,12 @@ import json
 import math
 import tempfile
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
 
 
 def _canvas(sizes: Sequence[Size], max_pixels: int) -> Canvas:
-    """The smallest canvas for images of these sizes, but of at most LARGEST_CANVAS a side and `max_pixels` pixels."""
+    """Return the smallest canvas for images of these sizes, within LARGEST_CANVAS a side and `max_pixels` pixels."""
     height, width = (min(max(sides), LARGEST_CANVAS) for sides in zip(*sizes, strict=True)) if sizes else (1, 1)
     side = math.isqrt(max_pixels)
     height = min(height, max(side, max_pixels // width))
@@ -135,7 +136,7 @@ def _canvas(sizes: Sequence[Size], max_pixels: int) -> Canvas:
 
 
 def _decoded_size(decoder: s.Decoder, data: Encoded) -> Size | None:
-    """(height, width) of the decoded image, read from the header only; None if the header is bad."""
+    """Return (height, width) of the decoded image, read from the header only; None if the header is bad."""
     if decoder.library is not None:
         height, width, _ = decoder.output(s.ENCODED).shape
         assert height is not None and width is not None
@@ -153,29 +154,40 @@ BATCH = 16
 """The batch size of training, and the number of concurrent requests to a graph."""
 
 
-class Way(Protocol):
+class Way(ABC):
     """One implementation of a pipeline: it turns encoded bytes into a tensor."""
 
+    @abstractmethod
     def describe(self) -> str:
-        """The libraries that decode and resize, with versions."""
+        """Return the libraries that decode and resize, with versions."""
 
+    @abstractmethod
     def missing(self) -> str | None:
-        """A text that says why this way cannot run on this machine; None if it can."""
+        """Return why this way cannot run on this machine; None if it can."""
 
     def refuses(self, prefix: Prefix) -> str | None:
-        """A text that says why this way cannot run this prefix of the pipeline; None if it can."""
+        """Return why this way cannot run this prefix of the pipeline; None if it can, as most ways can."""
+        return None
 
+    @abstractmethod
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         """Yield one result per image, in order, with the spec `prefix.program.result`."""
 
+    def causes(self, prefix: Prefix, data: Encoded) -> Iterator[tuple[str, Result | None]]:
+        """Yield what may make the results for an image differ, and this way's result without that.
+
+        None stands for a cause that no result needs to prove, and for the last one, an unknown cause.
+        """
+        yield from ()
+
 
 def missing_gpu(device: str) -> str | None:
-    """A text that says why the device, `cpu` or `cuda`, is missing; None if it is there."""
+    """Return why the device, `cpu` or `cuda`, is missing; None if it is there."""
     return "torch sees no NVIDIA GPU here" if device == "cuda" and not torch.cuda.is_available() else None
 
 
 def missing_torchpipe(*, preset: bool) -> str | None:
-    """Return a text that says what of torchpipe is missing to serve; None if nothing is."""
+    """Return what of torchpipe is missing to serve; None if nothing is."""
     missing = missing_operators("a preset") if preset else missing_scheduler()
     return None if missing is None else str(missing)
 
@@ -199,7 +211,7 @@ def served(config: Config, program: Program, device: str, images: Sequence[Encod
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class Training(Way):
     """The loader of a pipeline, with batches as in training."""
 
     config: Config
@@ -218,9 +230,6 @@ class Training:
         if self.device == "cpu" and (by_torchpipe or decoder.backend == "gpu"):
             return f"{decoder!r} runs only on a GPU"
         return missing_gpu(self.device) or (missing_torchpipe(preset=True) if by_torchpipe else None)
-
-    def refuses(self, prefix: Prefix) -> str | None:
-        return None
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         """Run the loader. It replaces bad samples, and its list of bad samples gives the reason for each."""
@@ -255,7 +264,7 @@ def _fault(listed: Path, index: int) -> BadSampleError:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class Serving(Way):
     """The graph of the block `serve`, with as many concurrent requests as training has images in a batch."""
 
     config: Config
@@ -285,7 +294,7 @@ class Serving:
         return None if fixed else "a graph gives images of one size, and after this stage they differ"
 
     def _program(self, prefix: Prefix) -> Program | str:
-        """The program that the graph runs for a prefix, or a text that says why the graph has no such prefix.
+        """Return the program that the graph runs for a prefix, or a text that says why the graph has no such prefix.
 
         If serving and training differ, the whole of serving is compared with the whole of training. This is not so if
         serving lacks the last stage alone, and a model can contain that one; `missing_stage` checks that it does. Where

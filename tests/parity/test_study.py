@@ -31,7 +31,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 BAD = ("empty file", "jpeg cut short", "jpeg of 60000x60000", "text")
 
 
-class Changed:
+class Changed(Way):
     """A way that applies `change` to another way's results; `number` counts images."""
 
     def __init__(self, way: Way, change: Callable[[int, Result], Result]) -> None:
@@ -43,24 +43,18 @@ class Changed:
     def missing(self) -> str | None:
         return None
 
-    def refuses(self, prefix: Prefix) -> str | None:
-        return None
-
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         for number, result in enumerate(self._way.run(prefix, images)):
             yield self._change(number, result)
 
 
-class Failing:
+class Failing(Way):
     """A way that gives three images and then fails."""
 
     def describe(self) -> str:
         return "fails"
 
     def missing(self) -> str | None:
-        return None
-
-    def refuses(self, prefix: Prefix) -> str | None:
         return None
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
