@@ -16,7 +16,7 @@ from gpuflow.pipeline.parameters import (
     Border,
     Center,
     Fill,
-    Warping,
+    WarpingStage,
     WarpInterpolation,
     about_center,
     angle_range,
@@ -29,7 +29,7 @@ _Shear = (
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Affine(Warping):
+class Affine(WarpingStage):
     """Turn, shift, scale and shear an image about its centre or another point, as torchvision's RandomAffine does.
 
     Args:

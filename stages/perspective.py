@@ -10,15 +10,14 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Border, Fill, Probability, WarpInterpolation
-from gpuflow.pipeline.warp_parameters import Border, Fill, Warping, WarpInterpolation
+from gpuflow.pipeline.parameters import Border, Fill, Probability, WarpingStage, WarpInterpolation
 
 _LARGEST = 1e12
 """The last number of a map is 1. In one with a larger number than this it is 0 but for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Perspective(Warping):
+class Perspective(WarpingStage):
     """Move the corners of an image inwards at random, as torchvision's RandomPerspective does.
 
     An image of which three corners come to lie on one line stays as it is, and so does one whose upper left pixel would

@@ -16,7 +16,7 @@ from gpuflow.pipeline.parameters import (
     Border,
     Center,
     Fill,
-    Warping,
+    WarpingStage,
     WarpInterpolation,
     angle_range,
     expanded_rotation,
@@ -25,7 +25,7 @@ from gpuflow.pipeline.parameters import (
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Rotate(Warping):
+class Rotate(WarpingStage):
     """Turn an image about its centre or another point, counterclockwise, as torchvision's RandomRotation does.
 
     Args:

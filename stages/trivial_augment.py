@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Fill, WarpInterpolation
-from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import AugmentPolicy, Choice, Magnitudes, Range, of_both_signs, uniform_places
 
 _SPACE: dict[str, Range | None] = {

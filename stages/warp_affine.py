@@ -11,9 +11,8 @@ import numpy as np
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Border, Fill, Size, WarpInterpolation, size_pair
+from gpuflow.pipeline.parameters import Border, Fill, Size, WarpingStage, WarpInterpolation, size_pair
 from gpuflow.pipeline.records import LARGEST, independent
-from gpuflow.pipeline.warp_parameters import Border, Fill, Warping, WarpInterpolation
 
 _Row = tuple[float, float, float]
 _Point = tuple[float, float]
@@ -27,7 +26,7 @@ _LAST = (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class WarpAffine(Warping):
+class WarpAffine(WarpingStage):
     """Warp an image by an affine map of the indices of its pixels, as cv2.warpAffine does.
 
     The map is one for all images, or with `{field: NAME}` each sample's own, from its record.

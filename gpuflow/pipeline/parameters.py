@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -69,8 +69,7 @@ def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tupl
 
 
 def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:
-    """Return the range that a `Factor`, or with `neutral` 0 a `Shift`, is drawn from, as in ColorJitter of torchvision.
-    Return the range that a `Factor`, or with `neutral` 0 a `Shift`, is drawn from, as in ColorJitter of torchvision."""
+    """Return the range that a `Factor`, or with `neutral` 0 a `Shift`, is drawn from, as in ColorJitter of torchvision."""
     if isinstance(value, tuple):
         return value
     return (max(neutral - value, 0.0) if neutral else -value), neutral + value
@@ -120,6 +119,25 @@ def lookup_of(interpolation: str, border: str, fill: int | tuple[int, int, int])
     """Return the filter of a warp; its fill counts only where the border is constant."""
     levels = fill if isinstance(fill, tuple) else (fill,)
     return s.Lookup(interpolation, border, levels if border == "constant" else (0,))
+
+
+class WarpingStage(s.Geometry):
+    """A stage that warps, by default to images of the same size: what is seen outside them, and how it resamples."""
+
+    tolerance: ClassVar[float] = 1.0
+
+    interpolation: WarpInterpolation
+    border: Border
+    fill: Fill
+
+    @property
+    def warps(self) -> s.Lookup:
+        return lookup_of(self.interpolation, self.border, self.fill)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        check_fill(self.fill, spec)
+        return spec
 
 
 def check_fill(fill: int | tuple[int, int, int], spec: s.ImageSpec) -> None:

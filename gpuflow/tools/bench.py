@@ -91,7 +91,7 @@ def measure(
     progress: Callable[[Job, float], None] = lambda job, rate: None,
     busy: Callable[[Job, float], None] = lambda job, share: None,
 ) -> dict[Job, list[float]]:
-    """Images per second of each job, measured `repeats` times. Jobs alternate, each in a new process.
+    """Measure images per second of each job `repeats` times. Jobs alternate, each in a new process.
 
     busy: called where other processes use more than a tenth of all cores, before or during a measurement, with that
     share.
@@ -230,7 +230,7 @@ class _Samples:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """A sample, or the next one that is no bad one: gpuflow's own loader takes another one, too."""
+        """Return a sample, or the next one that is no bad one: gpuflow's own loader takes another one, too."""
         reason = ""
         for place in range(index, index + _TRIES):
             try:
@@ -286,7 +286,7 @@ def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterab
 
 
 def _spdl(job: Job) -> Iterable[int]:
-    """SPDL as in its introduction: one item per sample, a concurrent decode, an aggregate, a collate."""
+    """Yield from SPDL as in its introduction: one item per sample, a concurrent decode, an aggregate, a collate."""
     import torch
     from spdl.pipeline import PipelineBuilder
 
@@ -323,7 +323,7 @@ by the consumer for a whole batch; SPDL with one item per sample. The others run
 
 
 def _arm(name: str) -> Callable[[Job], Iterable[int]]:
-    """The arm of this name, or the function at `path/to/file.py:function`."""
+    """Return the arm of this name, or the function at `path/to/file.py:function`."""
     path, colon, function = name.rpartition(":")
     return runpy.run_path(path)[function] if colon else ARMS[name]
 
@@ -349,7 +349,7 @@ def _copied(batches: Iterable[int]) -> Iterator[int]:
 
 
 def rate(batches: Iterable[int], *, warm_up: float, seconds: float) -> float:
-    """Items per second over `seconds`, measured after `warm_up` seconds."""
+    """Return the items per second over `seconds`, measured after `warm_up` seconds."""
     iterator = iter(batches)
     next(iterator)
     start = time.perf_counter()
@@ -365,7 +365,7 @@ def rate(batches: Iterable[int], *, warm_up: float, seconds: float) -> float:
 
 
 def machine() -> str:
-    """A description of this machine: cores that the process may use, processor, memory."""
+    """Return a description of this machine: cores that the process may use, processor, memory."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -377,7 +377,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Versions of the packages that the figures depend on."""
+    """Return the versions of the packages that the figures depend on."""
     from importlib.metadata import version
 
     packages = {"torch": "torch", "torchvision": "torchvision", "spdl": "spdl-core", "opencv": "opencv-python-headless"}
@@ -386,7 +386,7 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """The commit of the working directory, with a + if it has changes; empty outside a repository."""
+    """Return the commit of the working directory, with a + if it has changes; empty outside a repository."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=9"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -396,7 +396,7 @@ def commit() -> str:
 
 
 def row(arm: str, workload: str, metric: str, values: Sequence[float], unit: str) -> dict[str, Any]:
-    """One figure with its spread, and where it was measured."""
+    """Return one figure with its spread, and where it was measured."""
     return {
         "arm": arm,
         "workload": workload,
@@ -411,7 +411,7 @@ def row(arm: str, workload: str, metric: str, values: Sequence[float], unit: str
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """The median of `values`, the lowest, the highest, and how many there are."""
+    """Return the median of `values`, the lowest, the highest, and how many there are."""
     numbers = {"value": statistics.median(values), "low": min(values), "high": max(values)}
     texts = {key: f"{number:.5g}" if abs(number) < 1000 else f"{number:.0f}" for key, number in numbers.items()}
     return {**texts, "repeats": len(values)}
@@ -444,7 +444,7 @@ def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, which has a line of JSON for each, without a last line that was written in part."""
+    """Return the records of a log, which has a line of JSON for each, without a last line that was written in part."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -28,6 +28,7 @@ Status = Literal["ok", "note", "problem"]
 
 TESTED = {"torch": "2.11.0", "torchvision": "0.26.0"}
 """The versions that gpuflow is tested with."""
+_PAIR = " ".join(f"{name}=={version}" for name, version in TESTED.items())
 FILES_A_THREAD = 32
 """The most files that one thread of the loader has open at the same time."""
 
@@ -42,12 +43,18 @@ _NEARER = "copy the data to local NVMe, or pack it into tar shards, which saves 
 _FASTER = "keep the data on a faster disk, such as local NVMe; what fits into memory is cached after the first epoch"
 _GPU_ADVICE = "see whether nvidia-smi works; start a container with --gpus all"
 _HOW_TO_MEND = {
-    "torch": "pip install --force-reinstall {pair}",
-    "torchvision": "pip install --force-reinstall {pair}; the two must be built for each other",
+    "torch": f"pip install --force-reinstall {_PAIR}",
+    "torchvision": f"pip install --force-reinstall {_PAIR}; the two must be built for each other",
     "cv2": "pip uninstall opencv-python, then pip install --force-reinstall opencv-python-headless, which needs no "
     "libraries of the desktop",
     "spdl.pipeline": "pip install --force-reinstall spdl-core",
 }
+_SLOW_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait for the last one",
+    "TRITON_INTERPRET": "runs the kernels in Python instead of on the GPU",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "makes every tensor wait for the GPU's allocator",
+}
+"""What environment variables do where they are 1."""
 _SOFTWARE, _HOST, _MEASURED = "Software and GPU", "Cores and limits", "Measured here, about a second each"
 _HEADINGS = {
     **dict.fromkeys(("cores", "open files", "shared memory", "locked memory"), _HOST),
@@ -73,7 +80,7 @@ class Finding:
 
 
 def judge(machine: Machine) -> list[Finding]:
-    """All findings, ordered by topic. The comparison of disk and decoder comes last."""
+    """Return all findings, ordered by topic. The comparison of disk and decoder comes last."""
     has_gpu = bool(machine.gpus)
     findings = [
         *_software(machine.software),
@@ -103,7 +110,6 @@ def judge(machine: Machine) -> list[Finding]:
 
 
 def _software(software: Software) -> Iterator[Finding]:
-    pair = " ".join(f"{name}=={version}" for name, version in TESTED.items())
     yield Finding("Python", "ok", software.python)
     versions = {name: software.versions.get(name, "none").partition("+")[0] for name in TESTED}
     found = ", ".join(f"{name} {software.versions.get(name, 'none')}" for name in TESTED)
@@ -112,13 +118,11 @@ def _software(software: Software) -> Iterator[Finding]:
     else:
         tested = " and ".join(f"{name} {version}" for name, version in TESTED.items())
         yield Finding(
-            "torch", "note", f"{found}; gpuflow is tested with {tested}", f"if something fails: pip install {pair}"
+            "torch", "note", f"{found}; gpuflow is tested with {tested}", f"if something fails: pip install {_PAIR}"
         )
     yield Finding("SPDL", "ok", f"spdl-core {software.versions.get('spdl-core', 'none')}")
     for module, error in software.broken.items():
-        yield Finding(
-            MODULES[module], "problem", f"{module} cannot be imported: {error}", _HOW_TO_MEND[module].format(pair=pair)
-        )
+        yield Finding(MODULES[module], "problem", f"{module} cannot be imported: {error}", _HOW_TO_MEND[module])
 
 
 def _gpu(
@@ -145,8 +149,7 @@ def _gpu(
             "restart the machine if the driver was just updated; in a container, update the image's libraries",
         )
     if gpus:
-        built = f"; torch is built for CUDA {software.cuda}"
-        yield Finding("GPU", "ok", f"{_gpu_names(gpus)}{built}")
+        yield Finding("GPU", "ok", f"{_gpu_names(gpus)}; torch is built for CUDA {software.cuda}")
     elif not software.broken:
         yield _no_gpu(driver, gpu_error, software, environment)
 
@@ -159,7 +162,7 @@ def _gpu_names(gpus: Sequence[Gpu]) -> str:
 def _no_gpu(
     driver: Driver | None, gpu_error: str | None, software: Software, environment: Mapping[str, str]
 ) -> Finding:
-    """Why torch sees no GPU."""
+    """Say why torch sees no GPU."""
     if driver is not None and not driver.asked:
         if gpu_error is None:
             return Finding("GPU", "ok", "none that torch can use; gpuflow runs on the CPU")
@@ -168,12 +171,11 @@ def _no_gpu(
         return Finding("GPU", "ok", "none here; gpuflow runs on the CPU")
     idle = _counted(driver.gpus, "GPU")
     if software.cuda is None:
-        pair = " ".join(f"{name}=={version}" for name, version in TESTED.items())
         return Finding(
             "GPU",
             "problem",
             f"this torch is built without CUDA, so {idle} cannot be used",
-            f"pip install --force-reinstall {pair}, not from an index of CPU builds",
+            f"pip install --force-reinstall {_PAIR}, not from an index of CPU builds",
         )
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         hidden = f"CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']!r} hides {idle}"
@@ -254,21 +256,9 @@ def _decoder(decoders: CpuDecoders | None) -> Iterator[Finding]:
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     if not has_gpu:
         return
-    if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield Finding(
-            "environment", "problem", "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait for the last one", "unset it"
-        )
-    if environment.get("TRITON_INTERPRET") == "1":
-        yield Finding(
-            "environment", "problem", "TRITON_INTERPRET=1 runs the kernels in Python instead of on the GPU", "unset it"
-        )
-    if environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
-        yield Finding(
-            "environment",
-            "problem",
-            "PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes every tensor wait for the GPU's allocator",
-            "unset it",
-        )
+    for variable, effect in _SLOW_VARIABLES.items():
+        if environment.get(variable) == "1":
+            yield Finding("environment", "problem", f"{variable}=1 {effect}", "unset it")
     queues = environment.get(QUEUES_VARIABLE, "")
     if queues.isdigit() and int(queues) < QUEUES:
         yield Finding(
@@ -411,7 +401,7 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 
 def _coldness(rate: DiskRate) -> str:
-    """Whether the bytes came from disk or from the page cache, which only root can empty completely."""
+    """Say whether the bytes came from disk or from the page cache, which only root can empty completely."""
     if rate.filesystem in _IN_MEMORY:
         return "which is in memory"
     if rate.cached is None:
@@ -451,7 +441,7 @@ def _gpu_rate(engines: JpegEngines | None) -> Iterator[Finding]:
 def _limit(
     disk: Sequence[DiskRate], core_rates: Sequence[DecodeRate], engines: JpegEngines | None
 ) -> Iterator[Finding]:
-    """Which of disk and decoder is slower."""
+    """Say which of disk and decoder is slower."""
     if not disk or not core_rates or disk[0].images == 0:
         return
     decoder, name = core_rates[-1], "the cores"
@@ -493,7 +483,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _rate(value: float) -> str:
-    """Three significant digits, the precision of a short measurement."""
+    """Return a rate with three significant digits, the precision of a short measurement."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -502,7 +492,7 @@ def _gib(count: int) -> str:
 
 
 def report(findings: Sequence[Finding]) -> RenderableType:
-    """Findings under headings, each with its advice, and the numbers of problems and notes."""
+    """Render findings under headings, each with its advice, and the numbers of problems and notes."""
     width = max(len(finding.topic) for finding in findings)
     parts: list[RenderableType] = []
     for heading, group in groupby(findings, lambda finding: _HEADINGS.get(finding.topic, _SOFTWARE)):
@@ -538,7 +528,7 @@ class _Section:
 
 
 def _words(finding: Finding) -> RenderableType:
-    """The text, and the advice on the next line after an arrow."""
+    """Render the text, and the advice on the next line after an arrow."""
     text = Text(finding.text, overflow="fold")
     if finding.advice is None:
         return text

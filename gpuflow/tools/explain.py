@@ -57,7 +57,7 @@ _LOOKED_AT = 100
 
 
 def explain(config: Config) -> RenderableType:
-    """The resolved pipelines: stages, the specs between them, folding, device, threads, decoder and its version."""
+    """Render the resolved pipelines: stages, specs between them, folding, device, threads, decoder and its version."""
     parts: list[RenderableType] = []
     for name, program in config.programs.items():
         parts += [Text(f"\n{name}", style="bold"), _Stages(program), *_facts(config, name, program)]
@@ -94,7 +94,7 @@ class _Stages:
 
 
 def _runs_as(program: Program) -> list[str]:
-    """For each stage, the number and kind of the step that runs it; of a policy, the numbers of its steps."""
+    """Return for each stage the number and kind of the step that runs it; for a policy, the numbers of its steps."""
     words, begun = ["1 decode"], 1
     last = {end: number for number, end in enumerate(program.ends, start=2)}
     for number, (step, end) in enumerate(zip(program.steps, program.ends, strict=True), start=2):
@@ -134,30 +134,25 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
-    where, samples, remote, fingerprint, fields, no_jpegs, *faults = _source(config, name)
+    source = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     megabytes = size * slot_bytes_of(program) / 1e6
-    yield Text(f"  source         {redacted(where)}")
-    if fields:
-        yield Text(f"  fields         {fields}")
-    for heading, fault in zip(("left out", "turned"), faults, strict=True):
-        if fault:
-            yield Text(f"  {heading:14} {fault}")
-    if fingerprint:
-        yield Text(f"  fingerprint    {fingerprint}; ranks of a process group compare it, this command does not")
+    for heading, text in source.facts.items():
+        if text:
+            yield Text(f"  {heading:14} {text}")
     yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
     if program.mixings:
         yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
     yield Text(f"  order          {_order(config, name)}, seed {config.source.seed}")
     yield Text(f"  bad samples    {' '.join(config.on_error_choice(name))}")
-    processes = decode_processes_of(config, name, samples, remote=remote)
+    processes = decode_processes_of(config, name, source.samples, remote=source.remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     if parts := parts_in_python(config, name):
-        can_fork = not remote and not readers_of(config, gpu=False, remote=remote)
+        can_fork = not source.remote and not readers_of(config, gpu=False, remote=source.remote)
         yield Text(f"  in Python      {', '.join(parts)}{_cost_text(processes, can_fork=can_fork)}")
-    elif no_jpegs:
-        yield Text(f"  in Python      {no_jpegs}")
+    elif source.no_jpegs:
+        yield Text(f"  in Python      {source.no_jpegs}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name)}")
 
@@ -188,7 +183,7 @@ def _results(program: AnyProgram) -> str:
 
 
 def _conventions(decoder: Decoder) -> str:
-    """What becomes of the parts of a file that are not its levels; docs/decoding.md says more."""
+    """Say what becomes of the parts of a file that are not its levels; docs/decoding.md says more."""
     if decoder.library is not None:
         return f"those of {decoder.library}"
     alpha = "ignored" if decoder.background is None else f"composited over {list(decoder.background)}"
@@ -204,26 +199,43 @@ def _cpu_share_text(config: Config, name: str) -> str:
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {share.threads} thread(s)"
 
 
-def _source(config: Config, name: str) -> tuple[str, int, bool, str, str, str, str, str]:
-    """Return a description of the source, its number of samples, whether it is read remotely, its fingerprint, its
-    fields, which images are no JPEGs, which instances it leaves out and which images EXIF data turn."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SourceFacts:
+    """Facts of a source as text by heading, empty where there is nothing to say.
+
+    samples: how many it has. remote: whether it is read remotely. no_jpegs: which images are no JPEGs.
+    """
+
+    facts: dict[str, str]
+    samples: int = 0
+    remote: bool
+    no_jpegs: str = ""
+
+
+def _source(config: Config, name: str) -> _SourceFacts:
+    """Open the source of a pipeline, and look at some of its images if it is not remote."""
     where = config.source.where
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0, is_remote(where), "", "", "", "", ""
+        return _SourceFacts(facts={"source": redacted(f"{where}: {error}")}, remote=is_remote(where))
     part = config.split_of(name)
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     moves = "; adding or removing files moves samples between the parts" if config.source.fractions else ""
     split = "" if part is None else f", split {part}{unstratified}{moves}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
-    remote, fields = is_read_remotely(source), _fields(config, source)
-    decoder = config.any_program(name).decoder
+    remote, decoder, fingerprint = is_read_remotely(source), config.any_program(name).decoder, fingerprint_of(source)
     headers = {} if remote else _headers(source, decoder)
-    no_jpegs, turned = _no_jpegs(headers), _turned(source, decoder, headers)
-    return text, len(source), remote, fingerprint_of(source), fields, no_jpegs, _left_out(source), turned
+    facts = {
+        "source": redacted(text),
+        "fields": _fields(config, source),
+        "left out": _left_out(source),
+        "turned": _turned(source, decoder, headers),
+        "fingerprint": fingerprint and f"{fingerprint}; ranks of a process group compare it, this command does not",
+    }
+    return _SourceFacts(facts=facts, samples=len(source), remote=remote, no_jpegs=_no_jpegs(headers))
 
 
 def _headers(source: Source, decoder: Decoder) -> dict[int, Header]:
@@ -267,7 +279,7 @@ def _left_out(source: Source) -> str:
 
 
 def _fields(config: Config, source: Source) -> str:
-    """What a sample carries, where its fields are declared; empty for an image and a label."""
+    """Say what a sample carries, where its fields are declared; empty for an image and a label."""
     if not config.source.declared and not fields_of(source):
         return ""
     words = ["image"]

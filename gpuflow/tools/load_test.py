@@ -83,7 +83,7 @@ class Load:
 
     @property
     def target(self) -> str:
-        """Path and query of the requests."""
+        """Return the path and query of the requests."""
         parts = urlsplit(self.url)
         path = "/predict" if parts.path in ("", "/") else parts.path
         return f"{path}?{parts.query}" if parts.query else path
@@ -109,7 +109,7 @@ class Latency:
 
     @classmethod
     def of(cls, milliseconds: Sequence[float]) -> Self | None:
-        """None where no request was answered."""
+        """Summarise latencies; return None where no request was answered."""
         if not milliseconds:
             return None
         ranked = sorted(milliseconds)
@@ -145,7 +145,7 @@ class Point:
 
 
 def choose_files(directory: Path) -> tuple[str, ...]:
-    """The images in a directory and below it, recognised by suffix; an evenly spread choice where there are many.
+    """Return the images in a directory and below it, recognised by suffix; an evenly spread choice of many.
 
     Raises:
         ValueError: there are none.
@@ -155,8 +155,7 @@ def choose_files(directory: Path) -> tuple[str, ...]:
     found = images_below(directory)
     if not found:
         raise ValueError(f"--data: must be a directory of images ({', '.join(EXTENSIONS)}), got {str(directory)!r}")
-    count = min(len(found), _MOST_FILES)
-    return tuple(str(found[i * len(found) // count]) for i in range(count))
+    return tuple(str(found[i]) for i in spread(len(found), _MOST_FILES))
 
 
 def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = None) -> Point:
@@ -258,7 +257,7 @@ async def _result(process: Process) -> dict[str, Any]:
 
 
 async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
-    """The service's use of the machine from `begin` to `end`: cpu_percent, pss_mb or rss_mb, and gpu_percent."""
+    """Return the service's use of the machine from `begin` to `end`: cpu_percent, pss_mb or rss_mb, and gpu_percent."""
     from gpuflow.tools.machine import GpuUtilization, load_nvml
     from gpuflow.tools.usage import usage_of
 
@@ -291,7 +290,7 @@ async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, flo
 
 
 def rows(points: Sequence[Point], *, arm: str, workload: str) -> list[dict[str, Any]]:
-    """Rows of a results.csv, one for each figure."""
+    """Return rows of a results.csv, one for each figure."""
     from gpuflow.tools.bench import row
 
     made = []
@@ -303,12 +302,12 @@ def rows(points: Sequence[Point], *, arm: str, workload: str) -> list[dict[str, 
 
 
 def _memory(point: Point) -> tuple[str, float | None]:
-    """Which kind of memory was measured, `pss` or `rss`, and its value."""
+    """Return which kind of memory was measured, `pss` or `rss`, and its value."""
     return ("rss", point.rss_mb) if point.rss_mb is not None else ("pss", point.pss_mb)
 
 
 def _figures(point: Point) -> dict[str, tuple[float | None, str]]:
-    """Metric -> value and unit."""
+    """Return the value and the unit of each metric."""
     kind, memory = _memory(point)
     return {
         "qps": (point.qps, "requests/s"),
@@ -323,7 +322,7 @@ def _figures(point: Point) -> dict[str, tuple[float | None, str]]:
 
 
 def render(points: Sequence[Point]) -> Table:
-    """The figures as a table for the terminal."""
+    """Render the figures as a table for the terminal."""
     from rich.table import Table
 
     several = points[0].load.request_batch > 1
@@ -348,7 +347,7 @@ def _text(value: float | None) -> str:
 
 
 def notes(points: Sequence[Point], *, gpus_asked: bool = True) -> list[str]:
-    """Remarks on these figures. gpus_asked: whether nvidia-ml-py, which reads the GPU use, is installed."""
+    """Return remarks on these figures. gpus_asked: whether nvidia-ml-py, which reads the GPU use, is installed."""
     made = []
     for point in points:
         if point.errors:
@@ -429,7 +428,7 @@ class _Client:
 
 
 def _bodies(files: Sequence[str], batch: int) -> list[bytes]:
-    """Each file as a body, or forms of `batch` files; the last form is filled up with the first files."""
+    """Return each file as a body, or forms of `batch` files; the last form is filled up with the first files."""
     images = [Path(file).read_bytes() for file in files]
     if batch == 1:
         return images
@@ -438,7 +437,7 @@ def _bodies(files: Sequence[str], batch: int) -> list[bytes]:
 
 
 def _form(images: Sequence[bytes]) -> bytes:
-    """A multipart/form-data body (RFC 7578)."""
+    """Return a multipart/form-data body (RFC 7578)."""
     parts = []
     for number, image in enumerate(images):
         disposition = f'Content-Disposition: form-data; name="image"; filename="{number}"'
@@ -447,7 +446,7 @@ def _form(images: Sequence[bytes]) -> bytes:
 
 
 def _main() -> None:
-    """A process of clients: reads a task, writes `ready`, reads the start time, writes the result."""
+    """Run a process of clients: read a task, write `ready`, read the start time, write the result."""
     task = json.loads(sys.stdin.readline())
     load = Load(**task["load"])
     bodies = _bodies(task["files"], load.request_batch)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def load_nvml() -> Any | None:
-    """The module `pynvml`; None where nvidia-ml-py is not installed."""
+    """Return the module `pynvml`; None where nvidia-ml-py is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -39,7 +39,7 @@ def load_nvml() -> Any | None:
 
 
 def nvidia_driver(nvml: Any | None) -> Driver | None:
-    """The driver's version and GPUs. None where no driver is installed or loaded.
+    """Return the driver's version and GPUs. None where no driver is installed or loaded.
 
     Args:
         nvml: what `load_nvml` returns.
@@ -88,7 +88,7 @@ class GpuUtilization:
                     self._handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
 
     def percents(self) -> list[int]:
-        """For each GPU that answers, the share of the last 1/6 to 1 s in which a kernel ran."""
+        """Return for each GPU that answers the share of the last 1/6 to 1 s in which a kernel ran."""
         found = []
         for handle in self._handles:
             with suppress(self._nvml.NVMLError):
@@ -247,7 +247,7 @@ def gather(
 def _measured(
     machine: Machine, source: SourceSpec | None, readers: int | None, progress: Callable[[str], object]
 ) -> Machine:
-    """Adds the measured rates to the machine's values."""
+    """Add the measured rates to the machine's values."""
     from gpuflow.config.resources import gpu_readers_of
     from gpuflow.execute.gpu.gpu_call import can_be_used
     from gpuflow.tools import rates
@@ -285,7 +285,7 @@ def _measured(
 
 
 def broken_modules() -> dict[str, str]:
-    """The modules of `MODULES` that cannot be imported, and why. After a repair, call it in a new process."""
+    """Return the modules of `MODULES` that cannot be imported, and why. After a repair, call it in a new process."""
     broken = {}
     for module in MODULES:
         try:
@@ -311,7 +311,7 @@ def _software(broken: Mapping[str, str]) -> Software:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """The GPUs that torch can use; if there are none, torch's explanation."""
+    """Return the GPUs that torch can use; if there are none, torch's explanation."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:

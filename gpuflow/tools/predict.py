@@ -309,6 +309,8 @@ def _as_text(cell: Any) -> Any:
     return cell.encode(errors="backslashreplace").decode() if isinstance(cell, str) else cell
 
 
+# --- evaluate ---
+
 _WORST = 5
 
 
@@ -335,7 +337,7 @@ class Evaluation:
         return recall, precision
 
     def __str__(self) -> str:
-        """The shares of right predictions, and the classes of the lowest recall."""
+        """Return the shares of right predictions, and the classes of the lowest recall."""
         samples, (recall, precision) = int(self.confusion.sum()), self.shares
         lines = [
             f"{samples:,} samples of {len(self.classes)} classes, without {len(self.bad):,} bad ones",

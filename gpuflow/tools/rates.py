@@ -163,7 +163,7 @@ def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskR
 
 
 def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECONDS) -> list[Extent]:
-    """Images of a local source in random order, the same in each call. Lists only part of a large source.
+    """Return images of a local source in random order, the same in each call. Lists part of a large source only.
 
     The search ends after `seconds`.
 
@@ -254,7 +254,7 @@ def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:
 
 
 def filesystem_of(path: str, mounts: Sequence[tuple[str, str]] | None = None) -> str:
-    """The kind of file system that a path is on: `ext4`, `nfs4`, `tmpfs`; `unknown` where no mount holds it.
+    """Return the kind of file system that a path is on: `ext4`, `nfs4`, `tmpfs`; `unknown` where no mount holds it.
 
     Args:
         mounts: directory and kind of each mounted file system, in the order of mounting; by default this machine's.
@@ -283,7 +283,7 @@ class ProbedImage(NamedTuple):
 
 
 def probed(files: Sequence[Bytes]) -> list[ProbedImage]:
-    """Reads the header of each file."""
+    """Read the header of each file."""
 
     def header(data: Bytes) -> Header | None:
         try:
@@ -295,7 +295,7 @@ def probed(files: Sequence[Bytes]) -> list[ProbedImage]:
 
 
 def photographs(count: int = 32) -> list[Bytes]:
-    """Synthetic JPEGs of 500x375 pixels, 4:2:0, with as much detail as photographs: about 60 kB each."""
+    """Return synthetic JPEGs of 500x375 pixels, 4:2:0, as detailed as photographs: about 60 kB each."""
     files = []
     for seed in range(count):
         noise = np.random.default_rng(seed)
@@ -309,7 +309,7 @@ def photographs(count: int = 32) -> list[Bytes]:
 
 
 def cpu_decoders() -> CpuDecoders:
-    """The libraries that decode on the cores."""
+    """Return the libraries that decode on the cores."""
     library = find_libjpeg_turbo()
     turbo = library.version if library else None
     return CpuDecoders(libjpeg_turbo=turbo, opencv=cv2.__version__, refusal=libjpeg_turbo_refusal())
@@ -366,7 +366,7 @@ def jpeg_engines(images: Sequence[ProbedImage]) -> JpegEngines:
 
 
 def _engine_batch(images: Sequence[ProbedImage]) -> list[tuple[Bytes, int, int]]:
-    """A batch as the loader passes to the engines: images with height and width, repeated if there are too few."""
+    """Return a batch for the engines: images with height and width, repeated if there are too few."""
     suited = [(image.data, image.header) for image in images if image.header is not None and image.for_engines]
     batch, room = [], _DECODED_BYTES
     for data, header in islice(cycle(suited), _ENGINE_BATCH):
@@ -409,7 +409,7 @@ def _gpu_rate(batch: Sequence[tuple[Bytes, int, int]], backend: str) -> DecodeRa
 
 
 def data(images: Sequence[ProbedImage], *, bad: int, where: str | None) -> Data:
-    """Number, sizes and usable share of the images."""
+    """Return the number, sizes and usable share of the images."""
     headers = [image.header for image in images if image.header is not None]
     by_area = sorted((header.width * header.height, header.width, header.height) for header in headers)
     _, width, height = by_area[len(by_area) // 2] if by_area else (0, 0, 0)

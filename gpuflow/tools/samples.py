@@ -36,24 +36,24 @@ from gpuflow.runtime.files import atomic_write
 if TYPE_CHECKING:
     from PIL import Image
 
-PHOTOS: dict[str, tuple[str, str]] = {
-    "astronaut": ("skimage", "data/astronaut.png"),
-    "brick": ("skimage", "data/brick.png"),
-    "camera": ("skimage", "data/camera.png"),
-    "chelsea": ("skimage", "data/chelsea.png"),
-    "china": ("sklearn", "datasets/images/china.jpg"),
-    "coffee": ("skimage", "data/coffee.png"),
-    "flower": ("sklearn", "datasets/images/flower.jpg"),
-    "grass": ("skimage", "data/grass.png"),
-    "gravel": ("skimage", "data/gravel.png"),
-    "hubble": ("skimage", "data/hubble_deep_field.jpg"),
-    "moon": ("skimage", "data/moon.png"),
-    "motorcycle": ("skimage", "data/motorcycle_left.png"),
-    "retina": ("skimage", "data/retina.jpg"),
-    "rocket": ("skimage", "data/rocket.jpg"),
-    "tissue": ("skimage", "data/ihc.png"),
+PHOTOS: dict[str, str] = {
+    "astronaut": "skimage/data/astronaut.png",
+    "brick": "skimage/data/brick.png",
+    "camera": "skimage/data/camera.png",
+    "chelsea": "skimage/data/chelsea.png",
+    "china": "sklearn/datasets/images/china.jpg",
+    "coffee": "skimage/data/coffee.png",
+    "flower": "sklearn/datasets/images/flower.jpg",
+    "grass": "skimage/data/grass.png",
+    "gravel": "skimage/data/gravel.png",
+    "hubble": "skimage/data/hubble_deep_field.jpg",
+    "moon": "skimage/data/moon.png",
+    "motorcycle": "skimage/data/motorcycle_left.png",
+    "retina": "skimage/data/retina.jpg",
+    "rocket": "skimage/data/rocket.jpg",
+    "tissue": "skimage/data/ihc.png",
 }
-"""Class name -> (package, path inside it). Only files that the packages' wheels contain."""
+"""Class name -> path, from the package on. Only files that the packages' wheels contain."""
 
 _PROJECTS = {"PIL": "pillow", "skimage": "scikit-image", "sklearn": "scikit-learn"}
 _SIZES = ((500, 375), (375, 500), (500, 333), (500, 500))  # width, height in pixels
@@ -151,8 +151,9 @@ def load_photos() -> dict[str, Image.Image]:
     from PIL import Image
 
     photos = {}
-    for name, (package, file) in PHOTOS.items():
-        if (path := roots[package] / file).exists():
+    for name, file in PHOTOS.items():
+        package, _, inside = file.partition("/")
+        if (path := roots[package] / inside).exists():
             with Image.open(path, formats=("JPEG", "PNG")) as image:
                 photos[name] = image.convert("RGB")
     return photos

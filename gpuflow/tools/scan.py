@@ -62,7 +62,7 @@ class Finding:
     needs: str = ""
 
     def row(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the finding as a JSON object."""
         return {key: value for key, value in asdict(self).items() if key != "needs" or value}
 
 
@@ -76,7 +76,7 @@ def scan(
     timeout_seconds: float = 120.0,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> Iterator[Finding]:
-    """Findings in the source's order.
+    """Yield findings in the source's order.
 
     Args:
         source: what to read, all of it.
@@ -232,7 +232,7 @@ class _Scanner:
     def _look(
         self, index: int, error: str | None, data: Bytes, cpu_decoder: CpuDecoder
     ) -> tuple[list[Finding], tuple[int, int] | None]:
-        """What is wrong or odd about one sample, and the height and width of its image, if they are known."""
+        """Return what is wrong or odd about one sample, and the height and width of its image, if they are known."""
         decoder, path = self._decoder, self._source.path(index)
         if error is not None:
             return [Finding(index, path, "unreadable", True, error)], None
@@ -262,7 +262,7 @@ class _Scanner:
         return header.untagged() if tagged else (header, 1)
 
     def _unnamed(self, index: int, path: str, data: Bytes, fault: BadSampleError) -> Finding:
-        """A file of a format that `decode.formats` does not name; of another kind if its header is bad all the same."""
+        """Return the finding of a format that `decode.formats` does not name, or of its header if that is bad, too."""
         try:
             needs = self._probe(data, LABELS)[0].format
         except BadSampleError as other:
@@ -271,7 +271,7 @@ class _Scanner:
 
 
 def _odd(index: int, path: str, header: Header) -> Iterator[Finding]:
-    """What decodes, but not everywhere."""
+    """Yield what decodes, but not everywhere."""
     if header.format == "jpeg" and header.channels == 4:
         yield Finding(index, path, "cmyk", False, "CMYK JPEG; it is converted to RGB, other decoders may refuse it")
     name = path.rpartition("/")[2]

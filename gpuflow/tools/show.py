@@ -15,7 +15,7 @@ from gpuflow.config import Config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.parity.measure import Scale
-from gpuflow.parity.report import data_uri
+from gpuflow.parity.report import data_uri, html_page
 from gpuflow.pipeline.records import Field
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.pipeline.views import AnyProgram, View, ViewsProgram
@@ -62,7 +62,7 @@ class Shown:
 
 
 def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device: str = "cpu") -> list[Shown]:
-    """The first samples of an epoch of a pipeline, as a loop gets them; those of an incomplete last batch, too.
+    """Return the first samples of an epoch as a loop gets them; those of an incomplete last batch, too.
 
     Args:
         count: how many; fewer if the epoch has fewer.
@@ -105,7 +105,7 @@ class _Pictures:
     result: ImageSpec
 
     def pictures(self, batch: Batch, i: int) -> Iterator[tuple[str, Bytes]]:
-        """Each image of sample i with its title."""
+        """Yield each image of sample i with its title."""
         if self.view is None:
             yield "", _rgb(self.scale.levels(batch.images[i]), self.result.color)
             return
@@ -122,7 +122,7 @@ def _views(program: AnyProgram) -> list[_Pictures]:
 
 
 def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> list[Target]:
-    """What is drawn on sample i: each class of its masks of levels, then each object.
+    """Return what is drawn on sample i: each class of its masks of levels, then each object.
 
     Masks of instances and keypoints belong to the first field of boxes; without one, each row of them is an object. Of
     several fields of masks, or of keypoints, all are drawn, in the object's colour.
@@ -150,7 +150,7 @@ def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> list[Target]:
 
 
 def _box(batch: Batch, i: int, boxes: Field, number: int) -> Target:
-    """A box; its colour is that of its class if it has one."""
+    """Return a box; its colour is that of its class if it has one."""
     x1, y1, x2, y2 = batch.fields[boxes.name][i][number].tolist()
     if not boxes.labels:
         return Target(colour=number, box=(x1, y1, x2, y2))
@@ -160,7 +160,7 @@ def _box(batch: Batch, i: int, boxes: Field, number: int) -> Target:
 
 
 def _notes(batch: Batch, i: int, fields: Sequence[Field]) -> list[str]:
-    """The fields that are not drawn, as text."""
+    """Return the fields that are not drawn, as text."""
     values = [(one.name, batch.fields[one.name][i]) for one in fields if one.type in ("number", "text", "any")]
     return [f"{name}: {value.item() if isinstance(value, torch.Tensor) else value}" for name, value in values]
 
@@ -170,7 +170,7 @@ def _rgb(image: Bytes, color: str) -> Bytes:
 
 
 def _label(labels: Any, i: int, classes: Sequence[str]) -> str:
-    """A sample's label in words: a class, the classes with the largest weights, or numbers."""
+    """Return a sample's label in words: a class, the classes with the largest weights, or numbers."""
     label = labels[i]
     if not label.is_floating_point() and label.ndim == 0:
         return classes[int(label)] if int(label) < len(classes) else str(int(label))
@@ -188,18 +188,13 @@ def _label(labels: Any, i: int, classes: Sequence[str]) -> str:
 
 def page(title: str, stages: str, samples: Sequence[Shown]) -> str:
     """Render samples as one HTML page without links to other files. stages: one or several lines of text."""
-    head = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
-    )
     body = [
         f"<header><h1>{html.escape(title)}</h1><p><code>{html.escape(stages)}</code></p></header>",
         f'<div class="{"samples views" if any(len(one.images) > 1 for one in samples) else "samples"}">',
         *map(_card, samples),
         "</div>",
     ]
-    return "\n".join([head, "<body><main>", *body, "</main></body></html>", ""])
+    return html_page(title, _STYLE, body)
 
 
 def _card(sample: Shown) -> str:
@@ -235,7 +230,7 @@ def _tinted(image: Bytes, mask: Bools, colour: str) -> Bytes:
 
 
 def _marks(colour: str, target: Target, height: int, width: int) -> str:
-    """A target's box and visible keypoints as SVG, in an image of this size."""
+    """Render a target's box and visible keypoints as SVG, in an image of this size."""
     parts = []
     if target.box is not None:
         x1, y1, x2, y2 = target.box
@@ -250,7 +245,7 @@ def _marks(colour: str, target: Target, height: int, width: int) -> str:
 
 
 def _name_tag(colour: str, target: Target, height: int, width: int) -> str:
-    """A box's name on a plate above it, or within it where that is outside the image, as SVG."""
+    """Render a box's name on a plate above it, or within it where that is outside the image, as SVG."""
     if target.box is None or not target.name:
         return ""
     x, y, *_ = target.box

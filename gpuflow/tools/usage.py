@@ -25,7 +25,7 @@ class Usage:
 
 
 def usage_of(pids: Iterable[int], *, pss: bool = False) -> Usage | None:
-    """Processor time and memory of these processes, and of those that they started; None if one of them has ended.
+    """Return the processor time and memory of these processes and their children; None if one of them has ended.
 
     pss: also read `pss_bytes`, for which the system looks at every page.
     """
@@ -56,7 +56,7 @@ def _usage(process: psutil.Process, *, pss: bool) -> Usage:
 
 
 def _pss(process: psutil.Process) -> int | None:
-    """None for a process of another user, and where the kernel does not count it."""
+    """Return the proportional memory; None for a process of another user, and where the kernel does not count it."""
     try:
         return getattr(process.memory_full_info(), "pss", None)
     except psutil.AccessDenied:
@@ -64,7 +64,7 @@ def _pss(process: psutil.Process) -> int | None:
 
 
 def listeners(host: str, port: int) -> tuple[int, ...]:
-    """The processes of this user that listen on a TCP port of this machine; none if the host is not this machine."""
+    """Return the processes of this user that listen on a TCP port; none if the host is not this machine."""
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
@@ -75,7 +75,7 @@ def listeners(host: str, port: int) -> tuple[int, ...]:
 
 
 def _listens(process: psutil.Process, port: int) -> bool:
-    """Whether a process has a listening socket on a port. False for processes of other users, which do not say.
+    """Return True if a process has a listening socket on a port. False for processes of other users, which do not say.
 
     Each process is asked by itself, because several may share one socket, and a list of the machine's sockets names
     only one process for each.
