@@ -69,7 +69,7 @@ def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tupl
 
 
 def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:
-    """Return the range that a `Factor`, or with `neutral` 0 a `Shift`, is drawn from, as in ColorJitter of torchvision."""
+    """Return the range that a `Factor`, or a `Shift` with `neutral` 0, is drawn from, as ColorJitter does."""
     if isinstance(value, tuple):
         return value
     return (max(neutral - value, 0.0) if neutral else -value), neutral + value

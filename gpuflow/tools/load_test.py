@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from gpuflow.errors import GpuflowError
+from gpuflow.sources.base import spread
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -148,13 +148,13 @@ def test_a_name_that_no_stage_is_like_gets_the_list(name: str) -> None:
 
 def test_no_hint_names_a_transform_that_is_another_one() -> None:
     """For torchvision's names: the stage that the importer puts in its place, or the transform itself."""
-    from gpuflow.migration.from_torchvision import _EQUAL
+    from gpuflow.migration.from_torchvision import _OF_TORCHVISION
     from gpuflow.stages.torchvision import _NOT_OF_ONE_IMAGE, _transforms
 
     for name in sorted(_transforms() - _NOT_OF_ONE_IMAGE):
         (problem,) = problems(stages_of(f"decode, {name}: {{}}"))
         hint = problem.action.partition("'")[2].rpartition("'")[0]
-        if name in _EQUAL:
+        if name in _OF_TORCHVISION:
             assert hint in STAGES and hint != "torchvision", name
         else:
             assert hint in ("normalize", f"torchvision: {{name: {name}}}"), name
