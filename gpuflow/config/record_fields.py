@@ -67,7 +67,7 @@ def refuse_record_fields(config: Config, name: str, rule: str, action: str) -> N
 
 
 def _taken(name: str, program: AnyProgram) -> Mapping[tuple[Key, ...], RecordValue]:
-    """What the stages of a pipeline take, by the keys that lead to the parameters in a file."""
+    """Return what the stages of a pipeline take, by the keys that lead to the parameters in a file."""
     if isinstance(program, ViewsProgram):
         return {
             ("pipelines", name, "views", view.name, "stages", i - 1, stage, parameter): value

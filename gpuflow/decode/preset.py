@@ -55,7 +55,7 @@ class Preset(s.Decoder):
 
     @property
     def device(self) -> str:
-        """The device that its operators run on: `cpu` or `cuda`."""
+        """Return the device that its operators run on: `cpu` or `cuda`."""
         return "cpu" if self.name == "torchpipe_cpu" else "cuda"
 
     @property

@@ -19,7 +19,7 @@ from gpuflow.torchpipe.adapter import missing_operators
 
 
 def place(config: Config, name: str, device: torch.device, batch_size: int) -> Placement:
-    """Where a pipeline of a configuration runs on a device.
+    """Decide where a pipeline of a configuration runs on a device.
 
     Raises:
         ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
@@ -58,7 +58,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
 
 
 def explain_gpu(config: Config, name: str) -> str:
-    """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
+    """Return a text that says what decodes a pipeline for this machine's GPU, or for any if it has none."""
     program = _program_of(config, name)
     if program.decoder.needs_gpu:
         return str(program.decoder.library)
@@ -75,12 +75,12 @@ def explain_gpu(config: Config, name: str) -> str:
 
 
 def _program_of(config: Config, name: str) -> AnyProgram:
-    """That of a pipeline, or of `serve`, which is explained here, too."""
+    """Return the program of a pipeline, or of `serve`, which is explained here, too."""
     return config.views[name] if name in config.views else config.programs[name]
 
 
 def _by_torchpipe(config: Config, name: str, library: str, device: torch.device) -> Placement:
-    """A preset that runs on a GPU has no other place."""
+    """Place a preset on its GPU. Raise ConfigError if it cannot run there, because it has no other place."""
 
     def fault(rule: str) -> ConfigError:
         preset = config.pipelines[name].preset
@@ -109,7 +109,7 @@ def _by_torchpipe(config: Config, name: str, library: str, device: torch.device)
 
 
 def memory_for_decoding(config: Config, name: str, batch_size: int) -> tuple[int, int]:
-    """The bytes of each buffer of decoded pixels, and how many images of later batches may be decoded already.
+    """Return the bytes of each buffer of decoded pixels, and how many images of later batches may be decoded already.
 
     What `run.memory_limit` leaves after the batches in flight is for the buffers, and for such images if all of these
     fit.

@@ -506,7 +506,7 @@ class CallableEngine:
             self.run(black_images(count, self._image, self._device))
 
     def bind_thread(self) -> None:
-        """On a GPU, torch initialises libraries at a thread's first run."""
+        """Warm up on this thread: on a GPU, torch initialises libraries at a thread's first run."""
         if self._device.type == "cuda":
             self.warm_up()
 

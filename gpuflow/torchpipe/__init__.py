@@ -1,3 +1,1 @@
 """Serving by torchpipe: the graph, its nodes, torchpipe's own decoders as a preset, and the adapter to torchpipe."""
-
-__all__: list[str] = []

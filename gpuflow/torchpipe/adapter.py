@@ -146,7 +146,7 @@ def skip_cleanup() -> None:
 
 
 def unique_prefix() -> str:
-    """A prefix for the node names of one graph."""
+    """Return a prefix for the node names of one graph."""
     return f"gpuflow{next(_numbers)}"
 
 

@@ -36,13 +36,16 @@ class RequestGroup:
     """Requests that the model gets as one batch, such as those of a list or of a form.
 
     If a separate node decodes, it reports each request once, and the last report returns the decoded requests.
-    size: number of requests.
+
+    Args:
+        requests: two or more, whose `group` this becomes.
     """
 
-    def __init__(self, size: int) -> None:
-        self._missing = set(range(size))
-        self._decoded: list[Request] = []
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests, self._missing = list(requests), set(requests)
         self._lock = threading.Lock()
+        for request in requests:
+            request.group = self
 
     def report(self, request: Request, *, decoded: bool) -> list[Request]:
         """Report that a request is decoded, or needs no model because its image is bad or it was cancelled.
@@ -51,15 +54,15 @@ class RequestGroup:
         empty list, and so does a further report of the same request.
         """
         with self._lock:
-            if request.row not in self._missing:
+            if request not in self._missing:
                 return []
-            self._missing.discard(request.row)
-            if decoded:
-                self._decoded.append(request)
+            self._missing.discard(request)
+            if not decoded:
+                self._requests.remove(request)
             if self._missing:
                 return []
-            complete, self._decoded = self._decoded, []
-        return sorted((each for each in complete if not each.ended), key=lambda each: each.row)
+            complete, self._requests = self._requests, []
+        return [each for each in complete if not each.ended]
 
 
 class Request:
@@ -72,7 +75,7 @@ class Request:
     deadline: by `time.monotonic`; an answer after it is of no use. dropped: whether it could not be met.
     future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
     done: called once, before the future has its result, when the graph has finished with the request or dropped it.
-    group, row: the group that it belongs to, and its place there; without one it is a batch alone.
+    group: that it belongs to; without one it is a batch alone.
     ends_call: whether its caller waits for no later request, so that with its answer the caller may send again.
     image: what the model gets, once a node that only decodes has finished.
     ended: whether `done` was called.
@@ -85,15 +88,13 @@ class Request:
         *,
         wrap: Callable[[torch.Tensor], Any],
         wants_image: bool = False,
-        group: RequestGroup | None = None,
-        row: int = 0,
-        ends_call: bool = True,
         deadline: float = math.inf,
     ) -> None:
         self.future: Future[Any] = Future()
         self.deadline, self.dropped = deadline, False
         self.wants_image = wants_image
-        self.group, self.row, self.ends_call = group, row, ends_call
+        self.group: RequestGroup | None = None
+        self.ends_call = True
         self.image: torch.Tensor | None = None
         self.ended = False
         self._data: bytes | None = data
@@ -402,13 +403,13 @@ class RequestQueue:
             batch = self.next_batch(arrived=arrived + callers(batch), seconds=seconds)
 
     def mark_started(self, items: int) -> None:
-        """An instance received this many items from torchpipe. It is busy until `next_batch` returns none."""
+        """Record that an instance received these items. It is busy until `next_batch` returns none."""
         with self._arrival:
             self._started -= items
             self._free -= 1
 
     def next_batch(self, *, arrived: int, seconds: float) -> list[Request]:
-        """The requests that a busy instance runs next; empty if none waits, which frees the instance.
+        """Return the requests that a busy instance runs next; none if none waits, which frees the instance.
 
         Waits until `arrived` parts have been added or the batch is full, but no longer than `seconds`.
         """
@@ -430,12 +431,12 @@ def _drop(requests: Sequence[Request]) -> None:
 
 
 def callers(requests: Sequence[Request]) -> int:
-    """How many callers may send again once these requests are answered."""
+    """Return how many callers may send again once these requests are answered."""
     return sum(request.ends_call for request in requests)
 
 
 def joined(parts: Sequence[Sequence[Request]], batch: int) -> list[list[Request]]:
-    """Batches of whole parts, in order, none larger than `batch`."""
+    """Return batches of whole parts, in order, none larger than `batch`."""
     batches: list[list[Request]] = []
     for part in parts:
         if batches and len(batches[-1]) + len(part) <= batch:

@@ -37,7 +37,7 @@ from gpuflow.torchpipe.adapter import (
     turn_off_batching,
     unique_prefix,
 )
-from gpuflow.torchpipe.graph import OURS, Graph, chain
+from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph, chain
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
 from gpuflow.torchpipe.request_queue import AnswerRate, Request, RequestGroup, RequestQueue, unchanged
 
@@ -62,8 +62,7 @@ def register() -> None:
     Raises:
         MissingExtra: torchpipe is not installed.
     """
-    classes = (PreprocessNode, ModelNode, PredictNode)
-    register_nodes(dict(zip(OURS, classes, strict=True)), at_exit=_close_all)
+    register_nodes({PREPROCESS: PreprocessNode, MODEL: ModelNode, PREDICT: PredictNode}, at_exit=_close_all)
 
 
 def refuse_forked() -> None:
@@ -256,32 +255,20 @@ class RunningGraph:
                 f"the predictor was made in process {self._pid} and does not work in its forked child {os.getpid()}; "
                 "fork before the first one is loaded, or start processes by spawn"
             )
-        requests: list[Request] = []
-        for begin in range(0, len(files), self._batch):
-            part = files[begin : begin + self._batch]
-            group = RequestGroup(len(part)) if len(part) > 1 else None
-            requests += (
-                Request(
-                    data,
-                    self._done,
-                    wrap=wrap,
-                    wants_image=wants_image,
-                    group=group,
-                    row=row,
-                    ends_call=False,
-                    deadline=deadline,
-                )
-                for row, data in enumerate(part)
-            )
-        if requests:
-            requests[-1].ends_call = not more_follow
+        requests = [Request(data, self._done, wrap=wrap, wants_image=wants_image, deadline=deadline) for data in files]
+        for request in requests if more_follow else requests[:-1]:
+            request.ends_call = False
+        parts = [requests[begin : begin + self._batch] for begin in range(0, len(requests), self._batch)]
+        for part in parts:
+            if len(part) > 1:
+                RequestGroup(part)
         with self._idle:
             if self._closed:
                 raise PredictorError("the predictor is closed; load it again")
             self._requests.update(requests)
         try:
-            for begin in range(0, len(requests), self._batch):
-                self._head.add(requests[begin : begin + self._batch])
+            for part in parts:
+                self._head.add(part)
         except BaseException:
             for request in requests:
                 request.future.cancel()

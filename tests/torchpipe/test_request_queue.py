@@ -43,13 +43,11 @@ def add(queue: RequestQueue, *data: bytes) -> None:
 
 def group_of(data: bytes, *, ends_call: bool = True) -> list[Request]:
     """A list of images of one byte each."""
-    group = RequestGroup(len(data))
     images = (data[row : row + 1] for row in range(len(data)))
-    requests = [
-        Request(image, lambda request: None, wrap=lambda value: value, group=group, row=row, ends_call=False)
-        for row, image in enumerate(images)
-    ]
-    requests[-1].ends_call = ends_call
+    requests = [Request(image, lambda request: None, wrap=lambda value: value) for image in images]
+    RequestGroup(requests)
+    for request in requests if not ends_call else requests[:-1]:
+        request.ends_call = False
     return requests
 
 
@@ -256,11 +254,8 @@ def test_the_last_report_of_a_list_returns_what_was_decoded_in_order() -> None:
 def test_a_group_does_not_wait_for_members_that_have_ended(started: Started) -> None:
     """One was cancelled before it was decoded, one afterwards."""
     queue = RequestQueue(started, instances=1, batch=4)
-    group = RequestGroup(4)
-    members = [
-        Request(data, queue.discard, wrap=lambda value: value, group=group, row=row)
-        for row, data in enumerate((b"a", b"b", b"c", b"d"))
-    ]
+    members = [Request(data, queue.discard, wrap=lambda value: value) for data in (b"a", b"b", b"c", b"d")]
+    RequestGroup(members)
     queue.add_decoded([members[1]])
     assert members[1].future.cancel()
     queue.add_decoded([members[0]])

@@ -1,3 +1,1 @@
 """The HTTP service of `gpuflow serve`."""
-
-__all__: list[str] = []

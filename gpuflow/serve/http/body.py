@@ -56,7 +56,7 @@ def check_headers(request: Request, limits: RequestLimits) -> None:
 
 
 async def read_images(request: Request, limits: RequestLimits, reservation: Reservation) -> tuple[list[bytes], bool]:
-    """The encoded images of a request, and whether it is a form, which may have several, rather than one image.
+    """Return the encoded images of a request, and whether it is a form, which may have several.
 
     Args:
         reservation: counts each part of the body before the next one is read.
@@ -201,7 +201,7 @@ def _bad_form(reason: str) -> Refused:
 
 
 def error_content(kind: str, reason: str, **more: str) -> dict[str, Any]:
-    """The content of every error's answer but those of `error_at`."""
+    """Return the content of an error's answer on paths that are not below /v2."""
     return {"error": {"kind": kind, **more, "reason": reason}}
 
 
@@ -268,7 +268,7 @@ class BodyMiddleware:
 
 
 def _refusal(scope: Scope, occupancy: Occupancy) -> Refused | None:
-    """The refusal of a request that the application does not get, and after which its connection is closed, or None."""
+    """Return the refusal of a request that the application does not get, or None. Its connection is closed then."""
     names = {name for name, _ in scope["headers"]}
     if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may see another end of it (RFC 9112, 6.1)
         return Refused(400, "bad_request", "a request must not have both Content-Length and Transfer-Encoding")

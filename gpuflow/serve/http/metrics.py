@@ -116,7 +116,7 @@ class Metrics:
         self._errors.labels(kind).inc()
 
     def exposition(self) -> bytes:
-        """All metrics in the text format, of the type CONTENT_TYPE."""
+        """Return all metrics in the text format, of the type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
 
