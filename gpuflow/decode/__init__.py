@@ -1,3 +1,1 @@
 """Decodes encoded bytes to pixels: header checks, CPU decoders, and the nvJPEG binding."""
-
-__all__: list[str] = []

@@ -6,5 +6,3 @@ accelerate.py   a loader that takes its rank, its device and its checkpoints fro
 timm.py         timm's `create_loader`
 ray.py          a loader in each worker of Ray Train, and checkpoints with its state
 """
-
-__all__: list[str] = []

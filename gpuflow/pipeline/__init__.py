@@ -1,3 +1,1 @@
 """Values that describe preprocessing: image specs, stages, pipelines, random keys, and folded programs."""
-
-__all__: list[str] = []

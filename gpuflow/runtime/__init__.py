@@ -1,3 +1,1 @@
 """Threads, worker processes, shared memory, admission, the CPU budget and metrics. Knows no image."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """What the commands doctor, scan, show, explain, bench, samples and load-test run."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """`gpuflow train`."""
-
-__all__: list[str] = []
