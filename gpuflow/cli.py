@@ -296,7 +296,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     on this one.
     """
     from gpuflow.sources import check_weights_file
-    from gpuflow.sources.directories import missing_source, missing_weights
+    from gpuflow.sources.directories import missing_file, missing_source
 
     config = _read(path, overrides)
     weights = [one.weights for one in config.sources if one.weights is not None]
@@ -320,7 +320,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
         if hint := missing_source(one):
             _print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
     for each in weights:
-        if hint := missing_weights(each):
+        if each.file is not None and (hint := missing_file(each.file)):
             _print(_labelled("note:", "yellow", f"source.weights.file is not on this machine: {hint}"))
     if note := _order_note(config):
         _print(_labelled("note:", "yellow", note))

@@ -303,7 +303,7 @@ class _ResamplingBuilder:
     """Combines the moves of N samples into one resampling. Every [N, 4] is y, x, height, width."""
 
     def __init__(self, height: Ints, width: Ints) -> None:
-        self._box = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
+        self._box = _whole(height, width)
         self._grid: Ints | None = None
         self._shown = self._window = self._box
         self._mirrors = self._flips = np.zeros((len(height), 2), bool)
@@ -346,19 +346,18 @@ class _ResamplingBuilder:
         self.crop(crop, stage)
         self._fill = move.fill
 
-    def _fix_grid(self, height: Ints, width: Ints) -> None:
-        self._grid = np.array([height, width]).T
-        self._shown = self._window = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
+    def _fix_grid(self, height: Ints, width: Ints) -> Ints:
+        self._grid = grid = np.array([height, width]).T
+        self._shown = self._window = _whole(height, width)
+        return grid
 
     def resampling(self) -> Resampling:
-        if self._grid is None:
-            self._fix_grid(*self.size)
-        assert self._grid is not None
+        grid = self._fix_grid(*self.size) if self._grid is None else self._grid
         interpolation, antialias = self._filter
         return Resampling(
             box=self._box,
             mirrors=self._mirrors,
-            grid=self._grid,
+            grid=grid,
             shown=self._shown,
             window=self._window,
             flips=self._flips,
@@ -375,7 +374,7 @@ class _WarpBuilder:
     def __init__(self, height: Ints, width: Ints) -> None:
         self.size = height, width
         self._matrix: s.Matrices | None = None  # no move so far
-        self._shown = self._whole()
+        self._shown = _whole(height, width)
         self._box: Ints | None = None
         self._misfits: list[Misfit] = []
 
@@ -385,7 +384,7 @@ class _WarpBuilder:
         self.size = height, width
         back = np.linalg.inv(moved).round().astype(np.float64)
         self._matrix = back if self._matrix is None else self._matrix @ back
-        self._shown = _overlap(_moved(self._shown, moved), self._whole())
+        self._shown = _overlap(_moved(self._shown, moved), _whole(height, width))
 
     def crop(self, move: s.Crop, stage: str) -> None:
         self._misfits += _outside(move, stage, *self.size)
@@ -419,32 +418,27 @@ class _WarpBuilder:
             matrix = np.where(move.active[:, None, None], matrix, before)
             height, width = (np.where(move.active, *sides) for sides in zip((height, width), self.size, strict=True))
         self._matrix, self.size = matrix, (height, width)
-        self._shown = self._whole()
+        self._shown = _whole(height, width)
 
     def _matrices(self) -> s.Matrices:
         """Return the maps [N, 3, 3] of all moves so far, from the result to the box; without one, to the image."""
         return np.broadcast_to(np.eye(3), (len(self._shown), 3, 3)) if self._matrix is None else self._matrix
 
-    def _whole(self) -> Ints:
-        """Return the whole image as a box."""
-        height, width = self.size
-        return np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
-
-    def _fix_box(self) -> None:
-        """Fix the region that was cropped before the first warp. The matrix refers to it from then on."""
-        if self._box is not None:
-            return
-        self._box = self._whole()
-        if self._matrix is not None:
-            self._box = _moved(self._box, self._matrix)
-            self._matrix[:, :2, 2] -= self._box[:, 1::-1]
+    def _fix_box(self) -> Ints:
+        """Fix the region that was cropped before the first warp, and return it. The matrix refers to it from then on.
+        Fix the region that was cropped before the first warp, and return it. The matrix refers to it from then on."""
+        if self._box is None:
+            self._box = _whole(*self.size)
+            if self._matrix is not None:
+                self._box = _moved(self._box, self._matrix)
+                self._matrix[:, :2, 2] -= self._box[:, 1::-1]
+        return self._box
 
     def warping(self, lookup: s.Lookup) -> Warping:
-        self._fix_box()
-        assert self._box is not None
+        box = self._fix_box()
         height, width = self.size
         return Warping(
-            box=self._box,
+            box=box,
             matrix=self._matrices(),
             height=height,
             width=width,
@@ -452,6 +446,11 @@ class _WarpBuilder:
             misfits=tuple(self._misfits),
             lookup=lookup,
         )
+
+
+def _whole(height: Ints, width: Ints) -> Ints:
+    """Return whole images of these sizes [N] as boxes [N, 4]."""
+    return np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
 
 
 def _moved(boxes: Ints, matrix: s.Matrices) -> Ints:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,18 @@ class ViewsProgram:
         """Return an empty tuple: no view may have mixing stages."""
         return ()
 
+    def blocks(self, count: int) -> Iterator[tuple[View, ImageSpec, slice, tuple[int, ...]]]:
+        """Yield each view, its spec, the bytes of its block in the memory of `count` samples, and the shape of the block.
+
+        A view's images of all samples are contiguous.
+        """
+        begin = 0
+        for view, result in self.results:
+            shape = (view.count, count, *slot_shape(result))
+            size = math.prod(shape) * np.dtype(STORAGE[result.dtype]).itemsize
+            yield view, result, slice(begin, begin + size), shape
+            begin += _bytes_of(view, result) * count
+
     @property
     def slot_bytes(self) -> int:
         """Return how many bytes all views of one sample take."""
@@ -183,21 +196,17 @@ def slot_bytes_of(program: AnyProgram) -> int:
 def slots_of(program: AnyProgram, memory: Array | torch.Tensor) -> Any:
     """Return the slots in a batch's memory [B, ...]: the array itself, of a tensor its images [B, C, H, W], or
     `ViewSlots`.
-
-    Each view has one block of the memory, so that its images of all samples are contiguous.
     """
     if not isinstance(memory, np.ndarray):
         images = as_images(program, memory)
         return ViewSlots(memory, tuple(images.values())) if isinstance(images, dict) else images
     if not isinstance(program, ViewsProgram):
         return memory
-    flat, begin, views = memory.reshape(-1), 0, []
-    for view, result in program.results:
-        shape = (view.count, len(memory), *slot_shape(result))
-        dtype = np.dtype(STORAGE[result.dtype])
-        views.append(flat[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape))
-        begin += _bytes_of(view, result) * len(memory)
-    return ViewSlots(memory, tuple(views))
+    flat = memory.reshape(-1)
+    blocks = program.blocks(len(memory))
+    return ViewSlots(
+        memory, tuple(flat[block].view(STORAGE[result.dtype]).reshape(shape) for _, result, block, shape in blocks)
+    )
 
 
 def split(slots: Any) -> list[Any]:
@@ -220,10 +229,8 @@ def as_images(program: AnyProgram, memory: Array | torch.Tensor) -> torch.Tensor
         one = memory.view(getattr(torch, program.result.dtype)).view(-1, *slot_shape(program.result))
         return one if program.result.layout == "nchw" else one.permute(0, 3, 1, 2)
     tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
-    flat, begin, images = tensor.reshape(-1), 0, {}
-    for view, result in program.results:
-        dtype, shape = getattr(torch, result.dtype), (view.count, len(tensor), *slot_shape(result))
-        one = flat[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    flat, images = tensor.reshape(-1), {}
+    for view, result, block, shape in program.blocks(len(tensor)):
+        one = flat[block].view(getattr(torch, result.dtype)).view(shape)
         images[view.name] = one if result.layout == "nchw" else one.permute(0, 1, 4, 2, 3)
-        begin += _bytes_of(view, result) * len(tensor)
     return images

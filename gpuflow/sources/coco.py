@@ -55,7 +55,53 @@ class Coco(Listed, Samples):
     images: str
 
     def index(self) -> FileSource:
-        return _index(self)
+        """Index the file. All annotations are read and checked; images only when they are loaded."""
+        place = self.coco if is_remote(self.coco) else os.path.expanduser(self.coco)
+        document = _document(place)
+        classes, label_of = _categories(document, place)
+        images = sorted(_checked_images(document, place), key=lambda image: image["id"])
+        sample_of = {image["id"]: i for i, image in enumerate(images)}
+        if len(sample_of) < len(images):
+            twice = next(a["id"] for a, b in pairwise(images) if a["id"] == b["id"])
+            raise SourceError(f"{place}: images must have unique ids, got {twice} twice; correct one")
+        annotations = document["annotations"]
+        held = _held_annotations(annotations, sample_of, label_of, place)
+        declared = self.declared or _default_fields(annotations)
+        declared = tuple((name, _with_column(field)) for name, field in declared)
+        places = Locate(
+            lambda i: f"{place}: image {images[i]['file_name']!r}",
+            row=lambda i, column, j: f"{place}: annotations[{held[i][j]}].{column}",
+        )
+        builder = RecordBuilder(declared, None, place, places, mixed_masks=True)
+        has_keypoints = any(field.type == "keypoints" for _, field in declared)
+        empty_keypoints = _empty_keypoints(document, place) if has_keypoints else []
+        for first in range(0, len(images), _IMAGES):
+            block = slice(first, first + _IMAGES)
+            of_images = [[annotations[k] for k in numbers] for numbers in held[block]]
+            builder.add(_columns(images[block], of_images, declared, empty_keypoints, place), len(of_images))
+        labels = np.fromiter((label_of[annotations[k]["category_id"]] for numbers in held for k in numbers), np.int64)
+        records = replace(builder.build(box_labels=(classes, labels)), sizes=_sizes(images))
+        table = PathTableBuilder()
+        table.add([image["file_name"] for image in images])
+        root = self.images if is_remote(self.images) else os.path.expanduser(self.images)
+        if not is_remote(root) and not os.path.isdir(root):
+            raise SourceError(f"source.images must be a directory, got {root!r}{missing_path(root)}")
+        zeros = np.zeros(len(images), np.int64)
+        kept = sum(map(len, held))
+        note = f"{kept:,} annotations, {sum(not numbers for numbers in held):,} images without any"
+        if kept < len(annotations):
+            note += f", {len(annotations) - kept:,} annotations of crowds left out"
+        paths = resolved(table, root, places.sample)
+        return FileSource(
+            open_storage(paths[0], self.cache),
+            paths,
+            zeros,
+            classes,
+            root=root,
+            note=note,
+            has_labels=False,
+            table=records,
+        )
 
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         given = [key for key in field.given if key != "flip_pairs"]
@@ -77,56 +123,6 @@ class Coco(Listed, Samples):
     def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
         declared = self.declared or tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
         return tuple((name, replace(_with_column(field), labels=self.labels_of(field))) for name, field in declared)
-
-
-def _index(spec: Coco) -> FileSource:
-    """Index `spec.coco`. All annotations are read and checked; images only when they are loaded."""
-    place = spec.coco if is_remote(spec.coco) else os.path.expanduser(spec.coco)
-    document = _document(place)
-    classes, label_of = _categories(document, place)
-    images = sorted(_checked_images(document, place), key=lambda image: image["id"])
-    sample_of = {image["id"]: i for i, image in enumerate(images)}
-    if len(sample_of) < len(images):
-        twice = next(a["id"] for a, b in pairwise(images) if a["id"] == b["id"])
-        raise SourceError(f"{place}: images must have unique ids, got {twice} twice; correct one")
-    annotations = document["annotations"]
-    held = _held_annotations(annotations, sample_of, label_of, place)
-    declared = spec.declared or _default_fields(annotations)
-    declared = tuple((name, _with_column(field)) for name, field in declared)
-    places = Locate(
-        lambda i: f"{place}: image {images[i]['file_name']!r}",
-        row=lambda i, column, j: f"{place}: annotations[{held[i][j]}].{column}",
-    )
-    builder = RecordBuilder(declared, None, place, places, mixed_masks=True)
-    has_keypoints = any(field.type == "keypoints" for _, field in declared)
-    empty_keypoints = _empty_keypoints(document, place) if has_keypoints else []
-    for first in range(0, len(images), _IMAGES):
-        block = slice(first, first + _IMAGES)
-        of_images = [[annotations[k] for k in numbers] for numbers in held[block]]
-        builder.add(_columns(images[block], of_images, declared, empty_keypoints, place), len(of_images))
-    labels = np.fromiter((label_of[annotations[k]["category_id"]] for numbers in held for k in numbers), np.int64)
-    records = replace(builder.build(box_labels=(classes, labels)), sizes=_sizes(images))
-    table = PathTableBuilder()
-    table.add([image["file_name"] for image in images])
-    root = spec.images if is_remote(spec.images) else os.path.expanduser(spec.images)
-    if not is_remote(root) and not os.path.isdir(root):
-        raise SourceError(f"source.images must be a directory, got {root!r}{missing_path(root)}")
-    zeros = np.zeros(len(images), np.int64)
-    kept = sum(map(len, held))
-    note = f"{kept:,} annotations, {sum(not numbers for numbers in held):,} images without any"
-    if kept < len(annotations):
-        note += f", {len(annotations) - kept:,} annotations of crowds left out"
-    paths = resolved(table, root, places.sample)
-    return FileSource(
-        open_storage(paths[0], spec.cache),
-        paths,
-        zeros,
-        classes,
-        root=root,
-        note=note,
-        has_labels=False,
-        table=records,
-    )
 
 
 def _document(place: str) -> dict[str, Any]:

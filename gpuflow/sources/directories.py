@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.spec import SourceSpec, WeightsSpec
+from gpuflow.sources.spec import SourceSpec
 from gpuflow.sources.storage import is_remote
 
 Identity = tuple[int, int]
@@ -144,13 +144,9 @@ def missing_source(spec: SourceSpec) -> str:
     path = spec.where
     if not spec.is_path or is_remote(path) or any(mark in path for mark in "*?[{"):
         return ""
-    return _missing(path)
+    return missing_file(path)
 
 
-def missing_weights(spec: WeightsSpec) -> str:
-    """Return the file of weights if it does not exist, and a hint; empty if it exists, or if none is named."""
-    return _missing(spec.file) if spec.file is not None else ""
-
-
-def _missing(path: str) -> str:
+def missing_file(path: str) -> str:
+    """Return a local path that does not exist, and a hint; empty if it exists."""
     return "" if os.path.exists(os.path.expanduser(path)) else f"{path!r}{missing_path(path)}"

@@ -130,7 +130,7 @@ def field_problems(
                 name, "needs the key 'type', because its name is no type", action=action, code="config.type"
             )
             continue
-        yield from (problem.below(name) for problem in _key_problems(spec, labels_of(spec)))
+        yield from (problem.below(name) for problem in _key_problems(spec.type, spec, labels_of(spec)))
         if spec.type in _ONCE:
             other = first.setdefault(spec.type, name)
             if other != name:
@@ -142,34 +142,33 @@ def field_problems(
                 yield Problem.of(name, rule, action="rename one", code="config.conflict")
 
 
-def _key_problems(spec: FieldSpec, labels: str | None) -> Iterator[Problem]:
+def _key_problems(kind: Type, spec: FieldSpec, labels: str | None) -> Iterator[Problem]:
     """Yield a problem for each broken rule between the keys of one field with a type. labels: the column with the
     labels of boxes."""
-    assert spec.type is not None
     for key in spec.given:
-        if key not in _KEYS[spec.type]:
-            owners = " and ".join(kind for kind in TYPES if key in _KEYS[kind])
-            rule = f"must go with {owners}, got a field of type {spec.type}"
+        if key not in _KEYS[kind]:
+            owners = " and ".join(one for one in TYPES if key in _KEYS[one])
+            rule = f"must go with {owners}, got a field of type {kind}"
             yield Problem.of(key, rule, action="remove it", code="config.conflict")
-    if spec.kind is not None and spec.type in _KINDS and spec.kind not in _KINDS[spec.type]:
-        action = suggest(spec.kind, _KINDS[spec.type], else_all=False)
-        rule = f"must be one of {', '.join(_KINDS[spec.type])} for a {spec.type}"
+    if spec.kind is not None and kind in _KINDS and spec.kind not in _KINDS[kind]:
+        action = suggest(spec.kind, _KINDS[kind], else_all=False)
+        rule = f"must be one of {', '.join(_KINDS[kind])} for a {kind}"
         yield Problem.of("kind", rule, spec.kind, action, code="config.range")
     if isinstance(spec.classes, tuple) and (not spec.classes or len(set(spec.classes)) < len(spec.classes)):
         yield Problem.of("classes", "must be distinct names, at least one", spec.classes, code="config.range")
     yield from out_of_bounds(spec)
-    if spec.classes is not None and spec.type == "boxes" and labels is None:
+    if spec.classes is not None and kind == "boxes" and labels is None:
         action = "name the column of the labels: labels: COLUMN"
         yield Problem.of("classes", "must go with the key labels", action=action, code="config.conflict")
-    if spec.classes is not None and spec.type == "label" and spec.kind in ("number", "vector"):
+    if spec.classes is not None and kind == "label" and spec.kind in ("number", "vector"):
         rule = f"must go with kind: class or classes, got {spec.kind}"
         yield Problem.of("classes", rule, action="remove it", code="config.conflict")
-    if spec.separator is not None and spec.type == "label" and spec.kind != "classes":
+    if spec.separator is not None and kind == "label" and spec.kind != "classes":
         rule, action = f"must go with kind: classes, got {spec.kind or 'class'}", "set kind: classes or remove it"
         yield Problem.of("separator", rule, action=action, code="config.conflict")
     if spec.separator == "":
         yield Problem.of("separator", "must have at least one character", spec.separator, code="config.range")
-    for key in ("fill", "formats") if spec.type == "mask" and not spec.is_mask_file else ():
+    for key in ("fill", "formats") if kind == "mask" and not spec.is_mask_file else ():
         if getattr(spec, key) is not None:
             rule = f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1"
             yield Problem.of(key, rule, action="remove it", code="config.conflict")

@@ -72,7 +72,50 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
     folder: str
 
     def open(self) -> FileSource:
-        return _open(self)
+        """Index the folder, ordered by class, then by directory, then by file name."""
+        storage: Storage
+        tree_of: Callable[[str, tuple[str, ...], bool], Iterator[tuple[str, list[str]]]]
+        extensions = self.image_extensions
+        labelled = not self.declared or any(field.type == "label" for _, field in self.declared)
+        if is_remote(self.folder):
+            root = self.folder.rstrip("/")
+            storage = remote = open_remote(root, self.cache)
+            tree_of = partial(_remote_tree, remote)
+        else:
+            root = os.path.expanduser(self.folder)
+            storage = LocalStorage()
+            tree_of = _local_tree
+        table, codes, counts = PathTableBuilder(), list[int](), list[int]()
+        classes, splits = dict[str, int](), dict[str, tuple[int, int]]()
+        for split in self.splits or ("",):
+            first, below = sum(counts), f"{split}/" if split else ""
+            empty = list[str]()
+            for name, images in tree_of(os.path.join(root, split) if split else root, extensions, labelled):
+                if labelled and splits and name not in classes:
+                    raise SourceError(
+                        f"{root}/{split}/{name}: must be a class of the first split, {self.splits[0]}"
+                        f"{near_word(name, classes)}; rename the directory, or name the split that has all classes "
+                        "first"
+                    )
+                table.add([below + image for image in images])
+                codes.append(classes.setdefault(name, len(classes)))
+                counts.append(len(images))
+                if labelled and not images:
+                    empty.append(below + name)
+            if empty:
+                raise _without_images(root, empty, extensions)
+            if sum(counts) == first:
+                place = os.path.join(root, split).rstrip("/")
+                raise SourceError(f"{place}: must hold an image ({', '.join(extensions)}), got none; check the path")
+            if split:
+                splits[split] = first, sum(counts)
+        if labelled and not self.splits:
+            _warn_of_parts(root, classes)
+        paths = table.build(os.path.join(root, ""))
+        if not labelled:
+            return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False, splits=splits)
+        labels = np.repeat(np.array(codes, np.int64), counts)
+        return FileSource(storage, paths, labels, tuple(classes), splits=splits)
 
     def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
         """See the base. The folder may also be flat, or hold tar shards."""
@@ -103,52 +146,6 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
     def image_extensions(self) -> tuple[str, ...]:
         """Return how the names of the images end, each with its dot."""
         return (*EXTENSIONS, *(f".{name}" for name in self.extensions))
-
-
-def _open(spec: Folder) -> FileSource:
-    """Index `spec.folder`, ordered by class, then by directory, then by file name."""
-    storage: Storage
-    tree_of: Callable[[str, tuple[str, ...], bool], Iterator[tuple[str, list[str]]]]
-    extensions = spec.image_extensions
-    labelled = not spec.declared or any(field.type == "label" for _, field in spec.declared)
-    if is_remote(spec.folder):
-        root = spec.folder.rstrip("/")
-        storage = remote = open_remote(root, spec.cache)
-        tree_of = partial(_remote_tree, remote)
-    else:
-        root = os.path.expanduser(spec.folder)
-        storage = LocalStorage()
-        tree_of = _local_tree
-    table, codes, counts = PathTableBuilder(), list[int](), list[int]()
-    classes, splits = dict[str, int](), dict[str, tuple[int, int]]()
-    for split in spec.splits or ("",):
-        first, below = sum(counts), f"{split}/" if split else ""
-        empty = list[str]()
-        for name, images in tree_of(os.path.join(root, split) if split else root, extensions, labelled):
-            if labelled and splits and name not in classes:
-                raise SourceError(
-                    f"{root}/{split}/{name}: must be a class of the first split, {spec.splits[0]}"
-                    f"{near_word(name, classes)}; rename the directory, or name the split that has all classes first"
-                )
-            table.add([below + image for image in images])
-            codes.append(classes.setdefault(name, len(classes)))
-            counts.append(len(images))
-            if labelled and not images:
-                empty.append(below + name)
-        if empty:
-            raise _without_images(root, empty, extensions)
-        if sum(counts) == first:
-            place = os.path.join(root, split).rstrip("/")
-            raise SourceError(f"{place}: must hold an image ({', '.join(extensions)}), got none; check the path")
-        if split:
-            splits[split] = first, sum(counts)
-    if labelled and not spec.splits:
-        _warn_of_parts(root, classes)
-    paths = table.build(os.path.join(root, ""))
-    if not labelled:
-        return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False, splits=splits)
-    labels = np.repeat(np.array(codes, np.int64), counts)
-    return FileSource(storage, paths, labels, tuple(classes), splits=splits)
 
 
 def _without_images(root: str, empty: Sequence[str], extensions: Sequence[str]) -> SourceError:

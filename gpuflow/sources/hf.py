@@ -129,7 +129,24 @@ class Hf(WithWindow, WithSplits, Named):
                 yield Problem.of(key, rule, action=action, code="config.conflict")
 
     def open(self) -> HfSource:
-        source = _open(self)
+        """Index the dataset. Raises SourceError, or MissingExtra without pyarrow."""
+        if is_remote(self.hf):
+            raise SourceError(
+                f"source.hf must be a path of this machine, got {self.hf!r}; copy the dataset to a local disk"
+            )
+        pyarrow()
+        storage = LocalStorage()
+        found = _find(os.path.expanduser(self.hf), self.splits)
+        tables, splits, row = list[Table](), dict[str, tuple[int, int]](), 0
+        for name, paths in found.items():
+            first = row
+            for path in paths:
+                tables.append(open_table(storage, path))
+                row += tables[-1].rows
+            splits[name] = first, row
+        if not row:
+            raise SourceError(f"{self.hf}: must hold at least one sample, got none; check what is in it")
+        source = _Reader(self, tables, storage).source(splits)
         self.check_window(source)
         return source
 
@@ -143,27 +160,6 @@ class Hf(WithWindow, WithSplits, Named):
             return super().with_one_column(name, column)
         image: Fields = {"image": FieldSpec(column=self.image)} if self.image else {}
         return replace(self, image=None, label=None, fields=image).with_one_column(name, column)
-
-
-def _open(spec: Hf) -> HfSource:
-    """Index `spec.hf`. Raises SourceError, or MissingExtra without pyarrow."""
-    if is_remote(spec.hf):
-        raise SourceError(
-            f"source.hf must be a path of this machine, got {spec.hf!r}; copy the dataset to a local disk"
-        )
-    pyarrow()
-    storage = LocalStorage()
-    found = _find(os.path.expanduser(spec.hf), spec.splits)
-    tables, splits, row = list[Table](), dict[str, tuple[int, int]](), 0
-    for name, paths in found.items():
-        first = row
-        for path in paths:
-            tables.append(open_table(storage, path))
-            row += tables[-1].rows
-        splits[name] = first, row
-    if not row:
-        raise SourceError(f"{spec.hf}: must hold at least one sample, got none; check what is in it")
-    return _Reader(spec, tables, storage).source(splits)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -320,7 +316,7 @@ class _Reader:
         """Find the column of images of this name, or the only one. Raises SourceError."""
         of_images = [field.name for field in self._schema if is_of_bytes(field.type, self._tables[0])]
         if name is None:
-            called = [column for column in of_images if _get(self._features, column, "_type") == "Image"] or of_images
+            called = [column for column in of_images if _type_of(self._features.get(column)) == "Image"] or of_images
             name = "image" if "image" in of_images or len(called) != 1 else called[0]
         self._check_column(name, "the column of images")
         if name not in of_images:
@@ -401,7 +397,7 @@ class _Reader:
             feature = _item(feature)
             feature = feature.get(key) if isinstance(feature, dict) else None
         feature = _item(feature)
-        names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+        names = feature.get("names") if _type_of(feature) == "ClassLabel" else None
         return tuple(map(str, names)) if isinstance(names, list) else None
 
     def _classes_of(self, column: str, given: int | Classes | None) -> int | Classes | None:
@@ -537,9 +533,8 @@ def _name(label: Any, names: Classes, locate: Callable[..., str], *at: Any) -> A
     return names[label] if type(label) is int else label
 
 
-def _get(features: Mapping[str, Any], column: str, key: str) -> Any:
-    feature = features.get(column)
-    return feature.get(key) if isinstance(feature, dict) else None
+def _type_of(feature: Any) -> Any:
+    return feature.get("_type") if isinstance(feature, dict) else None
 
 
 def _item(feature: Any) -> Any:
@@ -547,7 +542,7 @@ def _item(feature: Any) -> Any:
     while True:
         if isinstance(feature, list) and feature:
             feature = feature[0]
-        elif isinstance(feature, dict) and feature.get("_type") in ("Sequence", "List", "LargeList"):
+        elif _type_of(feature) in ("Sequence", "List", "LargeList"):
             feature = feature.get("feature")
         else:
             return feature

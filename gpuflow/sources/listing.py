@@ -97,50 +97,48 @@ class Listing(Listed, Named):
     root: str | None = None
 
     def index(self) -> FileSource:
-        return _index(self)
+        """Index the listing. Samples have the order of its rows."""
+        place = self.listing if is_remote(self.listing) else os.path.expanduser(self.listing)
+        extension = os.path.splitext(place)[1].lower()
+        if extension not in _FORMATS:
+            action = "did you mean source.hf?" if extension in (".parquet", ".arrow") else "rename the file"
+            raise SourceError(f"source.listing must end in {', '.join(_FORMATS)}, got {self.listing!r}; {action}")
+        root = self.root if self.root is not None else parent_of(place)
+        root = root if is_remote(root) else os.path.expanduser(root)
+        if self.declared:
+            return _with_fields(self, place, root, is_csv=extension == ".csv")
+        chunks, rows = _FORMATS[extension]
+        data = load(place, "source.listing")
+        table, codes, parts = PathTableBuilder(), Codes(), []
+        try:
+            for paths, labels in chunks(data):
+                if not set(map(type, labels)) <= {int, str}:
+                    raise ValueError("a label is neither a number nor a name")
+                table.add(paths)
+                parts.append(np.fromiter(map(codes.__getitem__, labels), dtype=np.int32, count=len(labels)))
+        except (ValueError, KeyError, TypeError, csv.Error) as fault:
+            for _ in rows(data, place):
+                pass
+            raise AssertionError(f"{place}: a check of blocks failed, but no row is faulty") from fault
+        if not codes:
+            raise SourceError(f"{place}: must list at least one sample, got none; add rows of path and label")
+        row_codes = np.concatenate(parts)
+        del parts
+
+        def locate(code: int) -> str:
+            first = int(np.argmax(row_codes == code))
+            return f"{place}:{next(islice(rows(data, place), first, None)).line}"
+
+        classes, values = resolve_labels(texts_of(codes, self.classes), self.classes, locate, place)
+        located = resolved(table, root, lambda i: f"{place}:{next(islice(rows(data, place), i, None)).line}")
+        note = _header_note(data) if extension == ".csv" else ""
+        return FileSource(
+            open_storage(located[0], self.cache), located, values[row_codes], classes, root=root, note=note
+        )
 
     @property
     def folder_of_images(self) -> str:
         return self.root or self.listing
-
-
-def _index(spec: Listing) -> FileSource:
-    """Index `spec.listing`. Samples have the order of its rows."""
-    place = spec.listing if is_remote(spec.listing) else os.path.expanduser(spec.listing)
-    extension = os.path.splitext(place)[1].lower()
-    if extension not in _FORMATS:
-        action = "did you mean source.hf?" if extension in (".parquet", ".arrow") else "rename the file"
-        raise SourceError(f"source.listing must end in {', '.join(_FORMATS)}, got {spec.listing!r}; {action}")
-    root = spec.root if spec.root is not None else parent_of(place)
-    root = root if is_remote(root) else os.path.expanduser(root)
-    if spec.declared:
-        return _with_fields(spec, place, root, is_csv=extension == ".csv")
-    chunks, rows = _FORMATS[extension]
-    data = load(place, "source.listing")
-    table, codes, parts = PathTableBuilder(), Codes(), []
-    try:
-        for paths, labels in chunks(data):
-            if not set(map(type, labels)) <= {int, str}:
-                raise ValueError("a label is neither a number nor a name")
-            table.add(paths)
-            parts.append(np.fromiter(map(codes.__getitem__, labels), dtype=np.int32, count=len(labels)))
-    except (ValueError, KeyError, TypeError, csv.Error) as fault:
-        for _ in rows(data, place):
-            pass
-        raise AssertionError(f"{place}: a check of blocks failed, but no row is faulty") from fault
-    if not codes:
-        raise SourceError(f"{place}: must list at least one sample, got none; add rows of path and label")
-    row_codes = np.concatenate(parts)
-    del parts
-
-    def locate(code: int) -> str:
-        first = int(np.argmax(row_codes == code))
-        return f"{place}:{next(islice(rows(data, place), first, None)).line}"
-
-    classes, values = resolve_labels(texts_of(codes, spec.classes), spec.classes, locate, place)
-    located = resolved(table, root, lambda i: f"{place}:{next(islice(rows(data, place), i, None)).line}")
-    note = _header_note(data) if extension == ".csv" else ""
-    return FileSource(open_storage(located[0], spec.cache), located, values[row_codes], classes, root=root, note=note)
 
 
 def _columns(data: bytes) -> Columns:

@@ -238,7 +238,17 @@ class Mix(WithSplits):
                 yield Problem.of("splits", f"{rule}, {got}", action=action, code="config.conflict")
 
     def open(self) -> MixSource:
-        return _open(self)
+        """Index all sources of a mix."""
+        parts: list[Source] = []
+        for i, part in enumerate(self.sources):
+            try:
+                parts.append(part.open())
+                _check(parts)
+            except SourceError as error:
+                for opened in parts:
+                    opened.close()
+                raise SourceError(f"source.mix[{i}]: {error}") from error
+        return MixSource(parts, _classes(self, parts))
 
     @property
     def sources(self) -> tuple[SourceSpec, ...]:
@@ -261,20 +271,6 @@ class Mix(WithSplits):
     @property
     def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
         return self.mix[0].source.fields_in_full
-
-
-def _open(spec: Mix) -> MixSource:
-    """Index all sources of a mix."""
-    parts: list[Source] = []
-    for i, part in enumerate(spec.sources):
-        try:
-            parts.append(part.open())
-            _check(parts)
-        except SourceError as error:
-            for opened in parts:
-                opened.close()
-            raise SourceError(f"source.mix[{i}]: {error}") from error
-    return MixSource(parts, _classes(spec, parts))
 
 
 def _check(parts: Sequence[Source]) -> None:

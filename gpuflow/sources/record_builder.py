@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -234,6 +234,13 @@ class RecordBuilder:
                 raise self._fault(i, column, "must be a list with an entry for each instance", value)
         return np.fromiter(map(len, values), np.int64, len(values))
 
+    def _check_rows(self, column: str, values: Sequence[Any], rule: str, is_sound: Callable[[Any], bool]) -> None:
+        """Raise SourceError at the first row of values that is not sound."""
+        for i, value in enumerate(values):
+            for j, row in enumerate(value):
+                if not is_sound(row):
+                    raise self._fault(i, column, rule, row, j)
+
     def _check_counts(self, column: str, boxes: Ints | None, counts: Ints) -> None:
         """Raise SourceError where a sample has not one entry for each box."""
         if boxes is not None and (differ := np.flatnonzero(boxes != counts)).size:
@@ -257,9 +264,9 @@ class RecordBuilder:
         missing = [math.nan] * 4  # stands for null and for an empty list
         rows = _numeric([missing if box in (None, []) else box for box in chain.from_iterable(values)], (4,))
         if rows is None:
-            for i, j, box in _rows_of(values):
-                if box not in (None, []) and _numeric([box], (4,)) is None:
-                    raise self._fault(i, column, "must be 4 numbers", box, j)
+            self._check_rows(
+                column, values, "must be 4 numbers", lambda box: box in (None, []) or _numeric([box], (4,)) is not None
+            )
             raise AssertionError("a check of boxes failed, but no box is faulty")
         given = rows
         if spec.format == "xywh":
@@ -283,9 +290,8 @@ class RecordBuilder:
         self._check_counts(column, boxes, counts)
         labels = list(chain.from_iterable(values))
         if not set(map(type, labels)) <= {int, str}:
-            for i, j, label in _rows_of(values):
-                if type(label) not in (int, str):
-                    raise self._fault(i, column, "must be an integer or a class name", label, j)
+            rule = "must be an integer or a class name"
+            self._check_rows(column, values, rule, lambda label: type(label) in (int, str))
         ends = np.cumsum(counts)
 
         def place(row: int) -> str:
@@ -301,13 +307,17 @@ class RecordBuilder:
             known = self._keypoints.get(name)
             if known is None:
                 known = self._keypoints[name] = self._keypoint_count(column, values)
-            numbers = _numeric(rows, (3 * known,))
+            flat, triples = (3 * known,), (known, 3)
+            numbers = _numeric(rows, flat)
             if numbers is None:
-                numbers = _numeric(rows, (known, 3))
+                numbers = _numeric(rows, triples)
             if numbers is None:
-                for i, j, points in _rows_of(values):
-                    if _numeric([points], (3 * known,)) is None and _numeric([points], (known, 3)) is None:
-                        raise self._fault(i, column, f"must be {known} keypoints, each x, y and visibility", points, j)
+                self._check_rows(
+                    column,
+                    values,
+                    f"must be {known} keypoints, each x, y and visibility",
+                    lambda points: any(_numeric([points], shape) is not None for shape in (flat, triples)),
+                )
                 numbers = np.concatenate([np.asarray(row, dtype=np.float64).reshape(1, -1) for row in rows])
             points_MK3 = _float32(numbers.reshape(-1, known, 3))
             finite = np.isfinite(points_MK3).all(axis=(1, 2))
@@ -321,7 +331,7 @@ class RecordBuilder:
 
     def _keypoint_count(self, column: str, values: Sequence[Any]) -> int:
         """Return how many keypoints the first instance has."""
-        i, j, first = next(_rows_of(values))
+        i, j, first = next((i, j, row) for i, value in enumerate(values) for j, row in enumerate(value))
         flat = _numeric([first], None)
         if (
             flat is None
@@ -482,11 +492,6 @@ def _outline(value: Any) -> Floats | None:
         pairs = _numeric(value, (2,))
         return None if pairs is None else pairs.reshape(-1)
     return numbers if len(numbers) % 2 == 0 else None
-
-
-def _rows_of(values: Sequence[Any]) -> Any:
-    """Yield each row with the number of its sample and its number within it."""
-    return ((i, j, row) for i, value in enumerate(values) for j, row in enumerate(value))
 
 
 def _float32(numbers: Floats) -> NDArray[np.float32]:

@@ -124,7 +124,14 @@ class Tar(WithExtensions, WithWindow, Cached, Named):
     tar: str
 
     def open(self) -> TarSource:
-        return _open(self)
+        """Index the shards, or load the index from the cache. Samples have the order of shards, then of members."""
+        pattern = self.tar if is_remote(self.tar) else os.path.expanduser(self.tar)
+        names = expand_braces(pattern)
+        storage = open_storage(pattern, self.cache)
+        shards = _inspected(storage, names)
+        source = (_with_fields if self.declared else _with_labels)(self, storage, shards)
+        _warn_of_small_cache(self, storage, shards, len(source))
+        return source
 
     def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
         shards = expand_braces(os.path.expanduser(self.tar))
@@ -158,17 +165,6 @@ def extents_in_shards(
         except tarfile.TarError as fault:
             raise SourceError(f"{path}: not a tar file ({fault}); check what it is") from fault
     return images
-
-
-def _open(spec: Tar) -> TarSource:
-    """Index `spec.tar`, or load the index from the cache. Samples have the order of shards, then of members."""
-    pattern = spec.tar if is_remote(spec.tar) else os.path.expanduser(spec.tar)
-    names = expand_braces(pattern)
-    storage = open_storage(pattern, spec.cache)
-    shards = _inspected(storage, names)
-    source = (_with_fields if spec.declared else _with_labels)(spec, storage, shards)
-    _warn_of_small_cache(spec, storage, shards, len(source))
-    return source
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -292,8 +292,12 @@ class CachedStorage:
             for (entry, claim), answer, version in zip(
                 mine.items(), answers, self._versions(mine, answers), strict=True
             ):
-                if claim is not None and isinstance(answer, Fetched) and version == entry.version:
-                    assert version is not None
+                if (
+                    claim is not None
+                    and isinstance(answer, Fetched)
+                    and version is not None
+                    and version == entry.version
+                ):
                     self._cache.store(claim, answer.data, version, entry.asked_ns)
                     if _wants_new.get():
                         self._renewed.add(entry.name)

@@ -326,17 +326,15 @@ class DiskCache:
         """Give up a claim. What was not stored is removed."""
         try:
             if _is_at(claim.descriptor, claim.path):
-                self._remove(claim.path, os.fstat(claim.descriptor).st_size)
+                size = os.fstat(claim.descriptor).st_size
+                claim.path.unlink()
+                if size:
+                    with self._locked():
+                        self._add(-_on_disk(size))
         except OSError as fault:
             self._stop_writing(fault)
         finally:
             _unlock(claim.descriptor)
-
-    def _remove(self, path: Path, size: int) -> None:
-        path.unlink()
-        if size:
-            with self._locked():
-                self._add(-_on_disk(size))
 
     def _stop_writing(self, fault: OSError) -> None:
         """Warn at the first fault, and add nothing from then on."""
