@@ -13,6 +13,7 @@ from gpuflow.errors import SourceError
 from gpuflow.sources import Source, open_source, source_spec
 from gpuflow.sources.files import FileSource
 from tests.sources.conftest import ReadAll
+from tests.texts import outline
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def listing(text: str | bytes, *, name: str = "list.csv", **fields: object) -> S
 def fails(message: str, text: str | bytes, *, name: str = "list.csv", **fields: object) -> None:
     with pytest.raises(SourceError) as caught:
         listing(text, name=name, **fields)
-    assert str(caught.value) == message
+    assert outline(caught.value) == message
 
 
 def contents(source: Source) -> tuple[list[str], list[int], tuple[str, ...]]:
@@ -168,18 +169,17 @@ def test_a_listed_file_that_is_missing_is_an_error_of_its_own_sample_only(read_a
 def test_labels_out_of_range() -> None:
     rows = "path,label\n" + "a.jpg,3\n" * 15
     fails(
-        "list.csv:17: label must be in 0..9, got 12; raise source.classes or correct it",
+        "list.csv:17, got 12",
         rows + "b.jpg,12\na.jpg,12\n",
         classes=10,
     )
-    fails("list.csv:17: label must be >= 0, got -1; number the classes from 0", rows + "b.jpg,-1\n")
+    fails("list.csv:17, got -1", rows + "b.jpg,-1\n")
     fails(
-        "list.csv:1: label must be below 1000000 unless source.classes is given, got 1000000; "
-        "number the classes from 0 without gaps",
+        "list.csv:1, got 1000000",
         "a.jpg,1000000\n",
     )
     fails(
-        "list.csv:2: label must be in 0..1, got 2; raise source.classes or correct it",
+        "list.csv:2, got 2",
         "a.jpg,0\nb.jpg,2\n",
         classes=("dog", "cat"),
     )
@@ -187,8 +187,7 @@ def test_labels_out_of_range() -> None:
 
 def test_names_and_numbers_mixed() -> None:
     fails(
-        "list.csv:2: label must be an integer like the first one, got 'dog'; "
-        "write every label as a number, or every label as a name",
+        "list.csv:2, got 'dog'",
         "a.jpg,0\nb.jpg,dog\n",
     )
 
@@ -196,23 +195,19 @@ def test_names_and_numbers_mixed() -> None:
 @pytest.mark.parametrize("form", ["3.0", "10.", "-.5", "+1.5e3"])
 def test_decimal_numbers_are_no_names(form: str) -> None:
     """In the order of their text, `10.0` would come before `2.0`."""
-    rule = (
-        f"label must be an integer or a class name, got '{form}'; write integers, or list the names in source.classes"
-    )
-    fails(f"list.csv:3: {rule}", f"path,label\na.jpg,dog\nb.jpg,{form}\n")
-    fails(f"list.jsonl:1: {rule}", f'{{"path": "a.jpg", "label": "{form}"}}\n', name="list.jsonl")
+    fails(f"list.csv:3, got '{form}'", f"path,label\na.jpg,dog\nb.jpg,{form}\n")
+    fails(f"list.jsonl:1, got '{form}'", f'{{"path": "a.jpg", "label": "{form}"}}\n', name="list.jsonl")
     assert contents(listing(f"a.jpg,{form}\n", classes=("1", form)))[1:] == ([1], ("1", form))
 
 
 def test_a_name_above_numbers_alone() -> None:
     """Of a header that is not known by the paths below it, for one."""
-    action = "correct it, or list the names in source.classes"
     fails(
-        f"list.csv:1: label must be an integer like all others, got 'image/label'; {action}",
+        "list.csv:1, got 'image/label'",
         "sub/x,image/label\nsub/a,0\nsub/b,1\n",
     )
     fails(
-        f"list.csv:2: label must be an integer like all others, got 'dog'; {action}",
+        "list.csv:2, got 'dog'",
         "path,label\na.jpg,dog\nb.jpg,10\nc.jpg,2\n",
     )
     assert contents(listing("a.jpg,dog\nb.jpg,1\n", classes=("1", "dog")))[1] == [1, 0]
@@ -220,33 +215,30 @@ def test_a_name_above_numbers_alone() -> None:
 
 def test_unknown_class_names() -> None:
     names = ("dog", "cat")
-    rule = "list.csv:2: label must be one of source.classes, got"
-    fails(f"{rule} 'catt'; did you mean 'cat'?", "a.jpg,cat\nb.jpg,catt\n", classes=names)
-    fails(f"{rule} 'x'; known: cat, dog", "a.jpg,cat\nb.jpg,x\n", classes=names)
+    fails("list.csv:2, got 'catt'", "a.jpg,cat\nb.jpg,catt\n", classes=names)
+    fails("list.csv:2, got 'x'", "a.jpg,cat\nb.jpg,x\n", classes=names)
     many = tuple(f"class{i}" for i in range(1000))
-    fails(f"{rule} 'clas77'; did you mean 'class77'?", "a.jpg,class1\nb.jpg,clas77\n", classes=many)
-    fails(f"{rule} 'x'", "a.jpg,class1\nb.jpg,x\n", classes=many)
+    fails("list.csv:2, got 'clas77'", "a.jpg,class1\nb.jpg,clas77\n", classes=many)
+    fails("list.csv:2, got 'x'", "a.jpg,class1\nb.jpg,x\n", classes=many)
 
 
 def test_number_of_class_names() -> None:
     fails(
-        "list.csv: labels must be 3 class names (source.classes), found 2; "
-        "give source.classes the names instead, or correct the labels",
+        "list.csv",
         "a.jpg,cat\nb.jpg,dog\n",
         classes=3,
     )
 
 
 def test_empty_fields() -> None:
-    fails("list.csv:2: path must not be empty; name a file or remove the row", "a.jpg,0\n,0\n")
-    fails("list.csv:2: label must not be empty; give a class name or a number", "a.jpg,cat\nb.jpg,\n")
-    fails("list.csv:2: path must not hold a NUL, got 'b\\x00.jpg'; correct it", "a.jpg,0\nb\0.jpg,0\n")
+    fails("list.csv:2", "a.jpg,0\n,0\n")
+    fails("list.csv:2", "a.jpg,cat\nb.jpg,\n")
+    fails("list.csv:2, got 'b\\x00.jpg'", "a.jpg,0\nb\0.jpg,0\n")
 
 
 def test_headers_that_leave_the_columns_open() -> None:
-    rule = "header must name the columns path and label, got"
-    fails(f"list.csv:1: {rule} path, lable, x; rename the columns that are meant", "path,lable,x\na.jpg,0,1\n")
-    fails(f"list.csv:2: {rule} one, two, three; rename the columns that are meant", "\none,two,three\na.jpg,0,x\n")
+    fails("list.csv:1, got path, lable, x", "path,lable,x\na.jpg,0,1\n")
+    fails("list.csv:2, got one, two, three", "\none,two,three\na.jpg,0,x\n")
 
 
 @pytest.mark.parametrize("form", ["1_0", "+10", "\u0661\u0660", " 10_", "0x10", "1e1"])
@@ -254,46 +246,43 @@ def test_only_decimal_digits_are_numbers(form: str) -> None:
     """Python reads most of these as the number 10."""
     assert contents(listing(f"a.jpg,{form}\nb.jpg,10\nc.jpg,x\n"))[2] == tuple(sorted([form.strip(), "10", "x"]))
     fails(
-        f"list.csv:2: label must be an integer like the first one, got {form.strip()!r}; "
-        "write every label as a number, or every label as a name",
+        f"list.csv:2, got {form.strip()!r}",
         f"a.jpg,10\nb.jpg,{form}\n",
     )
 
 
 def test_number_of_fields() -> None:
-    rule = "row must be path,label, got"
-    fails(f"list.csv:1: {rule} 1 field; separate fields by commas", "a.jpg\n")
-    fails(f"list.csv:2: {rule} 3 fields; quote a path that has a comma", "a.jpg,0\nc, d.jpg,0\n")
+    fails("list.csv:1, got 1 field", "a.jpg\n")
+    fails("list.csv:2, got 3 fields", "a.jpg,0\nc, d.jpg,0\n")
     fails(
-        "list.csv:3: row must have the header's 2 fields, got 3 fields; quote a path that has a comma",
+        "list.csv:3, got 3 fields",
         "path,label\na.jpg,0\nc, d.jpg,0\n",
     )
 
 
 def test_lines_are_counted_through_quoted_line_ends() -> None:
     fails(
-        "list.csv:5: label must be >= 0, got -1; number the classes from 0",
+        "list.csv:5, got -1",
         'path,note,label\na.jpg,"one\n\ntwo",0\nb.jpg,,-1\n',
     )
 
 
 def test_quotes() -> None:
     fails(
-        "list.csv:2: row must be valid CSV, got: unexpected end of data; check its quotes",
+        "list.csv:2, got unexpected end of data",
         'a.jpg,0\n"b.jpg,0\nc.jpg,0\n',
     )
 
 
 def test_encoding() -> None:
-    fails("list.csv:2: text must be UTF-8, got byte 0xe9; convert the file", b"a.jpg,0\n\xe9.jpg,0\n")
+    fails("list.csv:2, got byte 0xe9", b"a.jpg,0\n\xe9.jpg,0\n")
     fails(
-        "list.jsonl:2: text must be UTF-8, got byte 0xe9; convert the file",
+        "list.jsonl:2, got byte 0xe9",
         b'{"path": "a", "label": 0}\n{"path": "\xe9", "label": 0}\n',
         name="list.jsonl",
     )
     fails(  # Python's json would take it for UTF-32
-        "list.jsonl:1: line must be a JSON object, got invalid JSON (Expecting property name enclosed in double quotes "
-        "at column 2); write one object a line",
+        "list.jsonl:1, got invalid JSON (Expecting property name enclosed in double quotes at column 2)",
         b'{\0\0\0"path": "a", "label": 0}\n',
         name="list.jsonl",
     )
@@ -321,7 +310,7 @@ def test_csv_of_joined_files(header: bytes) -> None:
     text = bom + header + b"a.jpg,cat\n" + bom + b'"b, c.jpg",dog\n' + bom + b"\r\n" + bom + b"d.jpg,dog\n" + bom
     assert contents(listing(text)) == (["a.jpg", "b, c.jpg", "d.jpg"], [0, 1, 1], ("cat", "dog"))
     line = 5 + header.count(b"\n")
-    fails(f"list.csv:{line}: path must not be empty; name a file or remove the row", text[: -len(bom)] + b",1\n")
+    fails(f"list.csv:{line}", text[: -len(bom)] + b",1\n")
 
 
 @pytest.mark.parametrize("fields", [{}, {"label": None}])
@@ -330,18 +319,16 @@ def test_the_header_of_a_second_file_is_no_sample(bom: bytes, fields: dict[str, 
     part = bom + b"path,label\na.jpg,cat\n"
     with pytest.raises(SourceError) as error:
         listing(part + part, fields=fields)
-    assert str(error.value).endswith(
-        "list.csv:3: row must be a sample, got the header again: path,label; remove the row"
-    )
+    assert outline(error.value) == "list.csv:3, got the header again: path,label"
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "path,label\n"])
 def test_empty_csv(text: str) -> None:
-    fails("list.csv: must list at least one sample, got none; add rows of path and label", text)
+    fails("list.csv, got none", text)
 
 
 def test_empty_json_lines() -> None:
-    fails("list.jsonl: must list at least one sample, got none; add rows of path and label", "\n", name="list.jsonl")
+    fails("list.jsonl, got none", "\n", name="list.jsonl")
 
 
 GOOD = '{"path": "a.jpg", "label": 0}\n'
@@ -352,21 +339,20 @@ GOOD = '{"path": "a.jpg", "label": 0}\n'
     [
         (
             '{"path": "a.jpg" "label": 0}',
-            "line must be a JSON object, got invalid JSON (Expecting ',' delimiter at column 18); "
-            "write one object a line",
+            ", got invalid JSON (Expecting ',' delimiter at column 18)",
         ),
-        ("[1]", "line must be a JSON object, got list; write one object a line"),
-        ('{"path": "a.jpg"}', "object must have the keys path and label, got path; add 'label'"),
-        ("{}", "object must have the keys path and label, got none; add 'path'"),
-        ('{"path": "a.jpg", "label": true}', "label must be an integer or a class name, got true; correct it"),
-        ('{"path": "a.jpg", "label": 1.5}', "label must be an integer or a class name, got 1.5; correct it"),
-        ('{"path": "a.jpg", "label": [1]}', "label must be an integer or a class name, got [1]; correct it"),
-        ('{"path": 3, "label": 1}', "path must be a string, got 3; correct it"),
-        ('{"path": "", "label": 1}', "path must not be empty; name a file or remove the row"),
-        ('{"path": "\\ud800", "label": 1}', "path must be valid Unicode, got '\\ud800'; correct it"),
+        ("[1]", ", got list"),
+        ('{"path": "a.jpg"}', ", got path"),
+        ("{}", ", got none"),
+        ('{"path": "a.jpg", "label": true}', ", got true"),
+        ('{"path": "a.jpg", "label": 1.5}', ", got 1.5"),
+        ('{"path": "a.jpg", "label": [1]}', ", got [1]"),
+        ('{"path": 3, "label": 1}', ", got 3"),
+        ('{"path": "", "label": 1}', ""),
+        ('{"path": "\\ud800", "label": 1}', ", got '\\ud800'"),
         (
             '{"path": "a.jpg", "label": 1, "more": ' + "[" * 100_000 + "]" * 100_000 + "}",
-            "line must be a JSON object, got an error: it is nested too deeply; correct it",
+            ", got an error: it is nested too deeply",
         ),
         ('{"path": "a.jpg", "label": ' + "1" * 5000 + "}", None),
         ('{"path": "a", "label": 1}, {}', None),
@@ -377,7 +363,7 @@ def test_malformed_json_lines(line: str, message: str | None) -> None:
     with pytest.raises(SourceError) as caught:
         listing(GOOD * 2 + line + "\n" + GOOD, name="list.jsonl")
     assert str(caught.value).startswith("list.jsonl:3: ")
-    assert message is None or str(caught.value) == f"list.jsonl:3: {message}"
+    assert message is None or outline(caught.value) == f"list.jsonl:3{message}"
 
 
 @pytest.mark.parametrize("fields", [{}, {"label": None}])
@@ -394,7 +380,7 @@ def test_an_object_on_two_lines(first: str, second: str, fields: dict[str, None]
 def test_lines_that_are_objects_only_together() -> None:
     """They are as many as the objects that they make."""
     fails(
-        "list.jsonl:1: line must be a JSON object, got one that does not end in this line; write one object a line",
+        "list.jsonl:1, got one that does not end in this line",
         '{"path": "a.jpg"\n"label": 0}, {"path": "b.jpg", "label": 1}\n',
         name="list.jsonl",
     )
@@ -404,23 +390,18 @@ def test_files(in_directory: Path) -> None:
     def refused(name: str) -> str:
         with pytest.raises(SourceError) as caught:
             open_source(source_spec(listing=name))
-        return str(caught.value)
+        return outline(caught.value)
 
     listing("a.jpg,0\n")
-    assert refused("lst.csv") == (
-        "source.listing must be a file, got 'lst.csv', which does not exist; did you mean 'list.csv'?"
-    )
-    assert refused("list.txt") == (
-        "source.listing must end in .csv, .jsonl, .ndjson, .json, got 'list.txt'; rename the file"
-    )
+    assert refused("lst.csv") == "source.listing, got 'lst.csv', which does not exist"
+    assert refused("list.txt") == "source.listing, got 'list.txt'"
     (in_directory / "dir.csv").mkdir()
-    assert refused("dir.csv") == "dir.csv: is a directory; check that it can be read"
+    assert refused("dir.csv") == "dir.csv"
 
 
 def test_a_listing_of_two_file_systems() -> None:
     fails(
-        "list.csv:2: path must be on the first row's file system (local), got 'memory://b.jpg'; "
-        "copy the files to one place, or make a listing for each",
+        "list.csv:2, got 'memory://b.jpg'",
         "a.jpg,0\nmemory://b.jpg,0\n",
     )
 

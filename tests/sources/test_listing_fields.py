@@ -27,6 +27,7 @@ from gpuflow.sources import (
 )
 from tests.datasets import no_more_files
 from tests.sources.conftest import FileServer, ReadAll
+from tests.texts import outline
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +64,13 @@ def values(records: Records, name: str) -> Any:
 def refused(*rows: Any, **keys: Any) -> str:
     with pytest.raises(SourceError) as caught:
         lines(*rows, **keys)
-    return str(caught.value)
+    return outline(caught.value)
 
 
 def refused_table(text: str, **keys: Any) -> str:
     with pytest.raises(SourceError) as caught:
         table(text, **keys)
-    return str(caught.value)
+    return outline(caught.value)
 
 
 # What is read.
@@ -140,9 +141,7 @@ def test_flip_pairs_name_keypoints_that_there_are() -> None:
     some, none = row(points=[[1, 2, 2, 3, 4, 0]]), row(points=[])
     (field,) = fields_of(lines(some, fields=fields([1, 0])))
     assert field.flip_pairs == ((1, 0),)
-    assert refused(some, none, fields=fields([0, 1], [2, 3])) == (
-        "list.jsonl: source.fields.points.flip_pairs must name keypoints in 0..1, got 3; correct it"
-    )
+    assert refused(some, none, fields=fields([0, 1], [2, 3])) == "list.jsonl, got 3"
     assert fields_of(lines(none, fields=fields([2, 3])))[0].flip_pairs == ((2, 3),)
 
 
@@ -360,103 +359,97 @@ def test_a_number_that_is_not_finite_makes_the_record_bad() -> None:
         (
             {"boxes": {}},
             {"boxs": []},
-            "object must have the key 'boxes', got path, boxs; did you mean 'boxs'?",
+            ", got path, boxs",
         ),
-        ({"boxes": {}}, {"boxes": None}, "boxes must be a list with an entry for each instance, got null; correct it"),
-        ({"boxes": {}}, {"boxes": [[1, 2, 3]]}, "boxes[0] must be 4 numbers, got [1, 2, 3]; correct it"),
-        ({"boxes": {}}, {"boxes": [1, 2, 3, 4]}, "boxes[0] must be 4 numbers, got 1; correct it"),
-        ({"boxes": {}}, {"boxes": [[1, 2, 3, "x"]]}, "boxes[0] must be 4 numbers, got [1, 2, 3, 'x']; correct it"),
+        ({"boxes": {}}, {"boxes": None}, ", got null"),
+        ({"boxes": {}}, {"boxes": [[1, 2, 3]]}, ", got [1, 2, 3]"),
+        ({"boxes": {}}, {"boxes": [1, 2, 3, 4]}, ", got 1"),
+        ({"boxes": {}}, {"boxes": [[1, 2, 3, "x"]]}, ", got [1, 2, 3, 'x']"),
         (
             {"boxes": {"labels": "kinds"}},
             {"boxes": [[0, 0, 1, 1]], "kinds": [1, 2]},
-            "kinds must have one entry for each of the 1 boxes, got 2; correct it",
+            ", got 2",
         ),
         (
             {"boxes": {"labels": "kinds"}},
             {"boxes": [[0, 0, 1, 1]], "kinds": [1.5]},
-            "kinds[0] must be an integer or a class name, got 1.5; correct it",
+            ", got 1.5",
         ),
         (
             {"boxes": {}, "keypoints": {}},
             {"boxes": [[0, 0, 1, 1]], "keypoints": []},
-            "keypoints must have one entry for each of the 1 boxes, got 0; correct it",
+            ", got 0",
         ),
         (
             {"keypoints": {}},
             {"keypoints": [[1, 2]]},
-            "keypoints[0] must be keypoints, each x, y and visibility, got [1, 2]; correct it",
+            ", got [1, 2]",
         ),
         (
             {"keypoints": {}},
             {"keypoints": [[1, 2, 0], [1, 2, 0, 1, 2, 0]]},
-            "keypoints[1] must be 1 keypoints, each x, y and visibility, got [1, 2, 0, 1, 2, 0]; correct it",
+            ", got [1, 2, 0, 1, 2, 0]",
         ),
-        ({"mask": {}}, {"mask": 3}, "mask must be the path of a file, got 3; correct it"),
-        ({"mask": {}}, {"mask": ""}, "mask: path must not be empty; name a file or remove the row"),
+        ({"mask": {}}, {"mask": 3}, ", got 3"),
+        ({"mask": {}}, {"mask": ""}, ""),
         (
             {"mask": {"kind": "rle"}},
             {"mask": [[[1, 1, 2, 2, 3, 3]]]},
-            "mask[0] must be a mapping of size and counts, got [[1, 1, 2, 2, 3, 3]]; correct it",
+            ", got [[1, 1, 2, 2, 3, 3]]",
         ),
         (
             {"mask": {"kind": "polygons"}},
             {"mask": [[[1, 1, 2]]]},
-            "mask[0] must be outlines, each a list of x and y in turn, got [1, 1, 2]; correct it",
+            ", got [1, 1, 2]",
         ),
-        ({"weight": {"type": "number"}}, {"weight": "3"}, "weight must be a number, got '3'; correct it"),
-        ({"weight": {"type": "number"}}, {"weight": True}, "weight must be a number, got true; correct it"),
-        ({"boxes": {}}, {"boxes": [[True, 1, 9, 9]]}, "boxes[0] must be 4 numbers, got [True, 1, 9, 9]; correct it"),
-        ({"text": {}}, {"text": 3}, "text must be text, got 3; correct it"),
+        ({"weight": {"type": "number"}}, {"weight": "3"}, ", got '3'"),
+        ({"weight": {"type": "number"}}, {"weight": True}, ", got true"),
+        ({"boxes": {}}, {"boxes": [[True, 1, 9, 9]]}, ", got [True, 1, 9, 9]"),
+        ({"text": {}}, {"text": 3}, ", got 3"),
         (
             {"text": {}},
             {"text": None},
-            "text must be text, got null; correct it, or declare it with type: any, which keeps missing values",
+            ", got null",
         ),
         (
             {"weight": {"type": "number"}},
             {"weight": None},
-            "weight must be a number, got null; correct it, or declare it with type: any, which keeps missing values",
+            ", got null",
         ),
         (
             {"label": {}},
             {"label": "\ud800"},
-            "label must be text without lone surrogates, got '\\ud800'; correct it",
+            ", got '\\ud800'",
         ),
-        ({"label": {}}, {"label": 1.5}, "label must be an integer or a class name, got 1.5; correct it"),
+        ({"label": {}}, {"label": 1.5}, ", got 1.5"),
         (
             {"label": {"kind": "classes"}},
             {"label": "cat"},
-            "label must be a list of integers or class names, got 'cat'; correct it",
+            ", got 'cat'",
         ),
         (
             {"label": {"kind": "number"}},
             {"label": float("nan")},
-            "label must be a finite number, got nan; correct it",
+            ", got nan",
         ),
         (
             {"label": {"kind": "vector"}},
             {"label": []},
-            "label must be a list of finite numbers, got []; correct it",
+            ", got []",
         ),
     ],
 )
 def test_structural_faults(fields: Any, values_of_row: Any, message: str) -> None:
-    assert refused("", row(**values_of_row), fields=fields) == f"list.jsonl:2: {message}"
+    assert refused("", row(**values_of_row), fields=fields) == f"list.jsonl:2{message}"
 
 
 def test_vectors_of_different_lengths_and_unknown_classes() -> None:
     fields: Any = {"label": {"kind": "vector"}}
-    assert refused(row(label=[1, 2]), row(label=[1]), fields=fields) == (
-        "list.jsonl:2: label must have 2 numbers like the first one, got 1; correct it"
-    )
+    assert refused(row(label=[1, 2]), row(label=[1]), fields=fields) == "list.jsonl:2, got 1"
     fields = {"boxes": {"labels": "kinds"}}
     rows = [row(boxes=[[0, 0, 1, 1]] * 2, kinds=kinds) for kinds in ([0, 1], [1, 7])]
-    assert refused(*rows, fields=fields, classes=2) == (
-        "list.jsonl:2: kinds[1]: label must be in 0..1, got 7; raise source.classes or correct it"
-    )
-    assert refused(row(label=[]), fields={"label": {"kind": "classes"}}) == (
-        "list.jsonl:1: label must name a class in at least one sample, got none; add labels"
-    )
+    assert refused(*rows, fields=fields, classes=2) == "list.jsonl:2, got 7"
+    assert refused(row(label=[]), fields={"label": {"kind": "classes"}}) == "list.jsonl:1, got none"
 
 
 def test_a_column_may_differ_in_case_if_no_other_does() -> None:
@@ -465,7 +458,7 @@ def test_a_column_may_differ_in_case_if_no_other_does() -> None:
     assert source.path(0) == "a.jpg"
     assert [values(records_of(source, [0]), name) for name in ("n", "N")] == [[1], [2]]
     assert refused_table("PATH,Path,n,N\na.jpg,b.jpg,1,2\n", fields=fields).startswith(
-        "list.csv:1: header must have the column 'path' once, got PATH, Path, n, N"
+        "list.csv:1, got PATH, Path, n, N"
     )
 
 
@@ -474,10 +467,7 @@ def test_fields_may_share_a_column_that_they_read_alike() -> None:
     source = table("path,y\na.jpg,3\nb.jpg,4\n", fields=fields)
     assert source.labels.tolist() == [3, 4] and values(records_of(source, [0, 1]), "y") == ["3", "4"]
     fields = {"label": {"column": "y"}, "score": {"type": "number", "column": "y"}}
-    assert refused_table("path,y\na.jpg,3\n", fields=fields) == (
-        "list.csv: the fields label and score must not read the column 'y' in two ways (text, a number); name another "
-        "column for one of them"
-    )
+    assert refused_table("path,y\na.jpg,3\n", fields=fields) == "list.csv"
     source = lines(row(y=3), row(y=4), fields=fields)
     assert source.labels.tolist() == [3, 4] and values(records_of(source, [0, 1]), "score") == [3, 4]
 
@@ -490,7 +480,7 @@ def test_a_column_that_a_header_names_twice() -> None:
 @pytest.mark.parametrize("number", ["1" + 400 * "0", "1e39", "NaN", "Infinity", "-1e400"])
 def test_numbers_that_are_no_float32(number: str) -> None:
     message = refused(f'{{"path": "a.jpg", "label": {number}}}', fields={"label": {"kind": "number"}})
-    assert message.startswith("list.jsonl:1: label must be a finite number, got ")
+    assert message.startswith("list.jsonl:1, got ")
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, 2**63 - 1, -(2**63) + 1, 2**64 - 1])
@@ -498,7 +488,7 @@ def test_numbers_that_are_no_float32(number: str) -> None:
 def test_labels_that_float64_rounds_to_a_number_of_float32(kind: str, number: int) -> None:
     written = [0.1, number] if kind == "vector" else number
     message = refused(f'{{"path": "a.jpg", "label": {written}}}', fields={"label": {"kind": kind}})
-    assert message.startswith(f"list.jsonl:1: label must have no more digits than float32 holds, got {written}; ")
+    assert message == f"list.jsonl:1, got {written}"
 
 
 @pytest.mark.parametrize("kind", ["number", "vector"])
@@ -508,62 +498,42 @@ def test_labels_with_more_digits_than_float32(kind: str) -> None:
 
     written = [0.1, 16777217] if kind == "vector" else 16777217
     message = refused(line(16777216), line(16777217), fields={"label": {"kind": kind}})
-    assert message == (
-        f"list.jsonl:2: label must have no more digits than float32 holds, got {written}; subtract an offset, or "
-        "declare a field of type number, which is float64"
-    )
+    assert message == f"list.jsonl:2, got {written}"
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**60) - 1, 12345678901234567890])
 def test_numbers_with_more_digits_than_float64(number: int) -> None:
     fields = {"id": {"type": "number"}}
-    expected = f"id must have no more digits than float64 holds, got {number}; declare a field of type any"
     held = f'{{"path": "a.jpg", "id": {2**53}}}'
-    assert refused(held, f'{{"path": "b.jpg", "id": {number}}}', fields=fields) == f"list.jsonl:2: {expected}"
-    assert refused_table(f"path,id\na.jpg,{2**53}\nb.jpg, {number}\n", fields=fields) == f"list.csv:3: {expected}"
+    assert refused(held, f'{{"path": "b.jpg", "id": {number}}}', fields=fields) == f"list.jsonl:2, got {number}"
+    assert refused_table(f"path,id\na.jpg,{2**53}\nb.jpg, {number}\n", fields=fields) == f"list.csv:3, got {number}"
 
 
 def test_values_that_are_nested_too_deeply() -> None:
     deep = "[" * 100_000 + "]" * 100_000
-    assert refused_table(f'path,boxes\na.jpg,"{deep}"\n', fields={"boxes": {}}).startswith(
-        "list.csv:2: boxes must be a list in JSON, got '[[["
-    )
+    assert refused_table(f'path,boxes\na.jpg,"{deep}"\n', fields={"boxes": {}}).startswith("list.csv:2, got '[[[")
     assert refused(f'{{"path": "a.jpg", "x": {deep}}}', fields={"x": {"type": "any"}}) == (
-        "list.jsonl:1: line must be a JSON object, got an error: it is nested too deeply; correct it"
+        "list.jsonl:1, got an error: it is nested too deeply"
     )
 
 
 def test_faults_of_csv() -> None:
     fields: Any = {"boxes": {"labels": "kinds"}}
-    assert refused_table("path,box,kinds\na.jpg,[],\n", fields=fields) == (
-        "list.csv:1: header must have the column 'boxes' once, got path, box, kinds; did you mean 'box'?"
-    )
-    assert refused_table("path,boxes,kinds\na.jpg,[],\nb.jpg,[1,\n", fields=fields) == (
-        "list.csv:3: boxes must be a list in JSON, got '[1'; correct it"
-    )
-    assert refused_table("path,boxes,kinds\n\na.jpg,[]\n", fields=fields) == (
-        "list.csv:3: row must have the header's 3 fields, got 2 fields; quote a field that has a comma"
-    )
-    assert refused_table('path,boxes,kinds\n"a.jpg,[]\n', fields=fields).startswith(
-        "list.csv:2: row must be valid CSV, got: "
-    )
+    assert refused_table("path,box,kinds\na.jpg,[],\n", fields=fields) == "list.csv:1, got path, box, kinds"
+    assert refused_table("path,boxes,kinds\na.jpg,[],\nb.jpg,[1,\n", fields=fields) == "list.csv:3, got '[1'"
+    assert refused_table("path,boxes,kinds\n\na.jpg,[]\n", fields=fields) == "list.csv:3, got 2 fields"
+    assert refused_table('path,boxes,kinds\n"a.jpg,[]\n', fields=fields).startswith("list.csv:2, got ")
     for cell in ("x", "1_0", "٣"):
         assert refused_table(f"path,n\na.jpg,{cell}\n", fields={"n": {"type": "number"}}) == (
-            f"list.csv:2: n must be a number, got {cell!r}; correct it"
+            f"list.csv:2, got {cell!r}"
         )
     for text in ("path,boxes,kinds\n", ""):
-        assert refused_table(text, fields=fields) == "list.csv: must list at least one sample, got none; add rows"
+        assert refused_table(text, fields=fields) == "list.csv, got none"
 
 
 def test_faults_of_json_lines() -> None:
     fields: Any = {"text": {}}
-    assert refused("[]", fields=fields) == (
-        "list.jsonl:1: line must be a JSON object, got list; write one object a line"
-    )
-    assert refused(row(text="x"), "{", fields=fields) == (
-        "list.jsonl:2: line must be a JSON object, got one that does not end in this line; write one object a line"
-    )
-    assert refused(row(text="x"), "{]", fields=fields).startswith(
-        "list.jsonl:2: line must be a JSON object, got invalid"
-    )
-    assert refused("", fields=fields) == "list.jsonl: must list at least one sample, got none; add rows"
+    assert refused("[]", fields=fields) == "list.jsonl:1, got list"
+    assert refused(row(text="x"), "{", fields=fields) == "list.jsonl:2, got one that does not end in this line"
+    assert refused(row(text="x"), "{]", fields=fields).startswith("list.jsonl:2, got invalid")
+    assert refused("", fields=fields) == "list.jsonl, got none"

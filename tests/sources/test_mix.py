@@ -14,6 +14,7 @@ from gpuflow.sources import MixSource, Source, SourceSpec, fields_of, open_sourc
 from gpuflow.sources.base import fingerprint_of
 from tests.datasets import make_photos
 from tests.sources.conftest import ReadAll
+from tests.texts import outline
 
 
 def write(path: Path, rows: list[tuple[str, str]]) -> str:
@@ -62,16 +63,10 @@ def test_classes_are_united_by_name_or_listed(two: tuple[str, str]) -> None:
 def test_other_classes_are_an_error_unless_united(two: tuple[str, str]) -> None:
     with pytest.raises(SourceError) as error:
         open_source(mix({"listing": two[0]}, {"listing": two[1]}))
-    assert str(error.value) == (
-        "source.mix[1]: its 3 classes must be the 2 of source.mix[0], in the same order, and 'ant' is not; "
-        "set unite_classes: true to unite them by name, or list all names in source.classes"
-    )
+    assert outline(error.value) == "source.mix[1]"
     with pytest.raises(SourceError) as error:
         open_source(mix({"listing": two[0]}, {"listing": two[1]}, classes=("cat", "dog", "owl")))
-    assert str(error.value) == (
-        "source.mix[1]: its classes must be among source.classes, got 'ant' (1 of 3 are not); add them, or set "
-        "unite_classes: true"
-    )
+    assert outline(error.value) == "source.mix[1], got 'ant' (1 of 3 are not)"
 
 
 def test_each_source_is_split_by_itself(tmp_path: Path) -> None:
@@ -154,10 +149,7 @@ def test_masks_of_one_mix_have_one_fill(tmp_path: Path) -> None:
     assert fields_of(open_source(mix(parts[0], parts[0])))[1].fill == 255
     with pytest.raises(SourceError) as found:
         open_source(mix(*parts))
-    assert str(found.value) == (
-        "source.mix[1]: its mask must be as in source.mix[0], mask with fill: 255, got mask; declare the same in each "
-        "source"
-    )
+    assert outline(found.value) == "source.mix[1], got mask"
 
 
 def test_keypoints_of_one_mix_have_the_same_flip_pairs(tmp_path: Path) -> None:
@@ -166,10 +158,7 @@ def test_keypoints_of_one_mix_have_the_same_flip_pairs(tmp_path: Path) -> None:
     other = detection(tmp_path / "b.jsonl", row, keypoints={"flip_pairs": [[0, 1]]})
     with pytest.raises(SourceError) as found:
         open_source(mix(first, other))
-    assert str(found.value) == (
-        "source.mix[1]: its keypoints must be as in source.mix[0], keypoints, got keypoints with flip_pairs: [[0, 1]]; "
-        "declare the same in each source"
-    )
+    assert outline(found.value) == "source.mix[1], got keypoints with flip_pairs: [[0, 1]]"
 
 
 def test_where_a_label_is_declared_classes_of_boxes_stay_their_own(tmp_path: Path) -> None:
@@ -181,10 +170,7 @@ def test_where_a_label_is_declared_classes_of_boxes_stay_their_own(tmp_path: Pat
     assert fields_of(source)[0].classes == ("cat", "dog") and box_labels(source, [0, 3]) == [[1], [0]]
     with pytest.raises(SourceError) as found:
         open_source(mix(first, other, unite_classes=True))
-    assert str(found.value) == (
-        "source.mix[1]: its boxes must be as in source.mix[0], boxes with labels from 'kinds' of the classes cat, dog, "
-        "got boxes with labels from 'kinds' of the classes owl; declare the same in each source"
-    )
+    assert outline(found.value) == "source.mix[1], got boxes with labels from 'kinds' of the classes owl"
 
 
 def test_keypoints_of_sources_of_which_one_has_no_instance(tmp_path: Path) -> None:
@@ -203,10 +189,7 @@ def test_keypoints_of_sources_of_which_one_has_no_instance(tmp_path: Path) -> No
     assert records_of(open_source(mix(none, none)), [3, 0]).errors == [None, None]
     with pytest.raises(SourceError) as error:
         open_source(mix(none, some, points("c.jsonl", [[1, 2, 2]]), unite_classes=True))
-    assert str(error.value) == (
-        "source.mix[2]: its points must be 2 keypoints for each instance, like those of the sources before it, got 1; "
-        "leave the field out, or load the source by itself"
-    )
+    assert outline(error.value) == "source.mix[2], got 1"
 
 
 def test_classes_for_labels_that_are_numbers(tmp_path: Path) -> None:
@@ -222,26 +205,20 @@ def test_classes_for_labels_that_are_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        (
-            {"mix": ({"source": {"folder": "a", "split": {"x": 0.5}}},)},
-            "source.mix[0].source.split must stand next to mix",
-        ),
-        ({"mix": ({"source": {"folder": "a", "seed": 3}},)}, "source.mix[0].source.seed must stand next to mix"),
-        ({"mix": ({"source": {"folder": "a"}, "weight": 0},)}, "source.mix[0].weight must be > 0, got 0"),
-        ({"mix": ({"source": {"folder": "a"}, "weight": float("nan")},)}, "source.mix[0].weight must be > 0, got nan"),
-        ({"mix": ({"source": {"folder": "a", "tar": "b"}},)}, "source.mix[0].source needs exactly one of folder, lis"),
-        (
-            {"mix": ({"source": {"listing": "a"}},), "splits": ("x",)},
-            "source.splits must be those of sources that have splits, got source.listing",
-        ),
-        ({"folder": "a", "by": "batch"}, "source.by must go with source.mix, got source.folder; remove by"),
-        ({"folder": "a", "unite_classes": True}, "source.unite_classes must go with source.mix, got source.folder"),
+        ({"mix": ({"source": {"folder": "a", "split": {"x": 0.5}}},)}, "source.mix[0].source.split config.conflict"),
+        ({"mix": ({"source": {"folder": "a", "seed": 3}},)}, "source.mix[0].source.seed config.conflict"),
+        ({"mix": ({"source": {"folder": "a"}, "weight": 0},)}, "source.mix[0].weight config.range, got 0"),
+        ({"mix": ({"source": {"folder": "a"}, "weight": float("nan")},)}, "source.mix[0].weight config.range, got nan"),
+        ({"mix": ({"source": {"folder": "a", "tar": "b"}},)}, "source.mix[0].source config.conflict"),
+        ({"mix": ({"source": {"listing": "a"}},), "splits": ("x",)}, "source.splits config.conflict"),
+        ({"folder": "a", "by": "batch"}, "source.by config.conflict"),
+        ({"folder": "a", "unite_classes": True}, "source.unite_classes config.conflict"),
     ],
 )
 def test_keys_that_do_not_go_together(keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         source_spec(**keys)
-    assert str(error.value).startswith(expected)
+    assert outline(error.value) == expected
 
 
 def test_the_sources_of_a_mix_have_its_splits() -> None:

@@ -15,6 +15,7 @@ from gpuflow.errors import SourceError
 from gpuflow.sources import KINDS, Allocate, Payload, Subset, open_source, source_spec, subset
 from gpuflow.sources.split import split_counts, split_indices
 from tests.sources.conftest import ReadAll
+from tests.texts import outline
 
 KIND_WORDS = f"{', '.join(list(KINDS)[:-1])} and {list(KINDS)[-1]}"
 
@@ -127,9 +128,7 @@ def test_an_undeclared_split_is_the_whole() -> None:
 def test_an_empty_split() -> None:
     with pytest.raises(SourceError) as caught:
         subset(MemorySource([0, 0, 1, 1]), source_spec(folder="x", split={"train": 0.9, "val": 0.1}), "val")
-    assert str(caught.value) == (
-        "source.split.val must hold at least one sample, got none: 0.1 of 4 samples; raise the fraction or add samples"
-    )
+    assert outline(caught.value) == "source.split.val, got none: 0.1 of 4 samples"
 
 
 def test_a_spec_is_a_value() -> None:
@@ -144,33 +143,30 @@ def test_a_spec_is_a_value() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, f"source needs exactly one of {KIND_WORDS}, got none of them"),
-        (
-            {"folder": "a", "tar": "b"},
-            f"source needs exactly one of {KIND_WORDS}, got folder and tar",
-        ),
-        ({"tar": "b", "root": "c"}, "source.root must go with source.listing, got source.tar; remove root"),
-        ({"tar": "b", "classes": 0}, "source.classes must be >= 1, got 0"),
-        ({"tar": "b", "classes": ()}, "source.classes must be distinct names, at least one, got []"),
-        ({"tar": "b", "classes": ("a", "a")}, "source.classes must be distinct names, at least one, got ['a', 'a']"),
-        ({"tar": "b", "window": 0}, "source.window must be >= 1, got 0"),
-        ({"folder": "a", "split": {"val": 0}}, "source.split.val must be a fraction within (0, 1], got 0"),
-        ({"folder": "a", "split": {"val": -0.5}}, "source.split.val must be a fraction within (0, 1], got -0.5"),
-        ({"folder": "a", "split": {"val": float("nan")}}, "source.split.val must be a fraction within (0, 1], got nan"),
+        ({}, "source config.conflict"),
+        ({"folder": "a", "tar": "b"}, "source config.conflict"),
+        ({"tar": "b", "root": "c"}, "source.root config.conflict"),
+        ({"tar": "b", "classes": 0}, "source.classes config.range, got 0"),
+        ({"tar": "b", "classes": ()}, "source.classes config.range, got []"),
+        ({"tar": "b", "classes": ("a", "a")}, "source.classes config.range, got ['a', 'a']"),
+        ({"tar": "b", "window": 0}, "source.window config.range, got 0"),
+        ({"folder": "a", "split": {"val": 0}}, "source.split.val config.range, got 0"),
+        ({"folder": "a", "split": {"val": -0.5}}, "source.split.val config.range, got -0.5"),
+        ({"folder": "a", "split": {"val": float("nan")}}, "source.split.val config.range, got nan"),
         (
             {"folder": "a", "split": {"train": 0.9, "val": 0.2}},
-            "source.split must add up to at most 1, got 1.1; lower a fraction",
+            "source.split config.conflict",
         ),
         (
             {"folder": "a", "split": (("val", 0.1), ("val", 0.2))},
-            "source.split must name each split once, got ['val', 'val']",
+            "source.split config.conflict, got ['val', 'val']",
         ),
     ],
 )
 def test_rules_of_a_spec(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         source_spec(**fields)
-    assert str(caught.value) == message
+    assert outline(caught.value) == message
 
 
 def test_shares_of_a_folder(tmp_path: Path) -> None:
