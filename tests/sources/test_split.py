@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError
-from gpuflow.sources import KINDS, Allocate, Payload, Subset, open_source, source_spec, subset
+from gpuflow.errors import ConfigError, SourceError
+from gpuflow.sources import Allocate, Payload, Subset, open_source, source_spec, subset
 from gpuflow.sources.split import split_counts, split_indices
 from tests.sources.conftest import ReadAll
 from tests.texts import outline
-
-KIND_WORDS = f"{', '.join(list(KINDS)[:-1])} and {list(KINDS)[-1]}"
 
 
 class MemorySource:
@@ -164,7 +162,7 @@ def test_a_spec_is_a_value() -> None:
     ],
 )
 def test_rules_of_a_spec(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises(ConfigError) as caught:
         source_spec(**fields)
     assert outline(caught.value) == message
 
