@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import random
 import threading
 import time
@@ -17,13 +18,14 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode.preset import CANNOT_DECODE, Preset
 from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.torchpipe.adapter import Pipe
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
-from gpuflow.torchpipe.nodes import CpuPreprocessor
+from gpuflow.torchpipe.nodes import SESSIONS, CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph, register
 from tests.datasets import Entries, deadline, jpeg, program, python, write_config
 from tests.forking import Forked, Interpreter
@@ -343,6 +345,25 @@ def test_a_request_cancelled_in_time_never_reaches_the_model() -> None:
     assert sum(engine.counts) == 2
     assert running.close(20)
     assert running.in_flight == 0
+
+
+@pytest.mark.parametrize("two_nodes", [True, False])
+def test_an_item_of_a_graph_file_gets_its_result_or_its_error(two_nodes: bool) -> None:
+    register()
+    graph = graph_of() if two_nodes else fused(graph_of())
+    nodes = graph.as_dict(f"file{len(graph.nodes)}.")
+    pipe, omniback = Pipe(nodes), importlib.import_module("omniback")
+    items = [omniback.Dict({"data": data}) for data in (DATA[0], b"", DATA[1])]
+    try:
+        with ThreadPoolExecutor(3) as callers:
+            list(callers.map(pipe._pipe, items))
+    finally:
+        for name in nodes:
+            SESSIONS.pop(f"of node {name}").close()
+    found = [from_dlpack(items[place]["result"]) for place in (0, 2)]
+    assert torch.equal(torch.stack(found), images(program(STAGES), DATA[:2]))
+    assert ["error" in item for item in items] == [False, True, False]
+    assert items[1]["error"] == "decode: empty: the file has no bytes"
 
 
 # --- closing --------------------------------------------------------------------------------------------------------
