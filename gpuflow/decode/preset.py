@@ -62,6 +62,23 @@ class Preset(s.Decoder):
     def needs_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def operators(self) -> str:
+        """Return the names of torchpipe's operators in their order, as the backend of a node."""
+        if self.needs_gpu:
+            return "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]"
+        return "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]"
+
+    @property
+    def operator_parameters(self) -> dict[str, str]:
+        """Return the parameters that all operators of the node share."""
+        return {
+            "device": self.device,
+            "color": self.color,
+            "resize_h": str(self.height),
+            "resize_w": str(self.width),
+        }
+
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         return spec.replace(shape=(self.height, self.width, 3), layout="hwc", color=self.color)
 

@@ -51,7 +51,6 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import as_batch, slot_shape
-from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -327,9 +326,7 @@ class TorchpipeOperators(Way):
     def describe(self) -> str:
         head = self._head()
         version = importlib.metadata.version("torchpipe")
-        return (
-            f"torchpipe {version}: {PRESET_OPERATORS[head.name]} straight to {head.height}x{head.width}, without crops"
-        )
+        return f"torchpipe {version}: {head.operators} straight to {head.height}x{head.width}, without crops"
 
     def missing(self) -> str | None:
         if self.program.decoder.color == "gray":

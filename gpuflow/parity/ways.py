@@ -36,7 +36,6 @@ from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Progra
 from gpuflow.pipeline.validate import trace
 from gpuflow.sources import Folder
 from gpuflow.torchpipe.adapter import missing_operators, missing_scheduler
-from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
 LARGEST_CANVAS = 1024
 """The largest canvas side in pixels; `decode.max_pixels` may allow less. Of larger images, only the part from the upper
@@ -274,7 +273,7 @@ class Serving(Way):
     def describe(self) -> str:
         decoder = self.config.programs["serve"].decoder
         if isinstance(decoder, Preset):
-            return f"torchpipe {importlib.metadata.version('torchpipe')}: {PRESET_OPERATORS[decoder.name]}"
+            return f"torchpipe {importlib.metadata.version('torchpipe')}: {decoder.operators}"
         description = explain_gpu(self.config, "serve") if self.device == "cuda" else decoder_description()
         return f"omniback {importlib.metadata.version('omniback')}: {description}"
 

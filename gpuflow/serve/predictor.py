@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NoReturn, Protocol, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
+from gpuflow.config import Config, ModelSpec, ServeSpec
 from gpuflow.config.resources import serving_processes_of, threads_of
 from gpuflow.engines import (
     Engine,
@@ -25,6 +26,7 @@ from gpuflow.engines import (
     warm_up_all,
 )
 from gpuflow.engines.base import black_images, check_classes, check_logits
+from gpuflow.engines.tensorrt import Platform
 from gpuflow.errors import (
     BadSampleError,
     ConfigError,
@@ -35,6 +37,7 @@ from gpuflow.errors import (
     system_fault,
 )
 from gpuflow.execute.gpu.backend import gpu_decodes
+from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Decoder, ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
@@ -42,12 +45,6 @@ from gpuflow.serve.model_input import matrices_of, require_known_moves
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
 from gpuflow.torchpipe.request_queue import unchanged
 from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked
-
-if TYPE_CHECKING:
-    from gpuflow.config import Config, ModelSpec, ServeSpec
-    from gpuflow.engines.tensorrt import Platform
-    from gpuflow.pipeline.program import Program
-
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """One encoded image: its bytes, or the path of its file."""

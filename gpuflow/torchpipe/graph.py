@@ -13,9 +13,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpuflow.config import ModelSpec
+from gpuflow.config import Config, ModelSpec
 from gpuflow.decode.preset import Preset
 from gpuflow.engines.base import model_error
 from gpuflow.engines.onnx import info_of
@@ -24,11 +24,6 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import ImageSpec, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
-
-if TYPE_CHECKING:
-    from gpuflow.config import Config, ModelSpec
-    from gpuflow.engines.tensorrt import Platform
-
 
 _PRECISION = {"float32": "fp32", "float16": "fp16"}
 
@@ -75,13 +70,6 @@ _GPU_INSTANCES = 2
 """Largest number of instances that preprocess on a GPU for a model that torchpipe runs."""
 _PRESET_INSTANCES = 4
 """Largest number of instances of torchpipe's GPU decoder. They start one by one, each in more than a second."""
-
-
-PRESET_OPERATORS = {
-    "torchpipe_cpu": "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]",
-    "torchpipe_gpu": "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]",
-}
-"""torchpipe's operators of each preset, in their order. All operators of a node share its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +184,7 @@ def chain(
         if preset is None:
             threads = 1 if processes else min(threads, _CPU_INSTANCES)
     if preset is not None:
-        first = {"backend": PRESET_OPERATORS[preset.name], **preset_parameters(preset)}
+        first = {"backend": preset.operators, **preset.operator_parameters}
         if preset.needs_gpu:
             threads = min(threads, _PRESET_INSTANCES)
     else:
@@ -227,12 +215,6 @@ def _model_parameters(model: ModelSpec | None, device: str, stages: str) -> dict
 
 def _timeout_ms(model: ModelSpec | None) -> float:
     return _DEFAULT_TIMEOUT_MS if model is None else model.timeout_ms
-
-
-def preset_parameters(preset: Preset) -> dict[str, str]:
-    """Return the parameters of a preset's node, as strings."""
-    size = {"resize_h": str(preset.height), "resize_w": str(preset.width)}
-    return {"device": preset.device, "color": preset.color, **size}
 
 
 # --- stages as text ---------------------------------------------------------------------------------------------------

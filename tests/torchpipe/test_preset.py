@@ -21,7 +21,6 @@ from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.stage import ENCODED
 from gpuflow.stages import STAGES
 from gpuflow.tools.scan import scan
-from gpuflow.torchpipe.graph import PRESET_OPERATORS, preset_parameters
 from tests.datasets import MemorySource, make_photos
 from tests.hostile import BAD, HOSTILE
 from tests.images import as_array, encode, photo
@@ -76,11 +75,11 @@ def test_parameters_of_its_operators() -> None:
     common = {"resize_h": "20", "resize_w": "30", "color": "bgr"}
     cpu = Preset(name="torchpipe_cpu", height=20, width=30, color="bgr")
     gpu = Preset(name="torchpipe_gpu", height=20, width=30, color="bgr")
-    assert (PRESET_OPERATORS[cpu.name], preset_parameters(cpu)) == (
+    assert (cpu.operators, cpu.operator_parameters) == (
         "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]",
         {**common, "device": "cpu"},
     )
-    assert (PRESET_OPERATORS[gpu.name], preset_parameters(gpu)) == (
+    assert (gpu.operators, gpu.operator_parameters) == (
         "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]",
         {**common, "device": "cuda"},
     )
