@@ -249,7 +249,7 @@ def _measured(
 ) -> Machine:
     """Add the measured rates to the machine's values."""
     from gpuflow.config.resources import gpu_readers_of
-    from gpuflow.execute.gpu.gpu_call import can_be_used
+    from gpuflow.execute.gpu.gpu_call import find_driver
     from gpuflow.tools import rates
 
     threads = machine.cores.threads
@@ -275,7 +275,7 @@ def _measured(
         machine,
         decoders=decoders,
         engines=rates.jpeg_engines(images if machine.gpus else ()),
-        c_code=can_be_used() if machine.gpus else None,
+        c_code=find_driver() is not None if machine.gpus else None,
         data=rates.data(images, bad=bad, where=machine.source if files else None),
         data_error=error,
         unmeasured=unmeasured,

@@ -15,13 +15,13 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 import gpuflow
-from gpuflow.execute.cpu.masks import instance_mask
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import Ragged
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.targets import moves_of
 from gpuflow.sources import records_of
 from tests.datasets import deadline
+from tests.masks import instance_mask
 from tests.records import torchvision_moves
 
 HERE = Path(__file__).parents[2] / "experiments" / "recipes" / "detection"

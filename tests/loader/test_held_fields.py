@@ -16,9 +16,9 @@ from torchvision.transforms.v2 import functional
 
 import gpuflow
 from gpuflow.errors import BadSampleError, ConfigError
-from gpuflow.execute.cpu.masks import instance_mask
 from gpuflow.pipeline.records import Polygons
 from tests.datasets import Entries, deadline, pixels, write_config
+from tests.masks import instance_mask
 
 COUNT = 7
 CROP: Entries = (

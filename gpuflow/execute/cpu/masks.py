@@ -163,15 +163,11 @@ def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
     return None
 
 
-def instance_mask(mask: Instance, size: tuple[int, int]) -> Bytes:
-    """The pixels of one instance, 0 or 1, uint8 [height, width]; of polygons by pycocotools' rules (rleFrPoly)."""
-    down = np.zeros(size[::-1], np.uint8)
-    draw_instance(mask, 0, down)
-    return down.T
-
-
 def draw_instance(mask: Instance, bit: int, down: Bytes) -> None:
-    """Set a bit of the pixels of one instance. down [width, height]: its pixels column by column, without gaps."""
+    """Set a bit of the pixels of one instance, of polygons by pycocotools' rules (rleFrPoly).
+
+    down [width, height]: its pixels column by column, without gaps.
+    """
     if isinstance(mask, np.ndarray):
         down |= mask.T << bit
         return

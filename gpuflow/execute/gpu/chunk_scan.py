@@ -73,12 +73,6 @@ class Regions(NamedTuple):
     steps: Ints
 
     @classmethod
-    def whole(cls, sizes: Ints, channels: int, orientations: NDArray[np.integer]) -> Regions:
-        """All of each image. Arguments: as of `pixel_steps`."""
-        zeros = np.zeros(len(sizes), np.int64)
-        return cls(zeros, zeros, sizes[:, 1], sizes[:, 0], pixel_steps(sizes, channels, orientations))
-
-    @classmethod
     def around(
         cls,
         boxes: Sequence[Ints],
@@ -150,11 +144,9 @@ class ChunkTables(NamedTuple):
             with_regions: whether only the parts of images are decoded that the first passes read.
         """
         sizes, orientations = headers.sizes[rows], headers.orientations[rows]
-        if with_regions:
-            regions = Regions.around(boxes, sizes, channels, orientations)
-        else:
-            regions = Regions.whole(sizes, channels, orientations)
-        x, y, width, height, steps = regions
+        if not with_regions:
+            boxes = [table_of(len(rows), [0, 0, headers.upright_sizes[rows]])]
+        x, y, width, height, steps = Regions.around(boxes, sizes, channels, orientations)
         pitches = width * channels
         return cls(
             entries=table_of(len(rows), [*files, pitches, x, y, width, height]),

@@ -138,17 +138,6 @@ class DevicePasses:
                 targets.append(ImageRows(Canvas.allocate(self._device_stream, draw, one.result.shape[2]), all_rows))
         return [*targets, ImageRows(slots, rows)]
 
-    def run(self, draws: Sequence[Any], places: Ints, slots: torch.Tensor) -> dict[int, BadSampleError]:
-        """Queue all passes on n images, one for each slot. Returns what `run_later` does.
-
-        draws: the result of `draw_passes`. places [n, 3]: see `DeviceImages`.
-        """
-        targets = self.targets(slots, draws, np.arange(len(places)))
-        plan = self.plan_of_move(draws[0], places, targets[0])
-        (first,), *later = self._send([[plan], *self.plans(draws, targets)])
-        self.queue_move(0, draws[0], first, targets[0].images)
-        return self._queue(draws, targets, later)
-
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
         """Queue all passes on n images, one for each slot.
 
@@ -158,7 +147,11 @@ class DevicePasses:
         faults: list[BadSampleError | None] = [None] * len(images.sizes)
         add_misfits(draws, faults)
         if faults and not any(faults):
-            for i, fault in self.run(draws, images.places, slots).items():
+            targets = self.targets(slots, draws, np.arange(len(faults)))
+            plan = self.plan_of_move(draws[0], images.places, targets[0])
+            (first,), *later = self._send([[plan], *self.plans(draws, targets)])
+            self.queue_move(0, draws[0], first, targets[0].images)
+            for i, fault in self._queue(draws, targets, later).items():
                 faults[i] = fault
         return faults
 

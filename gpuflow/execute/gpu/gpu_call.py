@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, final
 
@@ -49,16 +48,36 @@ _POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _queue = function("gpuflow_queue", _POINTER, _POINTER, result=_INTEGER)
 
 
-_OF_DRIVER = ("wait_for_event", "record_event", "wait_in_stream", "transfer", "launch")
+_OF_DRIVER = ("cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel")
 _OF_LIBRARY = ("initialize", "decode", "set_region", "decode_regions")
-"""The functions that gpu_call.c calls: attributes of `Driver` and of `NvjpegLibrary`."""
+"""The functions that gpu_call.c calls, of CUDA's driver and of `NvjpegLibrary`."""
+_TO_CAPTURE = (
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphGetNodes",
+    "cuGraphNodeGetType",
+    "cuGraphKernelNodeGetParams_v2",
+    "cuKernelGetFunction",
+    "cuFuncGetParamInfo",
+    "cuGraphDestroy",
+)
+"""Functions of the driver that this module calls."""
 
 
 class _Functions(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in _OF_DRIVER + _OF_LIBRARY]
 
 
-class _Launch(ctypes.Structure):
+class KernelLaunch(ctypes.Structure):
+    """A launch of a kernel that can be repeated with other plans, of any number of rows: see gpu_call.c.
+
+    function: a CUfunction. parameters: the addresses of its parameters. parameter_of_plan: which of them is the address
+    of the plan. blocks: for each row of the plan, or of a whole one. threads, shared_bytes: of a block. kept: objects
+    that hold the memory of the parameters.
+    """
+
     _fields_ = [
         ("function", _POINTER),
         ("parameters", _POINTER),
@@ -69,6 +88,13 @@ class _Launch(ctypes.Structure):
         ("threads", _INTEGER),
         ("shared_bytes", _INTEGER),
     ]
+    kept: object = None
+
+    def of_plan(self, address: int, rows: int) -> KernelLaunch:
+        """Return the launch for a plan in device memory. It does not keep the memory of the parameters."""
+        launch = KernelLaunch.from_buffer_copy(self)
+        launch.plan, launch.blocks = address, self.blocks * rows
+        return launch
 
 
 class _Call(ctypes.Structure):
@@ -115,73 +141,35 @@ class _KernelNode(ctypes.Structure):
     ]
 
 
-class Driver:
-    """The functions of CUDA's driver that this module calls, from libcuda.
-
-    Raises OSError or AttributeError if there is no driver, or one that is older than CUDA 12.4.
-    """
-
-    def __init__(self, path: str = "libcuda.so.1") -> None:
-        calls = ctypes.CDLL(path)
-        self.wait_for_event, self.record_event = calls.cuEventSynchronize, calls.cuEventRecord
-        self.wait_in_stream, self.transfer = calls.cuStreamWaitEvent, calls.cuMemcpyHtoDAsync_v2
-        self.launch = calls.cuLaunchKernel
-        self.create_stream, self.destroy_stream = calls.cuStreamCreate, calls.cuStreamDestroy_v2
-        self.begin_capture, self.end_capture = calls.cuStreamBeginCapture_v2, calls.cuStreamEndCapture
-        self.graph_nodes, self.node_type = calls.cuGraphGetNodes, calls.cuGraphNodeGetType
-        self.kernel_of_node, self.kernel_function = calls.cuGraphKernelNodeGetParams_v2, calls.cuKernelGetFunction
-        self.parameter_info, self.destroy_graph = calls.cuFuncGetParamInfo, calls.cuGraphDestroy
-
-
 @lru_cache(maxsize=1)
-def find_driver() -> Driver | None:
-    """CUDA's driver; None if there is none, or one that is too old."""
+def find_driver() -> ctypes.CDLL | None:
+    """Return CUDA's driver; None if there is none, or one that is older than CUDA 12.4."""
     try:
-        return Driver()
+        driver = ctypes.CDLL("libcuda.so.1")
+        for name in _OF_DRIVER + _TO_CAPTURE:
+            getattr(driver, name)
     except (OSError, AttributeError) as error:
         _LOG.info("Python code queues the work of a GPU: %s", error)
         return None
-
-
-def can_be_used() -> bool:
-    """Return whether C code can queue a GPU's work here, for which the driver must be new enough."""
-    return find_driver() is not None
+    return driver
 
 
 # --- a kernel and its parameters --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KernelLaunch:
-    """A launch of a kernel that can be repeated with other plans, of any number of rows.
-
-    function: a CUfunction. parameters: the addresses of its parameters. plan: which of them is the address of the plan.
-    blocks: the number for each row of the plan. threads, shared_bytes: of a block. kept: objects that hold the memory
-    of the parameters.
-    """
-
-    function: int
-    parameters: ctypes.Array[Any]
-    plan: int
-    blocks: int
-    threads: int
-    shared_bytes: int
-    kept: object = field(repr=False)
-
-
 class _Graph:
     """A CUgraph, or a null pointer; destroyed with this object."""
 
-    def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
+    def __init__(self, driver: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._driver, self.handle = driver, handle
 
     def __del__(self) -> None:
         if self.handle.value:
-            self._driver.destroy_graph(self.handle)
+            self._driver.cuGraphDestroy(self.handle)
 
 
 def capture_launch(
-    driver: Driver, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
+    driver: ctypes.CDLL, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
 ) -> KernelLaunch:
     """The kernel that `launch` launches for a plan of one row, int64 [1, F] on the device. It does not run.
 
@@ -194,18 +182,18 @@ def capture_launch(
     graph = _captured(driver, device_stream, launch, plan)
     graph_handle = graph.handle
     count = ctypes.c_size_t()
-    _check("cuGraphGetNodes", driver.graph_nodes(graph_handle, None, ctypes.byref(count)))
+    _checked(driver, "cuGraphGetNodes", graph_handle, None, ctypes.byref(count))
     nodes, kind = (_POINTER * count.value)(), ctypes.c_int(-1)
-    _check("cuGraphGetNodes", driver.graph_nodes(graph_handle, nodes, ctypes.byref(count)))
+    _checked(driver, "cuGraphGetNodes", graph_handle, nodes, ctypes.byref(count))
     if count.value == 1:
-        _check("cuGraphNodeGetType", driver.node_type(_POINTER(nodes[0]), ctypes.byref(kind)))
+        _checked(driver, "cuGraphNodeGetType", _POINTER(nodes[0]), ctypes.byref(kind))
     if kind.value != _KERNEL_NODE:
         raise RuntimeError(f"{count.value} operations instead of one kernel")
     node = _KernelNode()
-    _check("cuGraphKernelNodeGetParams", driver.kernel_of_node(_POINTER(nodes[0]), ctypes.byref(node)))
+    _checked(driver, "cuGraphKernelNodeGetParams_v2", _POINTER(nodes[0]), ctypes.byref(node))
     function = _POINTER(node.function)
     if not function.value:
-        _check("cuKernelGetFunction", driver.kernel_function(ctypes.byref(function), _POINTER(node.kernel)))
+        _checked(driver, "cuKernelGetFunction", ctypes.byref(function), _POINTER(node.kernel))
     if node.grid[1:] != [1, 1] or node.block[1:] != [1, 1] or not node.parameters:
         raise RuntimeError(f"a kernel with a grid of {node.grid[:]} blocks of {node.block[:]} threads")
     parameters, address = _parameters(driver, function, node), plan.data_ptr()
@@ -214,19 +202,22 @@ def capture_launch(
     ]
     if len(plans) != 1:
         raise RuntimeError(f"{len(plans)} parameters instead of one are the address of the plan")
-    return KernelLaunch(
-        function.value or 0,
-        (_POINTER * len(parameters))(*(at for at, _ in parameters)),
-        plans[0],
-        node.grid[0],
-        node.block[0],
-        node.shared_bytes,
-        (graph, launch),
+    addresses = (_POINTER * len(parameters))(*(at for at, _ in parameters))
+    found = KernelLaunch(
+        function=function,
+        parameters=ctypes.addressof(addresses),
+        count_of_parameters=len(parameters),
+        parameter_of_plan=plans[0],
+        blocks=node.grid[0],
+        threads=node.block[0],
+        shared_bytes=node.shared_bytes,
     )
+    found.kept = graph, launch, addresses
+    return found
 
 
 def _captured(
-    driver: Driver, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
+    driver: ctypes.CDLL, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
 ) -> _Graph:
     """A CUDA graph of the work that `launch` queues, captured on a new stream.
 
@@ -234,31 +225,38 @@ def _captured(
     """
     handle, graph = _POINTER(), _POINTER()
     with device_stream.queued():  # which makes the device current
-        _check("cuStreamCreate", driver.create_stream(ctypes.byref(handle), _NON_BLOCKING))
+        _checked(driver, "cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
         try:
             stream = torch.cuda.ExternalStream(handle.value, device_stream.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                _check("cuStreamBeginCapture", driver.begin_capture(handle, _THREAD_LOCAL))
+                _checked(driver, "cuStreamBeginCapture_v2", handle, _THREAD_LOCAL)
                 try:
                     launch(plan)
                 finally:
-                    status = driver.end_capture(handle, ctypes.byref(graph))
+                    status = driver.cuStreamEndCapture(handle, ctypes.byref(graph))
                     captured = _Graph(driver, graph)
             _check("cuStreamEndCapture", status)
         finally:
-            driver.destroy_stream(handle)
+            driver.cuStreamDestroy_v2(handle)
     return captured
 
 
-def _parameters(driver: Driver, function: ctypes.c_void_p, node: _KernelNode) -> list[tuple[int, int]]:
+def _parameters(driver: ctypes.CDLL, function: ctypes.c_void_p, node: _KernelNode) -> list[tuple[int, int]]:
     """The address of each parameter's value, and its size in bytes."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while driver.parameter_info(function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    while (
+        driver.cuFuncGetParamInfo(function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)) == 0
+    ):
         if len(found) == _MOST_PARAMETERS:
             raise RuntimeError(f"a kernel with more than {_MOST_PARAMETERS} parameters")
         found.append((node.parameters[len(found)] or 0, size.value))
     return found
+
+
+def _checked(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises RuntimeError if it fails."""
+    _check(name, getattr(driver, name)(*arguments))
 
 
 def _check(call: str, status: int) -> None:
@@ -309,25 +307,11 @@ class GpuCall:
     ) -> None:
         starts, block = packing.in_one_block(plans)
         used = [
-            (one, memory.device + start, one.blocks * len(plan))
-            for one, start, plan in zip(launches, starts, plans, strict=True)
+            launch.of_plan(memory.device + start, len(plan))
+            for launch, start, plan in zip(launches, starts, plans, strict=True)
             if len(plan)
         ]
-        self._launches = (_Launch * len(used))(
-            *(
-                _Launch(
-                    function=one.function,
-                    parameters=ctypes.addressof(one.parameters),
-                    count_of_parameters=len(one.parameters),
-                    parameter_of_plan=one.plan,
-                    plan=plan,
-                    blocks=blocks,
-                    threads=one.threads,
-                    shared_bytes=one.shared_bytes,
-                )
-                for one, plan, blocks in used
-            )
-        )
+        self._launches = (KernelLaunch * len(used))(*used)
         self._kept = memory, launches, block, transfer
         self._calls, self.queued = calls, False
         self._call = _Call(
@@ -392,7 +376,7 @@ class GpuCalls:
     stream: a cudaStream_t.
     """
 
-    def __init__(self, driver: Driver, library: NvjpegLibrary, stream: int) -> None:
+    def __init__(self, driver: ctypes.CDLL, library: NvjpegLibrary, stream: int) -> None:
         self.driver = driver
         functions = [getattr(driver, name) for name in _OF_DRIVER] + [getattr(library, name) for name in _OF_LIBRARY]
         self._functions = _Functions(*(ctypes.cast(function, _POINTER) for function in functions))

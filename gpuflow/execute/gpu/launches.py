@@ -42,10 +42,6 @@ class CapturedPasses(NamedTuple):
     targets: list[Target]
     settings: list[Any]
 
-    def call(self, memory: PlanMemory, plans: Sequence[Ints]) -> GpuCall:
-        """See `GpuCall`."""
-        return GpuCall(self.calls, memory, plans, self.launches)
-
 
 @final
 class FirstPasses:

@@ -38,7 +38,7 @@ from gpuflow.execute.gpu.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, De
 from gpuflow.execute.gpu.decode_calls import AHEAD, CallPart, DecodeCall, Undecoded, plan_calls
 from gpuflow.execute.gpu.device_passes import DevicePasses, plan_of
 from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots
-from gpuflow.execute.gpu.gpu_call import GpuCalls, Transfer
+from gpuflow.execute.gpu.gpu_call import GpuCall, GpuCalls, Transfer
 from gpuflow.execute.gpu.launches import FirstPasses, ImageCopies
 from gpuflow.execute.gpu.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.gpu.passes import Pass
@@ -456,7 +456,7 @@ class GpuRunner:
             plans = [_plan_of_call(call, i, addresses, target) for i, target in enumerate(targets)]
             gpu_call = None
             if captured is not None:
-                gpu_call = captured.call(buffer.plans(packing.layout(plans)[1]), plans)
+                gpu_call = GpuCall(captured.calls, buffer.plans(packing.layout(plans)[1]), plans, captured.launches)
             good = self._decoders.decode(files, gpu_call)
             if gpu_call is not None and gpu_call.queued:
                 buffer.done_recorded()

@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F
 
 from gpuflow.arrays import Ints
 from gpuflow.execute.cpu import masks as masks_module
-from gpuflow.execute.cpu.masks import decode_mask, instance_mask, mask_fault, mask_maps
+from gpuflow.execute.cpu.masks import decode_mask, mask_fault, mask_maps
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.records import Field, MaskFile, Polygons, Records, Rle
@@ -40,6 +40,7 @@ from gpuflow.stages import (
 )
 from tests.execute.cpu.outline_reference import filled
 from tests.images import encode, png
+from tests.masks import instance_mask
 from tests.records import rle
 from tests.running import images, keys_of, program_of
 from tests.stages.policies import Fixed

@@ -42,12 +42,12 @@ class FakeDriver:
         self.errors: list[BaseException] = []
         self._decode, self._library, self._counts = decode, library, dict[int, int]()
         self._kernels: list[tuple[Kernel, int]] = []
-        self.wait_for_event = self._function(partial(self._noted, "wait"), _POINTER)
-        self.record_event = self._function(partial(self._noted, "record"), _POINTER, _POINTER)
-        self.wait_in_stream = self._function(partial(self._noted, "wait in stream"), _POINTER, _POINTER, _UNSIGNED)
-        self.transfer = self._function(self._transfer, ctypes.c_uint64, _POINTER, _LONG, _POINTER)
+        self.cuEventSynchronize = self._function(partial(self._noted, "wait"), _POINTER)
+        self.cuEventRecord = self._function(partial(self._noted, "record"), _POINTER, _POINTER)
+        self.cuStreamWaitEvent = self._function(partial(self._noted, "wait in stream"), _POINTER, _POINTER, _UNSIGNED)
+        self.cuMemcpyHtoDAsync_v2 = self._function(self._transfer, ctypes.c_uint64, _POINTER, _LONG, _POINTER)
         launched = _POINTER, *[_UNSIGNED] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER
-        self.launch = self._function(self._launch, *launched)
+        self.cuLaunchKernel = self._function(self._launch, *launched)
         self.initialize = self._function(self._initialize, _POINTER, _POINTER, _INT, _INT, _INT)
         self.decode = self._function(self._decode_batch, *[_POINTER] * 6)
         self.set_region = self._function(self._set_region, _POINTER, *[_INT] * 4)
@@ -63,7 +63,17 @@ class FakeDriver:
         self._kernels.append((run, columns))
         values = (ctypes.c_uint64 * 2)(5, 0)
         parameters = (_POINTER * 2)(ctypes.addressof(values), ctypes.addressof(values) + 8)
-        return KernelLaunch(len(self._kernels), parameters, 1, ROW_BLOCKS, 32, 64, values)
+        launch = KernelLaunch(
+            function=len(self._kernels),
+            parameters=ctypes.addressof(parameters),
+            count_of_parameters=2,
+            parameter_of_plan=1,
+            blocks=ROW_BLOCKS,
+            threads=32,
+            shared_bytes=64,
+        )
+        launch.kept = parameters, values
+        return launch
 
     def _function(self, call: Callable[..., int], *types: Any) -> Any:
         """A function for C. What it raises is kept for `check`, as C code knows no exceptions."""

@@ -42,7 +42,7 @@ class Driver:
     made: list[int] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
 
-    def create_stream(self, handle: Any, flags: int) -> int:
+    def cuStreamCreate(self, handle: Any, flags: int) -> int:
         assert flags == 1, "one that does not wait for the default stream"
         handle._obj.value = STREAM
         self._make(STREAM)
@@ -52,18 +52,18 @@ class Driver:
         self.made.append(handle)
         self.open.append(handle)
 
-    def destroy_stream(self, handle: Any) -> int:
+    def cuStreamDestroy_v2(self, handle: Any) -> int:
         self.open.remove(of(handle))
         return 0
 
-    destroy_graph = destroy_stream
+    cuGraphDestroy = cuStreamDestroy_v2
 
-    def begin_capture(self, handle: Any, mode: int) -> int:
+    def cuStreamBeginCapture_v2(self, handle: Any, mode: int) -> int:
         assert (of(handle), mode) == (STREAM, 1)
         self.capturing = True
         return 0
 
-    def end_capture(self, handle: Any, graph: Any) -> int:
+    def cuStreamEndCapture(self, handle: Any, graph: Any) -> int:
         assert self.capturing
         self.capturing = False
         if self.end_status == 0:
@@ -71,7 +71,7 @@ class Driver:
             self._make(GRAPH)
         return self.end_status
 
-    def graph_nodes(self, graph: Any, nodes: Any, count: Any) -> int:
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
         assert of(graph) == GRAPH
         if nodes is None:
             count._obj.value = self.nodes
@@ -79,12 +79,12 @@ class Driver:
             nodes[0] = NODE
         return 0
 
-    def node_type(self, node: Any, kind: Any) -> int:
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
         assert of(node) == NODE
         kind._obj.value = self.kind
         return 0
 
-    def kernel_of_node(self, node: Any, found: Any) -> int:
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, found: Any) -> int:
         assert of(node) == NODE
         described = found._obj
         self.held = [ctypes.c_uint64(value) for value in self.values]
@@ -94,12 +94,12 @@ class Driver:
         described.parameters = ctypes.cast(self.addresses, ctypes.POINTER(ctypes.c_void_p))
         return 0
 
-    def kernel_function(self, function: Any, kernel: Any) -> int:
+    def cuKernelGetFunction(self, function: Any, kernel: Any) -> int:
         assert of(kernel) == KERNEL
         function._obj.value = FUNCTION
         return 0
 
-    def parameter_info(self, function: Any, number: Any, offset: Any, size: Any) -> int:
+    def cuFuncGetParamInfo(self, function: Any, number: Any, offset: Any, size: Any) -> int:
         assert of(function) == FUNCTION
         if number.value >= len(self.sizes):
             return 1
@@ -129,8 +129,9 @@ def capture(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> KernelLaunch:
 def test_a_launch_of_one_kernel(monkeypatch: pytest.MonkeyPatch, function: int | None) -> None:
     driver = Driver(function=function)
     found = capture(monkeypatch, driver)
-    assert (found.function, found.plan, found.blocks, found.threads, found.shared_bytes) == (FUNCTION, 0, 12, 64, 256)
-    assert list(found.parameters) == list(driver.addresses)
+    assert (found.function, found.parameter_of_plan, found.blocks, found.threads) == (FUNCTION, 0, 12, 64)
+    assert (found.shared_bytes, found.count_of_parameters) == (256, 3)
+    assert (ctypes.c_void_p * 3).from_address(found.parameters)[:] == driver.addresses[:]
     assert driver.open == [GRAPH], "the graph holds the parameters"
     del found
     assert driver.open == []

@@ -46,7 +46,7 @@ def test_entries_have_the_file_and_the_part_that_is_decoded(color: Any, with_reg
     draw, upright = scan.draws[0][0], np.ones(len(rows), np.uint8)
     parts = Regions.around([draw.box], sizes, channels, upright)
     if not with_regions:
-        parts = Regions.whole(sizes, channels, upright)
+        parts = Regions.around([np.column_stack([0 * sizes, sizes])], sizes, channels, upright)
     assert np.array_equal(tables.entries[:, 3:], np.column_stack([parts.x, parts.y, parts.width, parts.height]))
     assert np.array_equal(tables.entries[:, 2], parts.width * channels)
     assert (tables.spaces % 256 == 0).all() and (tables.spaces >= parts.width * parts.height * channels).all()

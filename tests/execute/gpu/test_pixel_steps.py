@@ -72,6 +72,6 @@ def test_a_part_has_a_pixel_at_least_and_none_outside() -> None:
 
 def test_all_of_an_image() -> None:
     sizes, orientations = np.array([[5, 7], [6, 1]]), np.array([6, 3])
-    regions = Regions.whole(sizes, 3, orientations)
+    regions = Regions.around([np.array([[0, 0, 7, 5], [0, 0, 6, 1]])], sizes, 3, orientations)
     assert np.array(regions[:4]).T.tolist() == [[0, 0, 7, 5], [0, 0, 1, 6]]
     assert np.array_equal(regions.steps, pixel_steps(sizes, 3, orientations))
