@@ -14,7 +14,7 @@ from gpuflow.pipeline.mixture import Mixture
 
 
 def soft_labels(labels: Ints, classes: int) -> NDArray[np.float32]:
-    """Class labels [N] as probabilities of the classes, [N, classes]."""
+    """Return class labels [N] as probabilities of the classes, [N, classes]."""
     probabilities = np.zeros((len(labels), classes), np.float32)
     probabilities[np.arange(len(labels)), labels] = 1
     return probabilities
@@ -55,13 +55,13 @@ def mix_images(images: torch.Tensor, mixture: Mixture) -> None:
 
 
 def arrays_of(mixture: Mixture) -> tuple[NDArray[np.generic], ...]:
-    """What `mix_images_at_once` takes besides the images, as small arrays that can be sent to a device."""
+    """Return what else `mix_images_at_once` takes, as small arrays that can be sent to a device."""
     weights = mixture.weights.astype(np.float32), (1 - mixture.weights).astype(np.float32)
     return (mixture.partners, *weights, mixture.boxes)
 
 
 def mix_images_at_once(images: torch.Tensor, sent: Sequence[torch.Tensor], *, blends: bool) -> None:
-    """The same on any device, by a number of operators that does not depend on the batch; equal to `mix_images`.
+    """Mix images on any device as `mix_images` does, by a number of operators that does not depend on the batch.
 
     It needs the memory of a second batch while it runs. Images must be finite where they are blended.
 

@@ -16,7 +16,7 @@ _ALIGN = 16
 
 
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    """Where each array begins in the block, and the size of the block, in bytes."""
+    """Return where each array begins in the block, and the size of the block, in bytes."""
     *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
     return starts, size
 
@@ -28,7 +28,7 @@ def write(block: Bytes, starts: Sequence[int], arrays: Sequence[Array]) -> None:
 
 
 def in_one_block(arrays: Sequence[Array]) -> tuple[list[int], Bytes]:
-    """Where each array begins in a block that has them all, and the block, uint8 [size].
+    """Return where each array begins in a block that has them all, and the block, uint8 [size].
 
     The block of one contiguous array of a fitting size is the array itself.
     """
@@ -41,7 +41,7 @@ def in_one_block(arrays: Sequence[Array]) -> tuple[list[int], Bytes]:
 
 
 def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """A view of the block, uint8 [size] on any device, for each array: with its dtype and its shape.
+    """Return views of a block, uint8 [size] on any device: for each array one with its dtype and its shape.
 
     It makes few calls of torch, because each one releases Python's interpreter and waits for it again.
     """

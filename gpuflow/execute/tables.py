@@ -10,7 +10,7 @@ from gpuflow.arrays import Array, Ints
 
 
 def table_of(count: int, parts: Sequence[Array | int]) -> Ints:
-    """The columns of all parts next to each other, int64 [count, columns].
+    """Return the columns of all parts next to each other, int64 [count, columns].
 
     parts: each [count], [count, columns of it], or a number for a column of it.
     """

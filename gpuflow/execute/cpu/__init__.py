@@ -1,1 +1,1 @@
-"""Runs programs on the processor."""
+"""Runs programs on the CPU, for training and for serving."""

@@ -104,7 +104,7 @@ def _unreadable(data: bytes, formats: Sequence[str]) -> str:
 
 
 def _orientation(image: ImageFile.ImageFile) -> int:
-    """The orientation that Pillow applies when it loads an image: the Orientation tag of a TIFF, 1 for other files.
+    """Return the orientation that Pillow applies to an image: the Orientation tag of a TIFF, 1 for other files.
 
     Removes XMP data, whose orientation Pillow would apply to a TIFF without that tag.
     """
@@ -117,12 +117,12 @@ def _orientation(image: ImageFile.ImageFile) -> int:
 
 
 def _rescaled(levels: Bytes, top: int) -> Bytes:
-    """Levels of 0 to 255 as levels of 0 to `top`, rounded to the nearest."""
+    """Return levels of 0 to 255 as levels of 0 to `top`, rounded to the nearest."""
     return ((levels.astype(np.uint16) * top + _FULL // 2) // _FULL).astype(np.uint8)
 
 
 def _top_level(image: ImageFile.ImageFile, data: bytes) -> int:
-    """The gray level of a file that Pillow, when it loads the pixels, converts to 255, and all others in proportion.
+    """Return the gray level of a file that Pillow converts to 255. It converts the others in proportion.
 
     It does so with the levels of PNGs and TIFFs that have 2 or 4 bits, and of PGMs with another highest value than 255.
     """
@@ -148,7 +148,7 @@ def _other_size(got: tuple[int, ...], size: tuple[int, int]) -> str:
 
 
 def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
-    """Why an instance's mask is not one of an image of this size; None if it is one."""
+    """Return why an instance's mask does not belong to an image of this size; None if it does."""
     if isinstance(mask, np.ndarray):
         return None if mask.shape == size else _other_size(mask.shape, size)
     if isinstance(mask, Rle):
@@ -204,7 +204,7 @@ class MaskMap:
         self._number: type[np.int32 | np.int64] = np.int32 if height * width < _MOST_IN_INT32 else np.int64
 
     def apply(self, mask: Bytes, fill: int = 0) -> Bytes:
-        """The result of a mask [h, w]. fill: its level outside the mask."""
+        """Return the result of a mask [h, w]. fill: its level outside the mask."""
         mask, described = np.ascontiguousarray(mask), self._described()
         result = np.empty((len(self._rows), len(self._columns)), np.uint8)
         _apply(described.ctypes.data, mask.ctypes.data, fill, result.ctypes.data)
@@ -257,7 +257,7 @@ class MaskMap:
 
 
 def mask_maps(program: Program, keys: s.Keys, sizes: Ints) -> list[MaskMap]:
-    """How the masks of N samples follow a program. sizes [N, 2]: of the upright images, and so of their masks."""
+    """Return how the masks of N samples follow a program. sizes [N, 2]: of the upright images and of their masks."""
     maps = [MaskMap(*size) for size in sizes.tolist()]
     height, width = sizes[:, 0], sizes[:, 1]
     for step in program.steps:
@@ -286,17 +286,17 @@ def _move(maps: Sequence[MaskMap], placed: Sequence[PlacedMove]) -> None:
 
 
 def _taken(line: Ints, at: Ints) -> Ints:
-    """The numbers of `line` at these places; -1 at negative ones."""
+    """Return the numbers of `line` at these places; -1 at negative ones."""
     return np.where(at < 0, -1, line.take(at, mode="clip"))
 
 
 def _inside(places: Ints, size: int) -> Ints:
-    """Places along a side; -1 for those outside."""
+    """Return places along a side; -1 for those outside."""
     return np.where((places >= 0) & (places < size), places, -1)
 
 
 def _nearest(size: int, result: int) -> Ints:
-    """The pixels that torch's nearest resampling takes, which computes in float32."""
+    """Return the pixels that torch's nearest resampling takes, which computes in float32."""
     scale = np.float32(size) / np.float32(result)
     pixels: Ints = np.minimum(np.floor(np.arange(result, dtype=np.float32) * scale).astype(np.int64), size - 1)
     return pixels

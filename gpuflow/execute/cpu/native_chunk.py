@@ -224,7 +224,7 @@ def _address_of(array: Array) -> int:
 
 
 def _place_of(slots: Array) -> tuple[int, int]:
-    """The address of slots [N, ...], and the bytes from one to the next."""
+    """Return the address of slots [N, ...], and the bytes from one to the next."""
     return _address_of(slots), slots.strides[0]
 
 

@@ -459,7 +459,7 @@ def call_opaque(step: OpaqueStep, image: Array, seed: int) -> Array:
 
 
 def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
-    """Why a sample is bad for which an opaque stage raised this; None if that is a fault of something else."""
+    """Return why a sample is bad for which an opaque stage raised this; None if something else is at fault."""
     if isinstance(error, BadSampleError):
         return error
     if isinstance(error, GpuflowError | NotImplementedError) or not isinstance(error, ValueError | RuntimeError):
@@ -473,5 +473,5 @@ def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
 
 
 def _size(image: Array) -> tuple[Ints, Ints]:
-    """Height and width, each [1], of an image in HWC."""
+    """Return height and width, each [1], of an image in HWC."""
     return np.array(image.shape[:1]), np.array(image.shape[1:2])

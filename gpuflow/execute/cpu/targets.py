@@ -74,7 +74,7 @@ class TargetMapper:
         return self.program.decoder.orientation is None and any(field.type in GEOMETRIC for field in self.fields)
 
     def map(self, records: Records, keys: s.Keys, sizes: Ints) -> Targets:
-        """The targets of N samples. sizes [N, 2]: height and width of their upright images."""
+        """Map the records of N samples to targets. sizes [N, 2]: height and width of their upright images."""
         errors = list(records.errors)
         for sample, reason in self._faults(records, sizes):
             errors[sample] = errors[sample] or reason
@@ -88,7 +88,7 @@ class TargetMapper:
                 errors[good[sample]] = reason
 
     def check(self, records: Records, sizes: Ints) -> list[str | None]:
-        """For each of N samples None, or why its record is bad. sizes [N, 2]: as in `map`, which finds the same."""
+        """Return for each of N samples None, or why its record is bad, as `map` does. sizes [N, 2]: as in `map`."""
         errors = list(records.errors)
         for sample, reason in self._faults(records, sizes):
             errors[sample] = errors[sample] or reason
@@ -136,7 +136,7 @@ class TargetMapper:
     def _map(
         self, columns: Mapping[str, Column], keys: s.Keys, sizes: Ints
     ) -> tuple[dict[str, Column], dict[int, str]]:
-        """The targets of sound samples, and the samples whose masks turn out to be bad, and why."""
+        """Return the targets of sound samples, and the samples whose masks turn out to be bad, and why."""
         moved = any(field.type in GEOMETRIC for field in self.fields)
         moves = moves_of(self.program, keys, sizes) if moved else ()
         masks = self._masks(keys, sizes)
@@ -169,7 +169,7 @@ class TargetMapper:
         return mapped, faults
 
     def _masks(self, keys: s.Keys, sizes: Ints) -> Sequence[_Masks]:
-        """What maps the masks of each sample; empty if no field has masks."""
+        """Return what maps the masks of each sample; empty if no field has masks."""
         if all(field.type != "mask" for field in self.fields):
             return ()
         result, maps = _result_size(self.program), mask_maps(self.program, keys, sizes)
@@ -183,7 +183,7 @@ class TargetMapper:
         owner: MappedBoxes | None,
         faults: dict[int, str],
     ) -> Column:
-        """One field of masks. Adds the samples whose masks are bad, and why, to `faults`."""
+        """Map one field of masks. Adds the samples whose masks are bad, and why, to `faults`."""
         kept = [None if owner is None else owner.kept_of(i) for i in range(len(column))]
         made: list[Bytes] = []
         room = _room(column, kept, self.program) if field.instances else None
@@ -213,11 +213,11 @@ class _Masks:
     upright: bool
 
     def levels(self, mask: MaskFile | Bytes, formats: Sequence[str], fill: int = 0) -> Bytes:
-        """[H, W]. formats: see `Field`. fill: the level of pixels outside the image. Raises ValueError."""
+        """Return levels [H, W]. formats: see `Field`. fill: the level outside the image. Raises ValueError."""
         return self.map.apply(self._decoded(mask, formats), fill)
 
     def levels_of_instances(self, mask: MaskFile, formats: Sequence[str], kept: Bools | None) -> Bytes:
-        """[M, H, W] of 0 and 1, of the kept instances alone; instance i is the level i + 1. Raises ValueError."""
+        """Return the kept instances, [M, H, W] of 0 and 1; instance i is the level i + 1. Raises ValueError."""
         result = self.levels(mask, formats)
         highest = _highest_level(self._decoded(mask, formats), None if kept is None else len(kept))
         levels = 1 + (np.arange(highest) if kept is None else np.flatnonzero(kept))
@@ -225,7 +225,7 @@ class _Masks:
         return instances
 
     def instances(self, masks: Sequence[Instance], kept: Bools | None, out: Bytes | None) -> Bytes:
-        """[M, H, W] of 0 and 1, of the kept instances alone, in `out` if that is given. Raises ValueError."""
+        """Return the kept instances, [M, H, W] of 0 and 1, in `out` if that is given. Raises ValueError."""
         height, width = self.size
         _check_masks(masks, (height, width))
         chosen = [mask for i, mask in enumerate(masks) if kept is None or kept[i]]
@@ -267,7 +267,7 @@ def _check_masks(
 
 
 def _highest_level(levels: Bytes, rows: int | None) -> int:
-    """How many instances a mask has by its levels. Raises ValueError if these are more than `rows`."""
+    """Return how many instances a mask has by its levels. Raises ValueError if these are more than `rows`."""
     highest = int(levels.max(initial=0))
     if rows is not None and highest > rows:
         raise ValueError(f"has {highest} instances, and its image {rows} boxes")
@@ -281,7 +281,7 @@ def _result_size(program: Program) -> tuple[int, int]:
 
 
 def _room(column: Sequence[Any], kept: Sequence[Bools | None], program: Program) -> Ragged | None:
-    """Memory for the masks of all instances, which are many bytes; None if their number is not known yet."""
+    """Allocate memory for the masks of all instances. Return None if their number is not known yet."""
     if any(isinstance(value, MaskFile) for value in column):
         return None
     counts = [len(value) if one is None else int(one.sum()) for value, one in zip(column, kept, strict=True)]
@@ -290,13 +290,13 @@ def _room(column: Sequence[Any], kept: Sequence[Bools | None], program: Program)
 
 
 def _joined(made: Sequence[Bytes], field: Field, program: Program) -> Column:
-    """Masks of the samples as one column."""
+    """Join masks of the samples to one column."""
     empty = np.empty((0, *_result_size(program)), np.uint8)
     return Ragged.of(made, empty) if field.instances else np.concatenate([empty, *(one[None] for one in made)])
 
 
 def _unequal(name: str, column: Column, other: str, others: Column) -> Iterator[tuple[int, str]]:
-    """Samples with another number of rows in one column than in another, and why that is a fault."""
+    """Yield samples with another number of rows in one column than in another, and why that is a fault."""
     for i in range(len(column)):
         if isinstance(column, list) and isinstance(column[i], MaskFile):
             continue  # it is counted once it is decoded

@@ -79,7 +79,7 @@ class Outcome:
 
 
 def prepare(setup: bytes) -> Any:
-    """The unpickled setup, or why it cannot be unpickled, as text. Starts no thread."""
+    """Unpickle the setup, or return why it cannot be unpickled, as text. Starts no thread."""
     torch.set_num_threads(1)
     try:
         loaded = pickle.loads(setup)

@@ -43,7 +43,7 @@ class Placement:
 
 
 def gpu_passes_and_library(program: AnyProgram) -> tuple[tuple[tuple[Pass, ...], ...], NvjpegLibrary] | str:
-    """The passes and the library to run a program on a GPU, or a text that says why no GPU can. Opens no GPU.
+    """Return the passes and the library to run a program on a GPU, or why no GPU can, as text. Opens no GPU.
 
     The passes are those of each of `programs_of(program)`.
     """
@@ -59,7 +59,7 @@ def gpu_passes_and_library(program: AnyProgram) -> tuple[tuple[tuple[Pass, ...],
 
 
 def gpu_decodes(program: AnyProgram) -> bool:
-    """Whether this machine's GPU decodes a program, by the rule of `place_on_gpu`. May open the GPU."""
+    """Return whether this machine's GPU decodes a program, by the rule of `place_on_gpu`. May open the GPU."""
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
         return False

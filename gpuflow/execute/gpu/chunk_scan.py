@@ -80,7 +80,7 @@ class Regions(NamedTuple):
         channels: int,
         orientations: NDArray[np.integer],
     ) -> Regions:
-        """The smallest part that has all pixels of some boxes, and one pixel at least.
+        """Return the smallest part that has all pixels of some boxes, and one pixel at least.
 
         boxes: each [n, 4], y, x, height, width in the upright images. Other arguments: as of `pixel_steps`.
         """
@@ -134,7 +134,7 @@ class ChunkTables(NamedTuple):
         channels: int,
         with_regions: bool,
     ) -> ChunkTables:
-        """The tables for these rows [n] of a chunk.
+        """Make the tables for these rows [n] of a chunk.
 
         Args:
             headers: of all its files.
@@ -157,7 +157,7 @@ class ChunkTables(NamedTuple):
         )
 
     def with_files(self, which: Bools, files: Rewritten) -> ChunkTables:
-        """The same if those `which` are read in their rewritten form."""
+        """Return the tables if the files `which` are read in their rewritten form."""
         entries, samplings = self.entries.copy(), self.samplings.copy()
         entries[which, 0] = files.offsets + files.buffer.ctypes.data
         entries[which, 1] = files.sizes + SPARE_BYTES
@@ -165,7 +165,7 @@ class ChunkTables(NamedTuple):
         return self._replace(entries=entries, samplings=samplings)
 
     def take(self, kept: Bools) -> ChunkTables:
-        """The same for some of the files."""
+        """Return the tables of some of the files."""
         return ChunkTables(*(table[kept] for table in self))
 
 
@@ -185,7 +185,7 @@ class ChunkScan(NamedTuple):
     tables: ChunkTables
 
     def take(self, kept: Bools, scanner: ChunkScanner, keys: Keys) -> ChunkScan:
-        """The same for some of the rows."""
+        """Return the scan of some of the rows."""
         rows = self.rows[kept]
         return self._replace(
             rows=rows,
@@ -239,7 +239,7 @@ class ChunkScanner:
         return ChunkScan(headers, rows, headers.progressive[rows], draws, tables)
 
     def draw(self, keys: Keys, rows: Ints, sizes: Ints) -> list[list[Any]]:
-        """For each output and each of its passes the random parameters of these rows [n] of a chunk.
+        """Draw the parameters of these rows [n] of a chunk, for each output and each of its passes.
 
         keys, sizes [N, 2]: of the whole chunk; height and width of the upright images.
         """
@@ -318,7 +318,7 @@ class FileChecks:
 
     @staticmethod
     def shared_bytes(samples: int) -> int:
-        """The size of memory for `share`, for a source of that many samples."""
+        """Return the size of memory for `share`, for a source of this number of samples."""
         return 2 * min(samples, MAX_REMEMBERED) * np.dtype(np.uint32).itemsize
 
     def share(self, memory: Bytes) -> None:

@@ -89,7 +89,7 @@ class DecodeBuffer:
         return self._pixels.tensors.data_ptr()
 
     def plans(self, size: int) -> PlanMemory:
-        """Memory for plans of at least this many bytes. Its `done` is the event after the work on the images."""
+        """Return memory for plans of at least this size. Its `done` is the event after the work on the images."""
         if self._plans is None or self._plans.size < size:
             self.wait()
             self._plans = PlanMemory(self._device_stream, -(-size // _PLANS_ROUNDED) * _PLANS_ROUNDED)
@@ -177,7 +177,7 @@ class DecodeBuffers:
 
     @contextmanager
     def acquire(self, size: int, *, wait: bool = True) -> Iterator[DecodeBuffer]:
-        """A buffer of at least `size` bytes. Work that reads it must be queued before the block ends.
+        """Acquire a buffer of at least `size` bytes. Work that reads it must be queued before the block ends.
 
         wait: whether to block the host until its previous contents are read; otherwise the caller does that, before
             anything is written.

@@ -28,7 +28,7 @@ _NONE, _ALL = np.zeros(0, np.int64), slice(None)
 
 
 def later_images(chunk: int) -> int:
-    """The largest number of images that are decoded for later chunks, if a chunk has this many."""
+    """Return the largest number of images that are decoded for later chunks, if a chunk has this many."""
     return min(_LATER_IMAGES, AHEAD * chunk)
 
 
@@ -46,7 +46,7 @@ class Undecoded:
         """Whether the chunk has images of several samplings."""
 
     def samplings_left(self) -> Iterator[int]:
-        """The samplings of images that no call has taken, those of fewest images first."""
+        """Yield the samplings of images that no call has taken, those of fewest images first."""
         for sampling, rows in sorted(self._left.items(), key=lambda item: len(item[1])):
             if len(rows):
                 yield sampling
@@ -102,7 +102,7 @@ class DecodeCall(NamedTuple):
 
 
 def plan_calls(chunks: list[Undecoded], *, max_bytes: int, max_later: int) -> list[DecodeCall]:
-    """The calls that decode all of the first chunk's images that are left, filled up with images of the others.
+    """Plan the calls that decode the first chunk's images that are left, filled up with images of the others.
 
     Each has an image of the first chunk.
 
@@ -136,7 +136,7 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int, max_later: int) -> li
 
 
 def _calls(chunks: list[Undecoded], rows: Sequence[Ints], sampling: int, max_bytes: int) -> Iterator[DecodeCall]:
-    """The calls that decode these images of each chunk, which have one sampling."""
+    """Yield the calls that decode these images of each chunk, which have one sampling."""
     used = [number for number, own in enumerate(rows) if len(own)]
     pixels = np.concatenate([chunks[number].pixels[rows[number]] for number in used])
     spaces = np.concatenate([chunks[number].spaces[rows[number]] for number in used])

@@ -58,8 +58,11 @@ def interleaved(
     device_stream: DeviceStream,
     shapes: Sequence[torch.Size] | None = None,
 ) -> DeviceImages:
-    """Tensors of the device, uint8 [N, C, H, W], or [C, H_i, W_i] each, of any strides. Those whose pixels' channels
-    are not next to each other are copied, at once. shapes: of each image, if they were read already."""
+    """Return where the pixels of tensors are: uint8 [N, C, H, W], or [C, H_i, W_i] each, of any strides.
+
+    Images whose channels are not next to each other are copied, all at once. shapes: of each image, if they were read
+    already.
+    """
     if isinstance(images, torch.Tensor):
         first = [*images.shape[1:], *images.stride()[1:], images.data_ptr()]
         described = np.tile(np.array(first, np.int64), (len(images), 1))
@@ -87,7 +90,7 @@ def interleaved(
 
 
 def _numbers_of(found: Sequence[tuple[int, ...]]) -> Ints:
-    """Three numbers for each of N images: [N, 3], or [1, 3] if all are equal."""
+    """Return three numbers for each of N images: [N, 3], or [1, 3] if all are equal."""
     if len(set(found)) == 1:
         return np.array(found[:1], np.int64)
     return np.fromiter(chain.from_iterable(found), np.int64, 3 * len(found)).reshape(-1, 3)
@@ -108,7 +111,7 @@ class DevicePasses:
         return self._passes[0]
 
     def _table(self, one: Pass) -> torch.Tensor:
-        """The pass's table as a tensor [C, 256] in the dtype of its result; the identity if it has none."""
+        """Return the pass's table as a tensor [C, 256] in the dtype of its result; the identity if it has none."""
         if one.table is None:
             return torch.arange(256, dtype=torch.uint8, device="cpu").expand(one.result.shape[2], 256).contiguous()
         table = torch.from_numpy(one.table)
@@ -165,7 +168,7 @@ class DevicePasses:
         return self._queue(draws, targets, self._send(self.plans(draws, targets)))
 
     def plans(self, draws: Sequence[Any], targets: Sequence[ImageRows], batches: int = 1) -> list[list[Array]]:
-        """What each pass after the first one reads on the device: an array with a row for each image, and others.
+        """Return what each later pass reads on the device: an array with a row for each image, and others.
 
         batches: how many batches of n images, which use the same targets in turn, the draws describe.
         """
@@ -289,12 +292,12 @@ class DevicePasses:
 
 
 def _version(images: torch.Tensor) -> int | None:
-    """A number that changes when torch writes to a tensor; None if it keeps none."""
+    """Return a number that changes when torch writes to a tensor; None if it keeps none."""
     return None if images.is_inference() else images._version
 
 
 def _is_of_device(error: Exception) -> bool:
-    """Whether an exception is an error of CUDA or of its libraries, which says nothing about an image."""
+    """Return whether an exception is an error of CUDA or of its libraries, which says nothing about an image."""
     return isinstance(error, torch.AcceleratorError) or any(name in str(error) for name in _OF_DEVICE)
 
 
@@ -303,7 +306,7 @@ _OF_DEVICE = ("CUDA", "cuDNN", "cuFFT", "Triton Error")
 
 
 def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: Floats) -> torch.Tensor:
-    """A stage that has only a form for the CPU, on images [n, C, H, W] of the GPU. Waits for the GPU."""
+    """Run a stage that has only a form for the CPU, on images [n, C, H, W] of the GPU. Waits for the GPU."""
     held = images.permute(0, 2, 3, 1).cpu().numpy()
     results = [step.stage.apply(image, row, None) for image, row in zip(held, coefficients, strict=True)]
     return as_batch(np.stack(results).reshape(-1, *slot_shape(step.after)), step.after)

@@ -50,7 +50,7 @@ class DeviceStream:
 
     @contextmanager
     def queued(self) -> Iterator[None]:
-        """Makes this stream and its device current, so that the block's device work is queued here and nowhere else.
+        """Make this stream and its device current, so that the block's device work is queued here and nowhere else.
 
         Within such a block of the same thread it does nothing, because torch takes long to change its current stream.
         """
@@ -66,7 +66,7 @@ class DeviceStream:
                 _current.device_stream = outer
 
     def record_event(self, *, blocking: bool = False, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-        """An event after all work queued so far. blocking: a thread that waits for the event sleeps, not spins.
+        """Record an event after all work queued so far. blocking: a thread that waits for it sleeps, not spins.
 
         stream: another stream of the same device whose work is meant.
         """
@@ -87,7 +87,7 @@ class DeviceStream:
                 on_done(memory)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Pinned host memory, which the GPU copies from directly. torch keeps it until copies begun by torch end."""
+        """Allocate pinned host memory, which the GPU copies from. torch keeps it until copies begun by torch end."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def send(self, host: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class DeviceStream:
         return host
 
     def on_new_stream(self) -> DeviceStream:
-        """Another `DeviceStream` for the same device: a new CUDA stream with the same priority."""
+        """Make another `DeviceStream` for the same device: a new CUDA stream with the same priority."""
         return DeviceStream(self.device)
 
     def wait_stream(self, other: torch.cuda.Stream) -> None:

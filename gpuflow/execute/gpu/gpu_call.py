@@ -171,7 +171,7 @@ class _Graph:
 def capture_launch(
     driver: ctypes.CDLL, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
 ) -> KernelLaunch:
-    """The kernel that `launch` launches for a plan of one row, int64 [1, F] on the device. It does not run.
+    """Capture the kernel that `launch` launches for a plan of one row, int64 [1, F] on the device. It does not run.
 
     launch: a function that has launched the same kernel before, so that it is compiled and loaded.
 
@@ -219,7 +219,7 @@ def capture_launch(
 def _captured(
     driver: ctypes.CDLL, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
 ) -> _Graph:
-    """A CUDA graph of the work that `launch` queues, captured on a new stream.
+    """Capture the work that `launch` queues as a CUDA graph, on a new stream.
 
     The driver creates the stream, because torch takes streams from a pool and may return one that other code uses.
     """
@@ -242,7 +242,7 @@ def _captured(
 
 
 def _parameters(driver: ctypes.CDLL, function: ctypes.c_void_p, node: _KernelNode) -> list[tuple[int, int]]:
-    """The address of each parameter's value, and its size in bytes."""
+    """Return the address of each parameter's value, and its size in bytes."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while (

@@ -56,7 +56,7 @@ class FirstPasses:
         self._attempts, self._lock = _ATTEMPTS, threading.Lock()
 
     def captured(self, draws: Sequence[Any], targets: Sequence[Target]) -> CapturedPasses | None:
-        """The kernels for C code, if they are known for such draws and targets.
+        """Return the kernels for C code, if they are known for such draws and targets.
 
         draws: for each output the parameters of its first pass. targets: where each puts its results.
         """
@@ -102,7 +102,7 @@ class FirstPasses:
 
 
 def _all_settings(draws: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
-    """What the kernels depend on apart from their plans."""
+    """Return what the kernels depend on apart from their plans."""
     return [
         None if isinstance(target, Canvas) else (_settings(draw), target.stride())
         for draw, target in zip(draws, targets, strict=True)

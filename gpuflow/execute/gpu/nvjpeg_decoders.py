@@ -58,7 +58,7 @@ class JpegBatch(NamedTuple):
 
     @classmethod
     def of(cls, entries: Ints, addresses: Ints, sampling: int, *, with_regions: bool) -> JpegBatch:
-        """Interleaved images, each written to an address.
+        """Make a call whose images are interleaved, each written to an address.
 
         entries [N, 7]: address in pinned host memory and size in bytes of each file, the bytes of a row of pixels where
             the image is written, and the x, y, width and height of the part of it that is written.
@@ -194,13 +194,13 @@ class NvjpegDecoder:
             state.queued = self._device_stream.record_event(stream=self._stream)
 
     def _state(self, sampling: int) -> _State:
-        """The state for images of one sampling. Raises NvjpegError if there is no memory for it."""
+        """Return the state for images of one sampling. Raises NvjpegError if there is no memory for it."""
         if sampling not in self._states:
             self._states[sampling] = _State(self._make())
         return self._states[sampling]
 
     def _refuse(self, files: JpegBatch, error: NvjpegError) -> Bools:
-        """The result for files that nvJPEG does not decode. Raises SystemFault, see `decode`."""
+        """Return the result for files that nvJPEG does not decode. Raises SystemFault, see `decode`."""
         count = len(files.data)
         if error.lacks_memory:
             self._without_memory += count
@@ -233,8 +233,10 @@ class NvjpegDecoder:
         return 1 if self._color == "gray" else 3
 
     def decodes_regions(self) -> bool:
-        """Whether the engines write a part of an image with the pixels that it has in the whole one. They decode
-        gpuflow's own test image; CUDA kernels are not tried. Raises SystemFault without memory for it."""
+        """Return whether the engines write a part of an image with the pixels that it has in the whole one.
+
+        They decode gpuflow's own test image; CUDA kernels are not tried. Raises SystemFault without memory for it.
+        """
         if not self._on_engines:
             return False
         x, y, width, height = _TEST_REGION
@@ -318,7 +320,7 @@ class NvjpegDecoderPool:
             self._spare.put(place)
 
     def set_starved(self, starved: bool) -> None:
-        """Says whether the GPU waits for decoded images. Takes effect at the next `acquire`."""
+        """Set whether the GPU waits for decoded images. Takes effect at the next `acquire`."""
         self._starved = starved
         if starved:
             with suppress(queue.Empty):
@@ -355,7 +357,7 @@ class NvjpegDecoderPool:
 
     @contextmanager
     def acquire(self) -> Iterator[NvjpegDecoder]:
-        """A decoder, once one is free. Raises LoaderTimeout if an earlier call does not end."""
+        """Acquire a decoder, once one is free. Raises LoaderTimeout if an earlier call does not end."""
         place = self._acquire_place()
         decoder = self._decoders[place]
         assert decoder is not None
@@ -385,6 +387,6 @@ class NvjpegDecoderPool:
         return self._decoders[place] is not None
 
     def _give_up(self, place: int, reason: str) -> None:
-        """Do without the decoder at this place, which is in no queue, for good."""
+        """Never use the decoder at this place, which is in no queue, again."""
         self._decoders[place] = None
         _LOG.warning("%s; nvJPEG decodes one call at a time, not two", reason)

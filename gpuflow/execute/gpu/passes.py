@@ -38,7 +38,7 @@ class Pass:
 
 
 def passes_of(program: Program) -> tuple[Pass, ...] | str:
-    """The passes that run a program's stages after nvJPEG decoded, or a text that says why a GPU cannot run it."""
+    """Return the passes that run a program's stages after nvJPEG decoded, or why a GPU cannot run it, as text."""
     if program.decoder.library is not None:
         return f"{program.decoder!r} decodes by itself"
     passes: list[Pass] = []
@@ -66,7 +66,7 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
 
 
 def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
-    """`passes_of` each of `programs_of(program)`, or a text that says why a GPU cannot run one of them."""
+    """Return `passes_of` each of `programs_of(program)`, or why a GPU cannot run one of them, as text."""
     found: list[tuple[Pass, ...]] = []
     for i, one in enumerate(programs_of(program)):
         passes = passes_of(one)
@@ -78,7 +78,7 @@ def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
 
 
 def draw_passes(passes: Sequence[Pass], keys: s.Keys, sizes: Ints) -> list[Any]:
-    """Each pass's random parameters for N samples: a resampling or warp, operations, filters, coefficients, or seeds.
+    """Draw each pass's parameters for N samples: a resampling or warp, operations, filters, coefficients, or seeds.
 
     sizes [N, 2]: height and width of the decoded images.
     """

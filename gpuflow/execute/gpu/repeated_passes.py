@@ -60,7 +60,7 @@ class RepeatedPasses:
             return (repeated or self._plain).run_images(images, keys, slots)
 
     def _of_size(self, count: int) -> _PassesOfOneSize | None:
-        """What runs batches of this size; None before enough of them have come in a row."""
+        """Return what runs batches of this size; None before enough of them have come in a row."""
         self._calls = self._calls + 1 if count == self._count else 1
         self._count = count
         if self._repeated is None or self._repeated.count != count:
@@ -72,7 +72,7 @@ class RepeatedPasses:
 
 
 def _can_be_repeated(passes: Sequence[Pass]) -> bool:
-    """Whether all results of a pass have one size, and no pass does more than to launch kernels."""
+    """Return whether all results of a pass have one size, and no pass does more than to launch kernels."""
     kernels = ResamplingStep | WarpStep | PointwiseStep | LocalStep
     return all(one.result.fixed and isinstance(one.step, kernels) for one in passes)
 
@@ -112,12 +112,12 @@ class _Ahead:
     used: int = 0
 
     def has_next(self, keys: s.Keys) -> bool:
-        """Whether these are the keys of the batch that follows."""
+        """Return whether these are the keys of the batch that follows."""
         same = (self.keys.seed, self.keys.epoch) == (keys.seed, keys.epoch)
         return same and self.used < len(self.positions) and np.array_equal(self.positions[self.used], keys.positions)
 
     def step_to(self, keys: s.Keys) -> int:
-        """By which number these positions follow those of the last batch that ran; 0 if by no constant one."""
+        """Return by which number these positions follow those of the last batch; 0 if by no constant one."""
         steps = keys.positions - self.positions[self.used - 1]
         return int(steps[0]) if self.keys.epoch == keys.epoch and (steps == steps[0]).all() else 0
 
@@ -152,7 +152,7 @@ class _PassesOfOneSize:
         self._can_capture = True
 
     def _allocate_results(self) -> list[torch.Tensor]:
-        """The result of each pass but the last one. No pass reads anything older than the result of the pass before."""
+        """Allocate the result of each pass but the last one. A pass reads nothing older than the result before it."""
         results: list[torch.Tensor] = []
         for i, one in enumerate(self._passes[:-1]):
             if self._plain.in_place[i]:
@@ -201,7 +201,7 @@ class _PassesOfOneSize:
         memory.graphs.get(place, launch)()
 
     def _draw_first(self, keys: s.Keys, sizes: Ints, slots: torch.Tensor) -> list[_First]:
-        """The first pass of each batch, without the images' places. keys, sizes [K * n, 2]: of all batches together."""
+        """Draw the first pass of each batch, without the images' places. keys, sizes [K * n, 2]: of all batches."""
         (draw,) = draw_passes(self._passes[:1], keys, sizes)
         faults: list[BadSampleError | None] = [None] * len(sizes)
         add_misfits([draw], faults)
@@ -216,7 +216,7 @@ class _PassesOfOneSize:
     def _draw_ahead(
         self, keys: s.Keys, before: _Ahead | None, size: tuple[int, int] | None, slots: torch.Tensor
     ) -> _Ahead:
-        """For this batch alone, or, if its positions follow those of the batch before as those did, for several."""
+        """Draw for this batch alone; or for several, if its positions follow those of the batch before as those did."""
         step = 0 if before is None else before.step_to(keys)
         several = before is not None and step != 0 and step == before.step
         positions = keys.positions + step * np.arange(_BATCHES if several else 1)[:, None]
@@ -246,7 +246,7 @@ class _PassesOfOneSize:
         return sent[:end].view(batches, length), packing.tensors_in(sent[end:], starts_of_others, others)
 
     def _of_first_batch(self, plans: Sequence[Sequence[Array]]) -> list[Array]:
-        """Of each later pass the array with a row for each image, for the first batch alone."""
+        """Return the array of each later pass that has a row for each image, for the first batch alone."""
         return [array[: self.count] for array, *_ in plans]
 
     def _filled_memory(self, plan: torch.Tensor, ahead: _Ahead, batch: int) -> _Memory:
@@ -264,7 +264,7 @@ class _PassesOfOneSize:
         return memory
 
     def _allocate(self, plan: torch.Tensor, ahead: _Ahead) -> _Memory:
-        """Memory for such plans. What samples share takes at most a row for each of a sample's operations."""
+        """Allocate memory for such plans. What samples share takes at most a row for each of a sample's operations."""
         most = max((one.codes.shape[1] for one in ahead.draws if isinstance(one, s.Operations)), default=0)
         room = most * _BATCHES * self.count
         first_plan = torch.empty_like(plan, device=self._device_stream.device)

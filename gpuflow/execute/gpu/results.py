@@ -45,7 +45,7 @@ class Canvas:
 
     @classmethod
     def allocate(cls, device_stream: DeviceStream, draw: Resampling | Warping, channels: int) -> Canvas:
-        """Room for the results of a resampling or a warp of n images."""
+        """Allocate memory for the results of a resampling or a warp of n images."""
         tops, rows, width = _layout(draw)
         with device_stream.queued():
             shape = rows, width, channels
@@ -58,7 +58,7 @@ class Canvas:
 
     @property
     def addresses(self) -> Ints:
-        """Of the images' first bytes, [n]."""
+        """The address of each image, [n]."""
         return self.memory.data_ptr() + self.tops * self.pitch
 
     @property
@@ -68,7 +68,7 @@ class Canvas:
         return self.memory.as_strided((1, channels, TILE, TILE), (TILE, 1, self.pitch, channels))
 
     def offsets(self, tiles: Tiles) -> Ints:
-        """How many elements after the canvas's first one each tile begins."""
+        """Return how many elements after the canvas's first one each tile begins."""
         return tiles.tops * self.pitch + tiles.lefts * self.memory.shape[2]
 
 
@@ -160,13 +160,13 @@ class LaterResults:
 
 
 def _layout(draw: Resampling | Warping) -> tuple[Ints, int, int]:
-    """The first row of each result on a canvas, the canvas's rows, and its width."""
+    """Return the first row of each result on a canvas, the canvas's rows, and its width."""
     height, width = (_up(side) for side in draw.size)
     return np.cumsum(height) - height, int(height.sum()), int(width.max(initial=TILE))
 
 
 def _up(sides: Ints) -> Ints:
-    """Sides of images, rounded up to whole tiles."""
+    """Round sides of images up to whole tiles."""
     whole: Ints = -(-np.asarray(sides, np.int64) // TILE) * TILE
     return whole
 
@@ -184,7 +184,7 @@ def tiles_of(draw: Resampling | Warping) -> Tiles:
 
 
 def _part(draw: Resampling | Warping, image: Ints, top: Ints, left: Ints) -> Resampling | Warping:
-    """The geometry of tiles that begin at (top, left) of the results of these images."""
+    """Return the geometry of tiles that begin at (top, left) of the results of these images."""
     sides = np.full(len(image), TILE)
     if isinstance(draw, Warping):
         matrix, shown = draw.matrix[image].copy(), draw.shown[image].copy()

@@ -70,14 +70,14 @@ class _Plan:
 
     @classmethod
     def of(cls, draw: Resampling | Warping, steps: Ints, *, fixed: bool) -> _Plan:
-        """For images [n] with these `pixel_steps`. fixed: whether their results have one size."""
+        """Plan it for images [n] with these `pixel_steps`. fixed: whether their results have one size."""
         tiles = None if fixed else tiles_of(draw)
         if tiles is not None:
             draw, steps = tiles.draw, steps[tiles.image]
         return cls(plan_of(draw, steps, 0), tiles)
 
     def on_canvas(self, taken: Ints, addresses: Ints, target: Canvas) -> Ints:
-        """The rows of the kernel's plan for the tiles of the images `taken` of the n, which are at these addresses."""
+        """Return the rows of the kernel's plan for the tiles of the images `taken` of the n, at these addresses."""
         assert self.tiles is not None, "their results differ in size"
         number = np.full(int(self.tiles.image.max(initial=-1)) + 1, -1)
         number[taken] = np.arange(len(taken))
@@ -420,7 +420,7 @@ class GpuRunner:
         return calls
 
     def _new_call(self, planned: DecodeCall, chunks: Sequence[Prepared], first: Sequence[ImageRows]) -> _Call:
-        """A call, with rows for the results of images of later chunks, whose `early` gets the call."""
+        """Make a call, with rows for the results of images of later chunks, whose `early` gets the call."""
         call = _Call(planned, chunks)
         own, *others = planned.parts
         call.results[0] = _taken(first, own.rows)
@@ -430,7 +430,7 @@ class GpuRunner:
         return call
 
     def _run_call(self, call: _Call) -> None:
-        """Decode one call and run the first passes on it. An error is raised by each thread that waits for the call."""
+        """Run one call. An error is raised by each thread that waits for it."""
         try:
             call.finish(self._decode_call(call))
         except BaseException as error:
@@ -439,7 +439,7 @@ class GpuRunner:
             call.chunks = ()  # which refer to this call
 
     def _decode_call(self, call: _Call) -> Bools:
-        """Returns which of its images were decoded."""
+        """Decode one call and queue the first passes. Return which of its images were decoded."""
         chunks, planned = call.chunks, call.planned
         draws = [own[0] for own in chunks[0].draws]
         targets: list[Target] = [images.images for images in call.results[0]]
@@ -496,7 +496,7 @@ def _rows_of_call(planned: DecodeCall, tables: Sequence[Ints]) -> Ints:
 
 
 def _plan_of_call(call: _Call, i: int, addresses: Ints, target: Target) -> Ints:
-    """The first pass of output i on a call's images [n], which are at these addresses, as its kernel reads it.
+    """Encode the first pass of output i on a call's images [n] at these addresses, as its kernel reads it.
 
     target: where the results are, or a tensor that their offsets count from.
     """
