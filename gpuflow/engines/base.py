@@ -49,14 +49,14 @@ class ModelInfo:
     folded: str | None = None
 
     def to_json(self) -> str:
-        """As JSON, with the version of gpuflow that writes it."""
+        """Return JSON, with the version of gpuflow that writes it."""
         from gpuflow.version import __version__
 
         return json.dumps({"gpuflow": __version__, **asdict(self)}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | None) -> ModelInfo:
-        """From what `to_json` wrote; unknown keys are ignored. None and "" give an empty `ModelInfo`.
+        """Read what `to_json` wrote; unknown keys are ignored. None and "" give an empty `ModelInfo`.
 
         Raises ValueError for anything else.
         """
@@ -64,7 +64,7 @@ class ModelInfo:
 
     @classmethod
     def of(cls, fields: Any) -> ModelInfo:
-        """From the values of a mapping; unknown keys are ignored. Raises ValueError if they are of other types.
+        """Read the values of a mapping; unknown keys are ignored. Raises ValueError if they are of other types.
 
         Names of classes may be names of folders that are not UTF-8; U+FFFD replaces what is not text in them.
         """
@@ -115,7 +115,7 @@ class Engine(Protocol):
         """Initialise per-thread library state, on the thread that will call `run`, after `warm_up`."""
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
-        """Images [N, C, H, W] as the pipeline gives them, on the engine's device, to float32 logits [N, K] on the CPU.
+        """Turn images [N, C, H, W] of the pipeline, on the engine's device, into float32 logits [N, K] on the CPU.
 
         Raises ValueError unless 1 <= N <= batch and the images are of the pipeline's shape and dtype.
         """
@@ -133,7 +133,7 @@ class Engine(Protocol):
 
 
 def cores_per_instance(instances: int) -> int:
-    """Threads for each of several engines, which share the cores that this process may use and is granted."""
+    """Return the number of threads for each of several engines, which share the cores that this process may use."""
     return max(1, available_threads() // instances)
 
 
@@ -158,7 +158,7 @@ def black_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
 
 
 def noise_images(count: int, image: ImageSpec, device: torch.device) -> torch.Tensor:
-    """As `black_images`, with random pixels that are the same at every call."""
+    """Return images as `black_images`, with random pixels that are the same at every call."""
     images = black_images(count, image, torch.device("cpu"))
     generator = torch.Generator().manual_seed(count)
     if image.dtype == "uint8":
@@ -169,7 +169,8 @@ def noise_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
 
 
 def difference(replayed: torch.Tensor, plain: torch.Tensor) -> float:
-    """The largest difference of two tensors of logits; infinite where only one of them is infinite or no number."""
+    """Return the largest difference of two tensors of logits; infinite where only one of them is infinite or no
+    number."""
     if replayed.shape != plain.shape:
         return float("inf")
     same = (replayed == plain) | (replayed.isnan() & plain.isnan())
@@ -181,12 +182,13 @@ def difference(replayed: torch.Tensor, plain: torch.Tensor) -> float:
 
 
 def model_error(path: str, text: str) -> ConfigError:
-    """The error that a model file cannot be used."""
+    """Return the error that a model file cannot be used."""
     return ConfigError([Problem(f"{path}:", text)])
 
 
 def read_model(path: str, read: Callable[[], T], what: str) -> T:
-    """What `read` returns for the file. Any exception of the library, which have no common base, names the file."""
+    """Return what `read` returns for the file. Any exception of the library, which have no common base, names the
+    file."""
     try:
         return read()
     except Exception as error:
@@ -194,7 +196,7 @@ def read_model(path: str, read: Callable[[], T], what: str) -> T:
 
 
 def reading_fault(error: Exception) -> str:
-    """Why a library could not read a file, in one line."""
+    """Return why a library could not read a file, in one line."""
     if isinstance(error, pickle.UnpicklingError):  # whose text advises torch.load(weights_only=False), which runs code
         return "it is damaged, or holds more than tensors and plain values"
     if isinstance(error, KeyError):
@@ -250,7 +252,7 @@ def check_batch(images: torch.Tensor, image: ImageSpec, batch: int) -> None:
 
 
 def check_logits(output: object, count: int) -> torch.Tensor:
-    """What a model gave for `count` images, if it is a tensor with a row for each. Raises ValueError."""
+    """Return what a model gave for `count` images, if it is a tensor with a row for each. Raises ValueError."""
     if not isinstance(output, torch.Tensor):
         raise ValueError(f"its output must be one tensor, logits [N, classes], got a {type(output).__name__}")
     if output.ndim == 0 or len(output) != count:
@@ -259,7 +261,7 @@ def check_logits(output: object, count: int) -> torch.Tensor:
 
 
 def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
-    """The names of the model's outputs: those of `serve.model.classes`, else those that the file records.
+    """Return the names of the model's outputs: those of `serve.model.classes`, else those that the file records.
 
     Raises:
         ConfigError: the file of names cannot be read, or has an empty line between names, or the names are those that
@@ -458,5 +460,5 @@ def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, *
 
 
 def _folded_stage_repeated(path: str, folded: str, pipeline: str) -> ConfigError:
-    """The error that a pipeline contains a stage that is also inside the model."""
+    """Return the error that a pipeline contains a stage that is also inside the model."""
     return model_error(path, f"has {folded} inside and takes uint8 pixels; remove that stage from {pipeline}.stages")

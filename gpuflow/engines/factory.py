@@ -23,7 +23,7 @@ from gpuflow.pipeline.stage import ImageSpec, Pipeline
 
 
 def open_engine(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> Engine:
-    """One engine that may use all cores. See `open_engines`."""
+    """Return one engine that may use all cores. See `open_engines`."""
     return open_engines(model.model_copy(update={"instances": 1}), image=image, device=device)[0]
 
 
@@ -64,7 +64,7 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
 
 
 def read_info(path: str) -> ModelInfo:
-    """The metadata of a model file, without opening an engine. Raises as `open_engines`."""
+    """Return the metadata of a model file, without opening an engine. Raises as `open_engines`."""
     _require_file(path)
     if path.endswith(".onnx"):
         from gpuflow.engines import onnx
@@ -76,7 +76,7 @@ def read_info(path: str) -> ModelInfo:
 
 
 def read_checked_info(model: ModelSpec, pipeline: Pipeline) -> ModelInfo:
-    """The metadata of the block's model file. Raises as `open_engines`, and as `refuse_other_preprocessing`."""
+    """Return the metadata of the block's model file. Raises as `open_engines`, and as `refuse_other_preprocessing`."""
     info, trust = read_info(model.file), model.preprocessing == "trust"
     refuse_other_preprocessing(info, pipeline, model.file, force=model.force, trust=trust)
     return info

@@ -53,7 +53,7 @@ class OnnxEngine:
             raise model_error(path, "cannot run on onnxruntime's CUDA provider here; its log on stderr says why")
 
     def _input_and_output(self) -> tuple[str, str]:
-        """The names of the one input and of the logits. Raises ConfigError unless the input takes the images."""
+        """Return the names of the one input and of the logits. Raises ConfigError unless the input takes the images."""
         inputs = self._session.get_inputs()
         if len(inputs) != 1:
             raise model_error(self._path, f"must take one input, images [N, C, H, W], takes {len(inputs)}")
@@ -73,7 +73,7 @@ class OnnxEngine:
             self.run(black_images(size, self._image, self._device))
 
     def bind_thread(self) -> None:
-        """On a GPU, onnxruntime creates library handles at a thread's first run."""
+        """Run once on a GPU, where onnxruntime creates library handles at a thread's first run."""
         if self._device.type == "cuda":
             self.warm_up()
 
@@ -118,7 +118,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
 
 
 def info_of(path: str) -> ModelInfo:
-    """The metadata of an `.onnx` file."""
+    """Return the metadata of an `.onnx` file."""
     try:
         import onnx
     except ImportError as error:

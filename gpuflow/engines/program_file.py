@@ -114,7 +114,7 @@ def _refusal(what: str) -> ValueError:
 
 
 def _code_in(kind: Any, value: Any, place: str) -> Iterator[str]:
-    """What is not known to be harmless in a value that torch reads as this type of its schema.
+    """Yield what is not known to be harmless in a value that torch reads as this type of its schema.
 
     The rule for a text follows from the field of the schema that it belongs to; names that the file's author chose have
     no influence on it. torch does not check the types of values, so that it takes a text for a number: here each value
@@ -156,12 +156,12 @@ def _code_in(kind: Any, value: Any, place: str) -> Iterator[str]:
 
 @cache
 def _types_of(kind: type) -> dict[str, Any]:
-    """The types of the fields of a class of the schema."""
+    """Return the types of the fields of a class of the schema."""
     return get_type_hints(kind, vars(schema))
 
 
 def _is_number(kind: Any, value: Any) -> bool:
-    """Whether torch reads the value as a number or truth value of this type, and it is one."""
+    """Return whether torch reads the value as a number or truth value of this type, and it is one."""
     if kind is bool:
         return isinstance(value, bool)
     if kind is float:
@@ -178,12 +178,12 @@ def _unless(allowed: Callable[[str], object], what: str, text: str) -> Iterator[
 
 
 def _is_anything(text: str) -> bool:
-    """For a text argument of an operator, and for what torch only compares."""
+    """Return True for a text argument of an operator, and for what torch only compares."""
     return True
 
 
 def _is_nothing(text: str) -> bool:
-    """For objects of other classes than tensors, and for fields that torch 2.11 does not have."""
+    """Return False for objects of other classes than tensors, and for fields that torch 2.11 does not have."""
     return False
 
 
@@ -192,12 +192,12 @@ def _is_operator(target: str) -> bool:
 
 
 def _is_stack(text: str) -> bool:
-    """Whether torch finds the functions that a node comes from without leaving its own modules."""
+    """Return whether torch finds the functions that a node comes from without leaving its own modules."""
     return all(_is_in_torch(entry.rpartition(",")[2]) for entry in text.split(";"))
 
 
 def _is_in_torch(target: str) -> bool:
-    """Whether torch finds the function of this name by reading attributes of torch's modules, and of no others.
+    """Return whether torch finds the function of this name by reading attributes of torch's modules, and of no others.
 
     Reading those of others can run code: `torch.ctypes.cdll` loads the library that an attribute of it names.
     """
@@ -231,12 +231,12 @@ def _is_expression(text: str) -> bool:
 
 
 def _is_guard(text: str) -> bool:
-    """Whether a condition on the inputs compares their sizes."""
+    """Return whether a condition on the inputs compares their sizes."""
     return _is_expression(_SIZE.sub("s0", text))
 
 
 def _is_tree(text: str) -> bool:
-    """Whether a serialized structure of arguments has only tuples, lists and dicts with plain keys."""
+    """Return whether a serialized structure of arguments has only tuples, lists and dicts with plain keys."""
 
     def plain(node: Any) -> bool:
         keys = json.loads(node["context"] or "null")

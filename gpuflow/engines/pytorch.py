@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import PurePath
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -42,9 +42,19 @@ from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.cuda import CudaCapture
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
+EXTRA_FILE = f"{METADATA_KEY}.json"
+"""The file inside a `.pt2` that holds its `ModelInfo`."""
+CHECKPOINT_VERSION = 1
+"""Of the files that training writes and serving reads."""
+_MAX_SIZES = 8  # torch.compile stops compiling a function after this many variants
+_ANY_NUMBER = 1 << 31  # an exported axis without a largest size has an infinite one
+_COMPILE_SECONDS = 1800.0
+_LOG = logging.getLogger(__name__)
 _RUNS_BEFORE_CAPTURE = 3
 _TOLERANCES = {torch.float16: 0.05, torch.bfloat16: 0.05}
 _FLOAT32_TOLERANCE = 5e-3  # torch lets convolutions round to TF32
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +66,19 @@ class Captured:
     logits: torch.Tensor
 
 
-class GraphMaker(Protocol):
-    """Captures what a model does with images of this shape, after a few runs that allocate and select kernels."""
-
-    def __call__(self, module: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> Captured: ...
-
-
-class CudaGraphs:
-    """Captures on one stream. The graphs share memory: one runs at a time, and its logits are copied before the next
-    one runs."""
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._capture = CudaCapture(device, stream)
-
-    def __call__(self, module: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> Captured:
-        replay, logits = self._capture(lambda: module(images), runs_before=_RUNS_BEFORE_CAPTURE)
-        return Captured(images, replay, logits)
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
+"""Captures work on a GPU. Returns what replays it, and what the work returned, whose memory each replay fills."""
 
 
 def tolerance(dtype: torch.dtype, logits: torch.Tensor) -> float:
-    """How far a replay's logits may be from those of a plain run of a model in this dtype."""
+    """Return how far a replay's logits may be from those of a plain run of a model in this dtype."""
     finite = logits[logits.isfinite()]
     return _TOLERANCES.get(dtype, _FLOAT32_TOLERANCE) * max(1.0, float(finite.abs().max()) if len(finite) else 0.0)
 
 
-EXTRA_FILE = f"{METADATA_KEY}.json"
-"""The file inside a `.pt2` that holds its `ModelInfo`."""
-CHECKPOINT_VERSION = 1
-"""Of the files that training writes and serving reads."""
-_MAX_SIZES = 8  # torch.compile stops compiling a function after this many variants
-_ANY_NUMBER = 1 << 31  # an exported axis without a largest size has an infinite one
-_COMPILE_SECONDS = 1800.0
-_LOG = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
 def padded_sizes(batch: int) -> tuple[int, ...]:
-    """The batch sizes that run on a GPU or are compiled, ascending: `batch`, half of it, and so on; at most eight."""
+    """Return the batch sizes that run on a GPU or are compiled, ascending: `batch`, half of it, and so on; at most
+    eight."""
     return tuple(sorted({-(-batch >> halvings) for halvings in range(_MAX_SIZES)}))
 
 
@@ -112,7 +97,7 @@ class TorchEngine:
         compiled: the result of `torch.compile` of the module, which replaces the module in `warm_up`.
         threads: that torch may use; None leaves its setting alone.
         file: that the module was loaded from.
-        capture: what captures the work on one size; by default as a CUDA graph.
+        capture: captures the work on one size, after a few runs; by default as a CUDA graph.
     """
 
     def __init__(
@@ -129,7 +114,7 @@ class TorchEngine:
         compiled: nn.Module | None = None,
         threads: int | None = None,
         file: str = "",
-        capture: GraphMaker | None = None,
+        capture: Capture | None = None,
     ) -> None:
         assert sizes is None or sizes[-1] == batch
         assert sizes is not None or not cuda_graphs
@@ -142,14 +127,15 @@ class TorchEngine:
         self._capture = capture
         if cuda_graphs and capture is None:
             assert self._stream is not None
-            self._capture = CudaGraphs(device, self._stream)
+            # The graphs share memory: one runs at a time, and its logits are copied before the next one runs.
+            self._capture = partial(CudaCapture(device, self._stream), runs_before=_RUNS_BEFORE_CAPTURE)
         self._graphs: dict[int, Captured] = {}
         self._graphs_required = cuda_graphs is True
         self._threads, self._file = threads, file
         self._about = {"file": file, "precision": precision or "as it is", "compile": compiled is not None}
 
     def warm_up(self) -> None:
-        """Also compiles, and captures the graphs, from the largest batch down, whose memory the others reuse.
+        """Also compile, and capture the graphs from the largest batch down, whose memory the others reuse.
 
         Raises ConfigError where a graph is required and fails.
         """
@@ -195,7 +181,7 @@ class TorchEngine:
         return logits[: len(images)].clone()  # an inference tensor could not be written to outside of inference mode
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of the images, followed by those of the padding."""
+        """Return the logits of the images, followed by those of the padding."""
         assert self._module is not None, "a closed engine does not run"
         count = len(images)
         size = count if self._sizes is None else self._sizes[bisect_left(self._sizes, count)]
@@ -212,14 +198,15 @@ class TorchEngine:
 
         Returns why batches of this size are run without a graph; None if they are run with one.
         """
-        assert self._capture is not None and self._module is not None
+        module, capture = self._module, self._capture
+        assert module is not None and capture is not None
         self._graphs.pop(size, None)
         noise = noise_images(size, self._image, self._device)
         plain = self.run(noise)  # also sets torch's threads; its errors are those of the model
         try:
             with torch.inference_mode():
                 static = black_images(size, self._image, self._device).to(self._dtype)
-                self._graphs[size] = self._capture(self._module, static)
+                self._graphs[size] = Captured(static, *capture(lambda: module(static)))
             apart = difference(self.run(noise), plain)
         except Exception as error:  # a model's code and torch may raise any during a capture
             self._graphs.pop(size, None)
@@ -308,14 +295,15 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
 
 
 def info_of(path: str) -> ModelInfo:
-    """The metadata of a `.pt` or `.pt2` file."""
+    """Return the metadata of a `.pt` or `.pt2` file."""
     if path.endswith(".pt"):
         return _checkpoint_info(path, _read_checkpoint(path))
     return read_model(path, lambda: _program_info(path), "a program of torch.export")
 
 
 def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
-    """The torchvision model of a checkpoint with its weights, in eval mode and in the memory format of training."""
+    """Return the torchvision model of a checkpoint with its weights, in eval mode and in the memory format of
+    training."""
     state = _read_checkpoint(path)
 
     def build() -> nn.Module:
@@ -327,7 +315,7 @@ def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
 
 
 def build_model(arch: str, classes: int) -> nn.Module:
-    """A classification model of torchvision, by name, with new weights. Raises ValueError if there is none."""
+    """Return a classification model of torchvision, by name, with new weights. Raises ValueError if there is none."""
     from torchvision import models
 
     build: Callable[..., nn.Module] = models.get_model_builder(arch)
@@ -338,7 +326,7 @@ def build_model(arch: str, classes: int) -> nn.Module:
 
 
 def version_fault(version: object) -> str:
-    """Why a checkpoint of this version cannot be read; empty if it can."""
+    """Return why a checkpoint of this version cannot be read; empty if it can."""
     if version == CHECKPOINT_VERSION:
         return ""
     return f"is a checkpoint of version {version}, this gpuflow reads version {CHECKPOINT_VERSION}; upgrade gpuflow"
@@ -359,7 +347,7 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def _is_torchscript(path: str) -> bool:
-    """Whether `torch.jit.save` wrote a file."""
+    """Return whether `torch.jit.save` wrote a file."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -406,7 +394,7 @@ def _load_program(model: ModelSpec, image: ImageSpec, info: ModelInfo, device: t
 
 
 def _batch_sizes(program: torch.export.ExportedProgram, axis: int | torch.SymInt) -> tuple[int, int | None]:
-    """The fewest and the most images that a program takes; None for any number."""
+    """Return the fewest and the most images that a program takes; None for any number."""
     if isinstance(axis, int):
         return axis, axis
     if (found := program.range_constraints.get(axis.node.expr)) is None:

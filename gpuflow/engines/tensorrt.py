@@ -27,6 +27,9 @@ from gpuflow.runtime.files import atomic_write, cache_folder
 
 _FORMAT = 1  # of the files; part of every key
 _DIGEST_BYTES = 32
+_MAJOR = 10
+_WORKSPACE_BYTES = 2 << 30
+_DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,12 +85,12 @@ def cache_key(path: str, settings: Settings, platform: Platform) -> str:
 
 
 def timing_key(platform: Platform) -> str:
-    """The key of TensorRT's measured kernel times, which are valid for any model on a platform."""
+    """Return the key of TensorRT's measured kernel times, which are valid for any model on a platform."""
     return hashlib.sha256(json.dumps([_FORMAT, asdict(platform)]).encode()).hexdigest()
 
 
 def _side_files(path: str) -> list[Path]:
-    """The separate files with weights of an ONNX model, in order of their names."""
+    """Return the separate files with weights of an ONNX model, in order of their names."""
     import onnx
 
     def tensors(graph: Any) -> Iterator[Any]:
@@ -108,7 +111,8 @@ def _side_files(path: str) -> list[Path]:
 
 
 def cache_directory(model: ModelSpec) -> Path:
-    """Where built engines are kept: `serve.model.tensorrt.cache`, else `gpuflow/tensorrt` in the user's cache."""
+    """Return where built engines are kept: `serve.model.tensorrt.cache`, else `gpuflow/tensorrt` in the user's
+    cache."""
     if model.tensorrt.cache is not None:
         return Path(model.tensorrt.cache)
     folder = cache_folder()
@@ -128,7 +132,7 @@ class PlanCache:
         return self.directory / f"{key}.{kind}"
 
     def load(self, key: str, kind: str = "engine") -> bytes | None:
-        """The content of this key, or None."""
+        """Return the content of this key, or None."""
         try:
             data = self.path(key, kind).read_bytes()
         except FileNotFoundError:
@@ -151,13 +155,8 @@ def _digest(key: str, content: bytes) -> bytes:
     return hashlib.sha256(key.encode() + content).digest()
 
 
-_MAJOR = 10
-_WORKSPACE_BYTES = 2 << 30
-_DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
-
-
 def platform_of(device: torch.device) -> Platform:
-    """The platform of engines for this GPU. Raises MissingExtra without TensorRT, ConfigError without a GPU."""
+    """Return the platform of engines for this GPU. Raises MissingExtra without TensorRT, ConfigError without a GPU."""
     if device.type != "cuda":
         rule = f"is tensorrt, which needs an NVIDIA GPU, but the device is {device}; use onnxruntime or torch"
         raise ConfigError([Problem("serve.model.engine", rule)])
@@ -273,7 +272,7 @@ class TensorrtEngine:
             self.run(black_images(size, self._image, self._device))
 
     def bind_thread(self) -> None:
-        """Does nothing: TensorRT has no per-thread state."""
+        """Do nothing: TensorRT has no per-thread state."""
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         check_batch(images, self._image, self.batch)
@@ -326,7 +325,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
 def open_on_streams(
     model: ModelSpec, *, image: ImageSpec, device: torch.device, platform: Platform, streams: Sequence[Stream]
 ) -> list[TensorrtEngine]:
-    """One engine for each stream, from the cache if it was built before."""
+    """Return one engine for each stream, from the cache if it was built before."""
     trt = _tensorrt()
     path, info, settings = model.file, info_of(model.file), Settings.of(model, image)
     cache, key, start = PlanCache(cache_directory(model)), cache_key(path, settings, platform), time.perf_counter()

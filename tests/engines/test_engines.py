@@ -36,7 +36,7 @@ from gpuflow.engines.base import (
     run_in_thread,
 )
 from gpuflow.engines.onnx import OnnxEngine
-from gpuflow.engines.pytorch import Captured, TorchEngine, load_checkpoint, padded_sizes, tolerance
+from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes, tolerance
 from gpuflow.errors import ConfigError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime import cpu_budget
@@ -479,18 +479,18 @@ class FakeGraphs:
         self.captured: list[int] = []
         self.replayed: list[int] = []
 
-    def __call__(self, module: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> Captured:
-        size = len(images)
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        logits = work()
+        size = len(logits)
         self.captured.append(size)
         if size in self.refused:
             raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-        logits = module(images)
 
         def replay() -> None:
             self.replayed.append(size)
-            logits.copy_(module(images) + self.spoiled.get(size, 0.0))
+            logits.copy_(work() + self.spoiled.get(size, 0.0))
 
-        return Captured(images, replay, logits)
+        return replay, logits
 
 
 def with_graphs(graphs: FakeGraphs, *, required: bool = False, module: nn.Module | None = None) -> TorchEngine:
