@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def load(
     accelerator: Accelerator, path: str | Path, name: str = "train", *, overrides: Sequence[str] = ()
 ) -> AccelerateLoader:
-    """As `gpuflow.load`, for the process and device of an Accelerator, with the state in its checkpoints.
+    """Load as `gpuflow.load`, for the process and device of an Accelerator, with the state in its checkpoints.
 
     `accelerator.prepare` returns the loader unchanged. `accelerator.load_state` sets it back to the next batch, so
     `skip_first_batches` is not needed: the next `for` continues within the epoch.
@@ -77,12 +77,12 @@ class AccelerateLoader(LoaderAdapter):
 
     @property
     def total_batch_size(self) -> int:
-        """Of all processes."""
+        """Return the batch size of all processes."""
         return self.loader.samples_per_step
 
     @property
     def sampler(self) -> Any:
-        """There is none. `skip_first_batches` asks for it."""
+        """Raise AttributeError: there is none. `skip_first_batches` asks for it."""
         raise AttributeError(
             "a gpuflow loader has no sampler: skip_first_batches is not needed, because accelerator.load_state sets "
             "the loader back to the next batch; iterate the loader itself"

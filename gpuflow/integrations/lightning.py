@@ -81,7 +81,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
         return self._loader("predict")
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """A loader's batch as it is, with its indices and fields, where it is on the device already."""
+        """Return a loader's batch as it is, with its indices and fields, where it is on the device already."""
         if isinstance(batch, Batch) and batch.indices.device == device:
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -174,7 +174,7 @@ class EpochLoader(LoaderAdapter):
         yield from self.loader
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, and the samples of a step on all ranks."""
+        """Return the loader's state, and the samples of a step on all ranks."""
         return {**super().state_dict(), "samples_per_step": self.loader.samples_per_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ def create_loader(
     seed: int = 0,
     **schedule: Any,
 ) -> TimmLoader:
-    """A loader as timm's `create_loader` makes it: normalized images and labels on `device`.
+    """Return a loader as timm's `create_loader` makes it: normalized images and labels on `device`.
 
     The parameters are timm's. `num_workers`, `pin_memory`, `use_multi_epochs_loader`, `persistent_workers` and
     `worker_seeding` say how timm's worker processes run and change no pixel; here they are without effect, `run` in a
@@ -152,7 +152,7 @@ class TimmLoader(LoaderAdapter):
 
     @property
     def mixup_enabled(self) -> bool:
-        """Whether samples are mixed. Without FastCollateMixup they never are, and setting it changes nothing.
+        """Return whether samples are mixed. Without FastCollateMixup they never are, and setting it changes nothing.
 
         With false, labels stay probabilities. A change holds from the next epoch on.
         """
@@ -214,7 +214,7 @@ def _problem(name: str, rule: str, value: object, action: str = "") -> Problem:
 
 
 def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each parameter that says something that gpuflow does not do."""
+    """Yield a problem for each parameter that says something that gpuflow does not do."""
     if given["tf_preprocessing"]:
         yield _problem("tf_preprocessing", "is not offered, and must be false", True, _USE_TIMM)
     for name in ("num_aug_repeats", "num_aug_splits"):
@@ -233,7 +233,7 @@ def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _refused_augmentations(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of the parameters of training with augmentations."""
+    """Yield the problems of the parameters of training with augmentations."""
     if given["train_crop_mode"] not in (None, "rrc"):
         yield _problem("train_crop_mode", "must be 'rrc'", given["train_crop_mode"], _USE_TIMM)
     if given["auto_augment"]:
@@ -249,7 +249,7 @@ def _refused_augmentations(given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _refused_crops(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of the parameters of evaluation."""
+    """Yield the problems of the parameters of evaluation."""
     if given["crop_border_pixels"]:
         yield _problem("crop_border_pixels", "must be 0", given["crop_border_pixels"], _USE_TIMM)
     if given["crop_mode"] not in (None, "center", "squash"):
@@ -261,7 +261,7 @@ def _refused_crops(given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _refused_schedule(schedule: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of the parameters of sizes that change from batch to batch."""
+    """Yield the problems of the parameters of sizes that change from batch to batch."""
     for name, value in schedule.items():
         if value != _SCHEDULE_DEFAULTS.get(name):
             yield _problem(
@@ -270,7 +270,7 @@ def _refused_schedule(schedule: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
-    """(height, width), and the number of channels."""
+    """Return (height, width), and the number of channels."""
     if isinstance(input_size, int):
         return (input_size, input_size), channels
     return (input_size[-2], input_size[-1]), input_size[0] if len(input_size) == 3 else channels
@@ -280,7 +280,7 @@ def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
 
 
 def _training_stages(given: Mapping[str, Any], size: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """The stages of `timm.data.create_transform(is_training=True)`, except normalize."""
+    """Yield the stages of `timm.data.create_transform(is_training=True)`, except normalize."""
     crop = {"size": list(size), "interpolation": given["interpolation"]}
     for name in ("scale", "ratio"):
         if given[name]:
@@ -307,7 +307,7 @@ def _training_stages(given: Mapping[str, Any], size: tuple[int, int]) -> Iterato
 
 
 def _exact_stages(input_size: Size, size: tuple[int, int], interpolation: str) -> Iterator[dict[str, Any]]:
-    """Training without augmentations: a number is the shorter side, a pair is both sides."""
+    """Yield the stages of training without augmentations: a number is the shorter side, a pair is both sides."""
     sides = {"shorter": input_size} if isinstance(input_size, int) else {"height": size[0], "width": size[1]}
     yield {"resize": {**sides, "interpolation": interpolation}}
     yield {"center_crop": {"size": list(size)}}
@@ -389,7 +389,7 @@ def _load(
 
 
 def _samples(dataset: Any) -> tuple[Iterable[tuple[str, int]], list[str]]:
-    """The paths and labels of timm's or torchvision's dataset of files, and the names of its classes."""
+    """Return the paths and labels of timm's or torchvision's dataset of files, and the names of its classes."""
     reader = getattr(dataset, "reader", dataset)
     samples, places = getattr(reader, "samples", None), getattr(reader, "class_to_idx", None)
     if samples is None or places is None:

@@ -37,29 +37,30 @@ class TrainedOn(Protocol):
 
     @property
     def classes(self) -> Sequence[str]:
-        """The class names."""
+        """Return the class names."""
 
     @property
     def pipeline(self) -> Pipeline | ViewsPipeline:
-        """The stages."""
+        """Return the stages."""
 
     @property
     def preprocessing(self) -> str:
-        """The fingerprint of the stages."""
+        """Return the fingerprint of the stages."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return where the loader stands."""
 
 
 def known_models() -> list[str]:
-    """The names of torchvision's classification models."""
+    """Return the names of torchvision's classification models."""
     from torchvision import models
 
     return models.list_models(module=models)  # type: ignore[no-any-return]
 
 
 def usual_sizes(arch: str) -> list[int]:
-    """The sides in pixels of the images that torchvision's weights for this model were trained for, ascending."""
+    """Return the sides in pixels of the images that torchvision's weights for this model were trained for,
+    ascending."""
     from torchvision import models
 
     return sorted({weights.transforms().crop_size[0] for weights in models.get_model_weights(arch)})
@@ -132,7 +133,7 @@ def save_checkpoint(
 
 @lru_cache(maxsize=1)
 def _shapes_of(arch: str, classes: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a model's weights."""
+    """Return the names and shapes of a model's weights."""
     try:
         with torch.device("meta"):  # which has shapes and no values
             model = build_model(arch, classes)
@@ -163,7 +164,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _is_read(value: object) -> bool:
-    """Whether `torch.load` reads a value with `weights_only=True`."""
+    """Return whether `torch.load` reads a value with `weights_only=True`."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -175,7 +176,7 @@ def _is_read(value: object) -> bool:
 
 
 def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
-    """The checkpoint of `gpuflow train` at `path`, with its tensors on a device.
+    """Return the checkpoint of `gpuflow train` at `path`, with its tensors on a device.
 
     Raises:
         StateError: there is none, or it is damaged, or another program wrote it.

@@ -170,11 +170,11 @@ class Trainer:
         timeout = 2 * self._config.run.timeout_s
         result = None
         self._saved = self.step, time.monotonic()
-        with (
-            self._closing(),
-            self._holding_out(),
-            process_group(self._ranks, self.device, timeout_seconds=timeout) as group,
-        ):
+        with ExitStack() as stack:
+            for loader in self.loaders.values():
+                stack.enter_context(loader)
+            stack.enter_context(self._holding_out())
+            group = stack.enter_context(process_group(self._ranks, self.device, timeout_seconds=timeout))
             replica = group.replicate(self.model)
             while self.step < last_step and not self.preempted:
                 whole = self._train_epoch(replica, group, events, last_step)
@@ -185,14 +185,6 @@ class Trainer:
                 if whole and self.val_loader is not None and not self.preempted:
                     result = self._validate(group, events)
         return result
-
-    @contextmanager
-    def _closing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for loader in self.loaders.values():
-                loader.close()
 
     def _train_epoch(self, replica: nn.Module, group: Group, events: TrainerEvents, last_step: int) -> bool:
         """Train until the epoch ends, to `last_step` or until the end is requested; return whether the epoch ended."""
@@ -236,7 +228,7 @@ class Trainer:
         return self.preempted
 
     def _logits(self, replica: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """The model's logits, and those of its auxiliary classifiers, which GoogLeNet and Inception v3 have.
+        """Return the model's logits, and those of its auxiliary classifiers, which GoogLeNet and Inception v3 have.
 
         Raises GpuflowError for one image, on whose 1x1 features BatchNorm cannot train.
         """
@@ -450,7 +442,7 @@ class Trainer:
         self.step = self._steps_done()
 
     def _steps_done(self) -> int:
-        """The number of finished steps, counted in steps of the present number of ranks."""
+        """Return the number of finished steps, counted in steps of the present number of ranks."""
         loader, left = self.train_loader, self.train_loader.steps_left
         done = (loader.upcoming_epoch + 1) * len(loader) - left
         if left == 0:  # what other ranks left of the epoch fills no step of these
@@ -557,8 +549,8 @@ def _require_classes(config: Config, source: Source) -> None:
 
 
 def _model(config: Config, classes: int) -> nn.Module:
-    """The model of `train.model`. Raises ConfigError unless torchvision has it, and it takes the images of train and
-    val."""
+    """Return the model of `train.model`. Raises ConfigError unless torchvision has it, and it takes the images of train
+    and val."""
     known, name = known_models(), config.train.model
     at, path = f"{config.path}:", ("train", "model")
     if name not in known:
@@ -580,7 +572,8 @@ def _model(config: Config, classes: int) -> nn.Module:
 
 
 def _size_fault(model: nn.Module, height: int, width: int, *, training: bool) -> str:
-    """Why a model does not take images of this size; empty if it does. Runs it on tensors that have no values."""
+    """Return why a model does not take images of this size; empty if it does. Runs it on tensors that have no
+    values."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: torch.empty_like(value, device="meta") for name, value in weights.items()}
     model.train(training)
