@@ -13,18 +13,19 @@ from gpuflow.runtime.ranks import Ranks
 
 
 def available_threads() -> int:
-    """Threads for this process: the cores that it may use and is granted, shared among the host's ranks."""
+    """Return the number of threads for this process: its cores, shared among the ranks of the host."""
     return share_of_cores(len(os.sched_getaffinity(0)), cpu_quota(), Ranks.on_host().local_world_size)
 
 
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:
-    """The threads that each of `ranks` processes gets of `cores`. quota: of processor time, in cores; None for none."""
+    """Return the threads that each of `ranks` processes gets of `cores`. quota: of processor time, in cores; None for
+    none."""
     granted = cores if quota is None else min(cores, math.ceil(quota))
     return max(1, granted // ranks)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The processor time that control groups (v1 or v2) grant this process, in cores; None without a limit.
+    """Return the processor time that control groups (v1 or v2) grant this process, in cores; None without a limit.
 
     The smallest limit of its own group and the groups around it counts. root: the folder with `proc` and `sys`.
     """

@@ -75,7 +75,8 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, work: Callable[[], T], *, runs_before: int) -> tuple[Callable[[], None], T]:
-        """What replays `work` on the stream that is current then, and what `work` returned while it was captured.
+        """Return what replays `work` on the stream that is current then, and what `work` returned while it was
+        captured.
 
         Waits for the GPU. Raises what `work` raises, and RuntimeError where CUDA cannot capture it.
 

@@ -8,7 +8,8 @@ import sys
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
-    """The entry points of a group. All installed packages are read once for each `sys.path`, not at each call."""
+    """Return the entry points of a group. All installed packages are read once for each `sys.path`, not at each
+    call."""
     return _read(group, tuple(sys.path))
 
 

@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.005
 
 
 def cache_folder() -> Path:
-    """The folder for files that can be made again: `gpuflow` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
+    """Return the folder for files that can be made again: `gpuflow` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
 
     A user without a home directory gets one below `/dev/null`, which cannot be made, so that nothing is kept.
     """
@@ -43,9 +43,8 @@ def atomic_write(
 ) -> AbstractContextManager[TextIO]: ...
 
 
-def atomic_write(
-    path: str | os.PathLike[str], *, text: bool = False, suffix: str = ".partial"
-) -> AbstractContextManager[Any]:
+@contextmanager
+def atomic_write(path: str | os.PathLike[str], *, text: bool = False, suffix: str = ".partial") -> Iterator[Any]:
     """Open a temporary file in the directory of `path`, which replaces `path` when the block ends without an exception.
 
     A symbolic link stays, and the file that it leads to is replaced (see `replaced_file`).
@@ -64,16 +63,7 @@ def atomic_write(
     Raises:
         OSError: what stands there is a device or a pipe, such as /dev/null, which root could replace.
     """
-    return _replacing(Path(path), text, suffix)
-
-
-def replaced_file(path: Path) -> Path:
-    """The file that `atomic_write` replaces: what a symbolic link leads to, be it missing or not; else `path`."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-@contextmanager
-def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
+    path = Path(path)
     mode = _mode(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, which no file may replace", str(path))
@@ -81,7 +71,7 @@ def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
 
     def create(name: str, flags: int) -> int:
-        """Where the mode is that of an old file, no other user may read the new one before it has that mode."""
+        """Open a file that no other user may read before it has the mode of the old one, if there is one."""
         return os.open(name, flags, 0o666 if mode is None else 0o600)
 
     of_text = {"mode": "x", "encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
@@ -101,6 +91,12 @@ def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
         if isinstance(error, OSError) and error.filename is None:  # as that of a write to a full disk
             error.filename = str(path)
         raise
+
+
+def replaced_file(path: Path) -> Path:
+    """Return the file that `atomic_write` replaces: what a symbolic link leads to, be it missing or not; else
+    `path`."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _sync_folder(folder: Path) -> None:
@@ -155,7 +151,7 @@ def lock_within(descriptor: int, seconds: float) -> bool:
 
 
 def _mode(path: Path) -> int | None:
-    """A file's permissions; None if there is no such file."""
+    """Return a file's permissions; None if there is no such file."""
     try:
         return stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Memory for buffers: ordinary, pinned for a GPU, or shared with worker processes.
+"""Allocates memory: ordinary, pinned for a GPU, or shared with worker processes; and keeps pools of it.
 
 Shared memory is cut from *regions*, each a file in memory (memfd) of 64 GiB of addresses, mapped once here and once in
 each worker. So a buffer takes no file descriptor, however many there are, and pages only where it was written to.
@@ -56,7 +56,7 @@ class SharedBlock:
 
 
 def memory_file(name: str) -> int:
-    """The descriptor of a new file in memory. Raises OSError where there is none, such as in a sandbox."""
+    """Return the descriptor of a new file in memory. Raises OSError where there is none, such as in a sandbox."""
     try:
         return os.memfd_create(name)
     except AttributeError as error:
@@ -72,7 +72,7 @@ def shared(size: int) -> Bytes:
 
 
 def shared_and_pinned(size: int) -> Bytes:
-    """The same, that the current GPU copies from directly. Where that cannot be had, it is `pinned` alone."""
+    """Allocate shared memory that the current GPU copies from directly; where there is none, `pinned` memory."""
     import torch
 
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -100,12 +100,13 @@ def _clear_cuda_error() -> None:
 
 
 def shared_block(memory: Array) -> SharedBlock | None:
-    """What other processes need to map this array, or None if it does not begin where an array of `shared` does."""
+    """Return what other processes need to map this array, or None if it does not begin where an array of `shared`
+    does."""
     return _here().blocks.get(memory.ctypes.data)
 
 
 def shared_keys() -> set[int]:
-    """The keys of all open regions."""
+    """Return the keys of all open regions."""
     return _here().keys()
 
 
@@ -137,7 +138,7 @@ class _Region:
         return self._free == [(0, self.size)]
 
     def acquire(self, length: int) -> int | None:
-        """Where the first `length` contiguous free bytes start; None if there are none."""
+        """Return where the first `length` contiguous free bytes start; None if there are none."""
         for i, (start, free) in enumerate(self._free):
             if free >= length:
                 self._free[i : i + 1] = [(start + length, free - length)] if free > length else []
@@ -158,7 +159,7 @@ class _Region:
         self._free = joined
 
     def close(self) -> None:
-        """The mapping ends with the last array on it, which may be about to go."""
+        """Close the file. The mapping ends with the last array on it, which may be about to go."""
         os.close(self.descriptor)
 
 
@@ -226,7 +227,8 @@ class _SharedMemory:
 
 
 def _new_region(length: int) -> _Region:
-    """A region for `length` bytes and many more, within an eighth of the addresses that this process may have."""
+    """Return a region for `length` bytes and many more, within an eighth of the addresses that this process may
+    have."""
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
     most = min([_REGION_BYTES, *(limit // 8 for limit in limits if limit != resource.RLIM_INFINITY)])
     try:
@@ -239,7 +241,7 @@ _memory = _SharedMemory()
 
 
 def _here() -> _SharedMemory:
-    """The shared memory of this process. A forked child gets a new one, whose lock no thread holds."""
+    """Return the shared memory of this process. A forked child gets a new one, whose lock no thread holds."""
     global _memory
     if _memory.process != os.getpid():
         _memory = _SharedMemory()
@@ -258,7 +260,7 @@ class BytePool:
         self._lock = threading.Lock()
 
     def acquire(self, size: int) -> Bytes:
-        """A buffer of at least `size` bytes; its content is undefined."""
+        """Return a buffer of at least `size` bytes; its content is undefined."""
         size_class = 1 << max(size - 1, 1 << 16).bit_length()
         with self._lock:
             if free := self._free.get(size_class):
@@ -283,7 +285,8 @@ class BytePool:
 class SlotPool:
     """Memory for batches of one shape. Mapping fresh pages costs as much as filling them, so memory is reused.
 
-    `acquire` looks for slots that nothing refers to any more. A callback when they are dropped could swallow a Ctrl-C.
+    A consumer may keep a batch for any time: it is never overwritten. `acquire` looks for slots that nothing refers to
+    any more. A callback when they are dropped could swallow a Ctrl-C.
 
     Args:
         shape: the slots of a full batch, [B, ...]; they grow with the largest batch.
@@ -300,7 +303,7 @@ class SlotPool:
         self._lock = threading.Lock()
 
     def acquire(self, count: int) -> Array:
-        """Slots for `count` samples, [count, ...]. The memory is free again once nothing refers to the array."""
+        """Return slots for `count` samples, [count, ...]. The memory is free again once nothing refers to the array."""
         with self._lock:
             if count > self._shape[0]:
                 self._shape = (count, *self._shape[1:])

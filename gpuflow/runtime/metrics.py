@@ -43,7 +43,7 @@ class RunningOperation:
 
     @property
     def seconds(self) -> float:
-        """How long it has been running."""
+        """Return how long it has been running."""
         return time.perf_counter() - self.start
 
     def end(self) -> None:
@@ -53,7 +53,7 @@ class RunningOperation:
             self.outer._inside[self.stage] = self.outer._inside.get(self.stage, 0.0) + self.seconds
 
     def slowest(self) -> str:
-        """The name of the stage that most of its time went to."""
+        """Return the name of the stage that most of its time went to."""
         spent, inner = dict(self._inside), self._inner
         if inner is not None:
             spent[inner.stage] = spent.get(inner.stage, 0.0) + inner.seconds
@@ -86,7 +86,7 @@ class WaitingSamples:
             self._waiting, self._last = max(0, self._waiting + samples), now
 
     def mean(self) -> float:
-        """The average number of waiting samples, from the reset to the last change."""
+        """Return the average number of waiting samples, from the reset to the last change."""
         elapsed = self._last - self._start
         return self._area / elapsed if elapsed else 0.0
 
@@ -121,7 +121,7 @@ class Meter:
         by_processor: bool = False,
     ) -> None:
         self.name, self.threads, self._ranges, self._by_processor = name, threads, ranges, by_processor
-        self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
+        self._totals = StageTotals()
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
         self._running: dict[int, RunningOperation] = {}
@@ -130,11 +130,11 @@ class Meter:
     def reset(self) -> None:
         """Count from here on. Takes no lock, because a fork may have left one held."""
         self.after.reset()
-        self._former = self.totals()
+        self._former = self._totals
 
     def totals(self) -> StageTotals:
-        """What the stage did since its loader was made, also before `reset`."""
-        return StageTotals(self._samples, self._bytes, self._busy, self._cpu)
+        """Return what the stage did since its loader was made, also before `reset`."""
+        return self._totals
 
     @contextmanager
     def work(self, samples: int, subject: Any = None) -> Iterator[None]:
@@ -154,32 +154,29 @@ class Meter:
             _on_this_thread.operation = outer
             self.after.change(samples)
             cpu = time.thread_time() - cpu
-            with self._lock:
-                self._busy += cpu if self._by_processor else operation.seconds
-                self._cpu += cpu
-                self._samples += samples
+            self.add(samples=samples, busy_s=cpu if self._by_processor else operation.seconds, cpu_s=cpu)
 
     def add(self, *, samples: int = 0, read_bytes: int = 0, busy_s: float = 0.0, cpu_s: float = 0.0) -> None:
         """Add what an operation did that `work` did not measure: in another process, or as part of another stage."""
         with self._lock:
-            self._samples += samples
-            self._bytes += read_bytes
-            self._busy += busy_s
-            self._cpu += cpu_s
+            now = self._totals
+            self._totals = StageTotals(
+                now.samples + samples, now.read_bytes + read_bytes, now.busy_s + busy_s, now.cpu_s + cpu_s
+            )
 
     def operations(self) -> list[RunningOperation]:
-        """The running operations, without those that are part of another one."""
+        """Return the running operations, without those that are part of another one."""
         return [operation for operation in list(self._running.values()) if operation.outer is None]
 
     def capacity(self) -> float:
-        """Samples a second that its threads would finish if they never waited."""
-        now, former = self.totals(), self._former
+        """Return how many samples a second its threads would finish if they never waited."""
+        now, former = self._totals, self._former
         busy = now.busy_s - former.busy_s
         return (now.samples - former.samples) / busy * self.threads if busy else 0.0
 
     def busy_share(self, elapsed: float) -> float:
-        """The part of `elapsed` seconds for which its threads worked, 0 to 1."""
-        return min(1.0, (self._busy - self._former.busy_s) / (elapsed * self.threads)) if elapsed else 0.0
+        """Return the part of `elapsed` seconds for which its threads worked, 0 to 1."""
+        return min(1.0, (self._totals.busy_s - self._former.busy_s) / (elapsed * self.threads)) if elapsed else 0.0
 
     def read(self, elapsed: float) -> dict[str, Any]:
         """Report what the stage did in `elapsed` seconds.
@@ -187,7 +184,7 @@ class Meter:
         samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read;
         waiting: average number of samples that were ready for the next stage or the consumer.
         """
-        now, former = self.totals(), self._former
+        now, former = self._totals, self._former
         samples = now.samples - former.samples
         rate = samples / elapsed if elapsed else 0.0
         return {
@@ -202,7 +199,7 @@ class Meter:
 
 
 def oldest_operation(*meters: Meter) -> RunningOperation | None:
-    """The operation of any stage that has run for the longest time; None if no stage is running one."""
+    """Return the operation of any stage that has run for the longest time; None if no stage is running one."""
     running = [operation for meter in meters for operation in meter.operations()]
     return min(running, key=lambda operation: operation.start, default=None)
 
@@ -220,7 +217,7 @@ class Stats:
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._start, self._end = time.perf_counter(), 0.0
         self._former_batches, self._former_waited = self.totals()
         self._batches, self._waited = 0, 0.0
@@ -238,20 +235,16 @@ class Stats:
         self._end = time.perf_counter()
 
     @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    @property
     def elapsed(self) -> float:
-        """Seconds since the epoch's start, up to its end."""
+        """Return the seconds since the epoch's start, up to its end."""
         return (self._end or time.perf_counter()) - self._start
 
     def totals(self) -> tuple[int, float]:
-        """Batches that the consumer got since the loader was made, and the seconds that it waited for them."""
+        """Return how many batches the consumer got since the loader was made, and for how many seconds it waited."""
         return self._former_batches + self._batches, self._former_waited + self._waited
 
     def summary(self) -> str:
-        """The epoch so far in a sentence: which part of its time the loop waited, and which stage was busiest.
+        """Describe the epoch so far in a sentence: which part of its time the loop waited, and which stage was busiest.
 
         Where a GPU decodes, that is the part for which the GPU waited. Empty before the first batch.
         """
@@ -266,7 +259,7 @@ class Stats:
         """Report the epoch so far: its batches, seconds and waits, and `Meter.read` of each stage."""
         elapsed = self.elapsed
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "batches": self._batches,
             "elapsed_s": round(elapsed, 4),
             "consumer_wait_s": round(self._waited, 4),

@@ -45,7 +45,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
-        """From torchrun's variables. One that is not set, or empty, has its default.
+        """Read torchrun's variables. One that is not set, or empty, has its default.
 
         Raises:
             ConfigError: the variables are no numbers or do not fit each other.
@@ -63,7 +63,7 @@ class Ranks:
 
     @classmethod
     def of_process(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
-        """From an initialised `torch.distributed`; without one, from torchrun's variables.
+        """Ask an initialised `torch.distributed`; without one, read torchrun's variables.
 
         Raises:
             ConfigError: the variables contradict the process group, are no numbers or do not fit each other.
@@ -83,7 +83,7 @@ class Ranks:
 
     @classmethod
     def on_host(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
-        """The place among the processes of this host alone, from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE.
+        """Return the place among the processes of this host alone, from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE.
 
         Raises:
             ConfigError: as `from_environment`.
@@ -92,7 +92,7 @@ class Ranks:
         return cls.from_environment({name: environment[name] for name in local if name in environment})
 
     def device(self, device: str | torch.device | None) -> torch.device:
-        """Where this process works. `cuda` without an index is the GPU of this local rank; None is the CPU.
+        """Return where this process works. `cuda` without an index is the GPU of this local rank; None is the CPU.
 
         Raises:
             ConfigError: there is no such device.
@@ -112,7 +112,7 @@ class Ranks:
         return torch.device("cuda", self.gpu(torch.cuda.device_count()))
 
     def gpu(self, visible: int) -> int:
-        """The index of this process's GPU among those that torch sees: its local rank."""
+        """Return the index of this process's GPU among those that torch sees: its local rank."""
         assert self.local_rank is not None
         wanted = max(self.local_rank + 1, self.local_world_size)
         if wanted > visible:
@@ -124,7 +124,7 @@ class Ranks:
 
 
 def device_named(device: str | torch.device) -> torch.device:
-    """The device of this name, whether or not this machine has it.
+    """Return the device of this name, whether or not this machine has it.
 
     Raises:
         ConfigError: it is neither the CPU nor a GPU of CUDA.
@@ -161,7 +161,7 @@ def device_of_rank(device: str | None, ranks: Ranks) -> torch.device:
 
 
 def group_ranks() -> tuple[int, int] | None:
-    """(rank, world size) of this process in an initialised `torch.distributed`; None if there is none."""
+    """Return (rank, world size) of this process in an initialised `torch.distributed`; None if there is none."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -185,7 +185,7 @@ def gather(values: list[Any]) -> list[Any]:
 
 
 def _numbers(environment: Mapping[str, str], least: Mapping[str, int]) -> tuple[dict[str, int], list[Problem]]:
-    """The variables that are set, each at least as large as `least` says, and what is wrong with others."""
+    """Return the variables that are set, each at least as large as `least` says, and what is wrong with others."""
     given: dict[str, int] = {}
     problems: list[Problem] = []
     for name, smallest in least.items():
@@ -245,7 +245,7 @@ class Group:
 
 @contextmanager
 def process_group(ranks: Ranks, device: torch.device, *, timeout_seconds: float) -> Iterator[Group]:
-    """The ranks' group while the block runs: NCCL between GPUs, Gloo between CPUs; none for a single process.
+    """Yield the ranks' group while the block runs: NCCL between GPUs, Gloo between CPUs; none for a single process.
 
     Args:
         timeout_seconds: how long a rank waits for the others, at the start and in each exchange.

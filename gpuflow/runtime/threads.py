@@ -103,8 +103,11 @@ class DaemonPool(Executor):
             future, function = call
             if self._closing:
                 _cancel(future)
-            else:
-                _run(future, function)
+            elif future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
             del call, future, function
         self._work.put(None)  # ends the next thread
 
@@ -131,7 +134,7 @@ class DaemonPool(Executor):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _cancel_if_ended(self) -> None:
-        """If the pool was ended, cancel the calls in the queue, and leave the item in it that ends the threads."""
+        """Cancel the calls in the queue if the pool was ended, and leave the item in it that ends the threads."""
         if not self._closing:
             return
         try:
@@ -145,14 +148,6 @@ class DaemonPool(Executor):
             self._work.put(None)
 
 
-def _run(future: Future[Any], function: Callable[[], Any]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-
 def _cancel(future: Future[Any]) -> None:
     """Cancel a call that has not begun; wakes the threads that wait for it."""
     if future.cancel():
@@ -160,7 +155,7 @@ def _cancel(future: Future[Any]) -> None:
 
 
 def torch_threads_lock() -> threading.Lock:
-    """The lock to hold while torch's default number of threads is changed, until it is restored."""
+    """Return the lock to hold while torch's default number of threads is changed, until it is restored."""
     return _torch_locks.setdefault(os.getpid(), threading.Lock())
 
 

@@ -152,7 +152,7 @@ class ForkServer:
             self._close()
 
     def _workers(self) -> list[int]:
-        """The process ids of all workers, the fork server's first; empty if it has not forked yet."""
+        """Return the process ids of all workers, the fork server's first; empty if it has not forked yet."""
         shared_file, start = self._pids
         try:
             pids: list[int] = json.loads(os.pread(shared_file, _MAX_PIDS_BYTES, start))
@@ -161,7 +161,7 @@ class ForkServer:
         return pids
 
     def _is_worker(self, pid: int) -> bool:
-        """Whether a process id still is of this group. A process id that is free is given to other processes."""
+        """Return whether a process id still is of this group. A process id that is free is given to other processes."""
         try:
             return os.getpgid(pid) == self._process.pid
         except ProcessLookupError:
@@ -178,7 +178,7 @@ class ForkServer:
 
 
 def _import_paths() -> list[str]:
-    """Where this process imports from, as absolute paths. Python ignores what is no text."""
+    """Return where this process imports from, as absolute paths. Python ignores what is no text."""
     found = []
     for path in cast(list[object], sys.path):
         if isinstance(path, str) and os.path.isabs(path):
@@ -247,7 +247,8 @@ class WorkerConnection:
         return message
 
     def close(self) -> None:
-        """Only the thread that uses it may call this: another one's descriptor could be reused under it."""
+        """Close the connection. Only the thread that uses it may call this: another one's descriptor could be reused
+        under it."""
         self._connection.close()
 
 
@@ -318,7 +319,7 @@ class WorkerPool:
             self._restarting.release()
 
     def __len__(self) -> int:
-        """Workers that are not lost."""
+        """Return the number of workers that are not lost."""
         return len(self._workers)
 
     @property
@@ -326,7 +327,7 @@ class WorkerPool:
         return not self._end.alive
 
     def counts(self) -> dict[str, int]:
-        """Workers `at_work`, and `starting`: those that cannot be asked yet."""
+        """Return the numbers of workers `at_work`, and `starting`: those that cannot be asked yet."""
         self._accept_started()
         starting = {connection.worker for connection in list(self._starting)}
         return {"at_work": len(self) - len(starting), "starting": len(starting)}
@@ -343,7 +344,8 @@ class WorkerPool:
             self._starting.clear()
 
     def request(self, exchange: Callable[[WorkerConnection], T]) -> T | None:
-        """The result of `exchange` with the least busy worker; None if none is free, or it was lost meanwhile."""
+        """Return the result of `exchange` with the least busy worker; None if none is free, or it was lost
+        meanwhile."""
         connection = self._acquire()
         return None if connection is None else self._finish(connection, exchange)
 
@@ -376,7 +378,7 @@ class WorkerPool:
             self._starting.clear()
 
     def _acquire(self) -> WorkerConnection | None:
-        """A free connection to the worker with the fewest requests, or None.
+        """Return a free connection to the worker with the fewest requests, or None.
 
         It is always None in a forked child of the process that the workers belong to.
         """
@@ -499,8 +501,8 @@ def _end(servers: Sequence[ForkServer], owner: int) -> None:
 
 
 def serve(name: str, setup: str, descriptors: str) -> None:
-    """The main function of a fork server, called by its command line: module, file descriptor of the setup, and the
-    descriptors of each worker's connections as JSON."""
+    """Run a fork server, called by its command line: module, file descriptor of the setup, and the descriptors of each
+    worker's connections as JSON."""
     module = import_module(name)
     with open(int(setup), "rb", closefd=False) as file:
         file.seek(0)
@@ -583,7 +585,8 @@ class ParentConnection:
         self._connection.send(value)
 
     def memory(self) -> Bytes | None:
-        """The next memory that `WorkerConnection.send` got, from its first byte on, mapped here; None if not shared."""
+        """Return the next memory that `WorkerConnection.send` got, from its first byte on, mapped here; None if not
+        shared."""
         message = self._shares.popleft()
         if message is None:
             return None
