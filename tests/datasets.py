@@ -39,7 +39,7 @@ from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram, programs_of
-from gpuflow.sources import Allocate, Payload, Source, fields_of, has_labels
+from gpuflow.sources import Allocate, Payload, Source, fields_of
 from gpuflow.sources.storage import Storage
 from gpuflow.stages import STAGES
 
@@ -277,7 +277,6 @@ def loader_of(
         program=folded,
         source=source,
         targets=TargetMapper(programs_of(folded)[0], fields, rules) if fields else None,
-        labelled=has_labels(source),
         order=order or ShuffledOrder(size=len(source), seed=seed, shuffle=shuffle),
         seed=seed,
         batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""Whether the ranks of a process group load the same samples, compared through the group's store.
+"""Compares what the ranks of a process group load, through the group's store.
 
 Ranks that listed different files make different steps, deliver samples twice or never, and then wait for each other
 forever. Each rank writes what it loads into the store of the group when its loader is made, and reads what the others
@@ -43,7 +43,8 @@ _NAME = "gpuflow-ranks-"
 
 
 def shared_by_ranks(store: Store, key: str, size: int) -> Bytes | None:
-    """Memory [size], zeros at first, that all ranks of this host get that ask with this key; None if it cannot be had.
+    """Return memory [size], zeros at first, that all ranks of this host get that ask with this key; None if it cannot
+    be had.
 
     Raises RuntimeError if the store does not answer, or has no `compare_set`.
     """
@@ -64,7 +65,7 @@ def shared_by_ranks(store: Store, key: str, size: int) -> Bytes | None:
 
 
 def _opened(found: str, size: int) -> Bytes | None:
-    """The memory that another rank made. found: its process, the descriptor there, and the file's name."""
+    """Return the memory that another rank made. found: its process, the descriptor there, and the file's name."""
     process, number, token = found.split()
     with suppress(OSError), ExitStack() as opened:
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -179,16 +180,17 @@ class RankAgreement:
 
     @property
     def _digest(self) -> str:
-        """Of what this rank loads."""
+        """Return the digest of what this rank loads."""
         return hashlib.sha256(self._own.encode()).hexdigest()
 
     @property
     def _pipeline_key(self) -> str:
-        """The store's key for all loaders of one pipeline, of any source. The keys of one loader begin otherwise."""
+        """Return the store's key for all loaders of one pipeline, of any source. The keys of one loader begin
+        otherwise."""
         return f"gpuflow loaders/{self._plan.program.pipeline.name}/{self._plan.world_size}"
 
     def memory(self, size: int) -> Bytes | None:
-        """Memory for what this host's ranks find out about the samples of this loader, see `shared_by_ranks`.
+        """Return memory for what this host's ranks find out about the samples of this loader, see `shared_by_ranks`.
 
         Ranks that load other samples have other memory. None for a loader that is not compared.
         """
@@ -233,9 +235,8 @@ class RankAgreement:
             )
 
     def _counterpart(self, last: Mapping[str, str]) -> str | None:
-        """What a rank without a loader of this name loads in its place, because the folder of its source has another
-        name: of the loaders whose names only one of the two ranks has, that of the same number, or None.
-        """
+        """Return what a rank without a loader of this name loads in its place, because the folder of its source has
+        another name: of the loaders whose names only one of the two ranks has, that of the same number, or None."""
         with _announced_lock:
             own = _last(_announced[self._pipeline_key])
         if self._plan.shared_name in last:
@@ -248,8 +249,8 @@ class RankAgreement:
         return there[number] if number < len(there) and there[number] not in here else None
 
     def _agrees(self, other: Announcements) -> bool:
-        """Whether another rank loads the same. If some ranks made loaders that others did not, it need not be the
-        loader of the same number."""
+        """Return whether another rank loads the same. If some ranks made loaders that others did not, it need not be
+        the loader of the same number."""
         if _count(other) == self._number:
             return other[-1][1] == self._own
         return any(what == self._own for _, what in other)
@@ -260,7 +261,7 @@ def _count(announced: Announcements) -> int:
 
 
 def _last(loaders: Mapping[str, Announcements]) -> dict[str, str]:
-    """The last description of the loaders of each name."""
+    """Return the last description of the loaders of each name."""
     return {name: announced[-1][1] for name, announced in loaders.items()}
 
 
@@ -278,14 +279,14 @@ def _store() -> Store:
 
 
 def _store_error() -> type[Exception]:
-    """What a store raises once its server is gone."""
+    """Return the class of what a store raises once its server is gone."""
     import torch.distributed as dist
 
     return dist.DistError
 
 
 def _read(store: Store, keys: list[str]) -> list[dict[str, Announcements]]:
-    """What each rank said of its loaders of one pipeline; nothing for a rank that made none."""
+    """Return what each rank announced of its loaders of one pipeline; nothing for a rank that made none."""
     present = keys if store.check(keys) else [key for key in keys if store.check([key])]
     values = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
     return [json.loads(values[key]) if key in values else {} for key in keys]

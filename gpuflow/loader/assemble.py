@@ -40,7 +40,6 @@ from gpuflow.sources import (
     Source,
     SourceSpec,
     fields_of,
-    has_labels,
     is_read_remotely,
     left_out_of,
     open_source,
@@ -70,7 +69,7 @@ def build_loader(
     listed: ListedEpochs | None = None,
     report: Callable[[BadSampleError], None] | None = None,
 ) -> Loader:
-    """The loader of one pipeline. See `gpuflow.load`.
+    """Return the loader of one pipeline. See `gpuflow.load`.
 
     whole: the opened source, if other loaders read it, too. rank_given: see `LoaderPlan`. listed: epochs of `whole`, in
     place of the file's split, order and batches. report: see `BadSamples`.
@@ -127,9 +126,7 @@ def build_loader(
         ),
         targets=targets,
         turned=TurnedImages(source) if targets is not None and targets.leaves_orientation_open else None,
-        record_values=program.record_values,
         left_out=left_out,
-        labelled=has_labels(source),
         readers=readers,
         processes=0
         if placement.gpu is not None
@@ -137,7 +134,6 @@ def build_loader(
         share=share,
         nvtx=run.nvtx,
         identity=_identity(config, name, source, batch_size),
-        former_identity=_former_identity(config, name, source),
         shared_name=_shared_name(config, name),
         device_stream=placement.device_stream,
         gpu=placement.gpu,
@@ -146,7 +142,7 @@ def build_loader(
 
 
 def open_split(config: Config, name: str, whole: Source | None = None) -> Source:
-    """The part of the source that a pipeline reads. Errors name the file."""
+    """Return the part of the source that a pipeline reads. Errors name the file."""
     whole = open_whole(config) if whole is None else whole
     part = config.split_of(name)
     with _naming_file(config):
@@ -154,14 +150,14 @@ def open_split(config: Config, name: str, whole: Source | None = None) -> Source
 
 
 def open_whole(config: Config) -> Source:
-    """The source, indexed. Errors name the file."""
+    """Return the source, indexed. Errors name the file."""
     with _naming_file(config):
         return open_source(config.source)
 
 
 @contextmanager
 def _naming_file(config: Config) -> Iterator[None]:
-    """Puts the configuration's file before the text of a SourceError, and has servers tried as long as it says."""
+    """Put the configuration's file before the text of a SourceError, and try servers as long as the file says."""
     try:
         with time_limit(config.run.timeout_s):
             yield
@@ -170,7 +166,8 @@ def _naming_file(config: Config) -> Iterator[None]:
 
 
 def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
-    """The order of the samples. Weights and mixes are drawn only if the pipeline shuffles. Errors name the file."""
+    """Return the order of the samples. Weights and mixes are drawn only if the pipeline shuffles. Errors name the
+    file."""
     spec = config.source
     if not pipeline.shuffle:
         if isinstance(source, MixSource):
@@ -184,7 +181,7 @@ def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: i
 
 
 def _order_of(spec: SourceSpec, source: Source, seed: int) -> Order:
-    """The shuffled order of one source, or of its part."""
+    """Return the shuffled order of one source, or of its part."""
     weights = weights_of(spec, source)
     if weights is not None:
         assert spec.weights is not None
@@ -276,7 +273,7 @@ def _require_other_file(config: Config) -> None:
 
 
 def _identity(config: Config, name: str, source: Source, batch_size: int) -> str:
-    """A hash of what decides the order of samples and their pixels: stages, split, shuffle.
+    """Return a hash of what decides the order of samples and their pixels: stages, split, shuffle.
 
     The files are not part of it: the source's fingerprint identifies them, and their folder may change.
     """
@@ -292,18 +289,10 @@ def _identity(config: Config, name: str, source: Source, batch_size: int) -> str
 
 
 def _shared_name(config: Config, name: str) -> str:
-    """A name for this loader among those of a process, the same on all ranks, whose folders may have other parents.
+    """Return a name for this loader among those of a process, the same on all ranks, whose folders may have other
+    parents.
 
     It does not depend on anything that the ranks must agree on, because loaders of different names are not compared.
     """
     place = " ".join(os.path.basename(each.where.rstrip("/")) for each in config.source.sources)
     return f"{name}/{key64(place):016x}"
-
-
-def _former_identity(config: Config, name: str, source: Source) -> str:
-    """The identity in states of earlier versions, which had no fingerprint of the files."""
-    spec = config.source
-    places = (getattr(spec, key, None) for key in ("folder", "listing", "tar"))
-    kind = (*places, spec.split, spec.shard_window() if source.shard_sizes else None)
-    shuffle = config.pipelines[name].shuffle
-    return f"{key64(name, kind, len(source), shuffle, config.any_program(name).pipeline.fingerprint):016x}"

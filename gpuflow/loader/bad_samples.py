@@ -1,4 +1,4 @@
-"""Which samples of a loader are bad, and whether there are too many of them."""
+"""Counts the bad samples of a loader, and raises their errors, replaces them by others or skips them (`on_error`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections.abc import Callable
 from io import FileIO
 
 from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
+from gpuflow.loader.batch import Assembly
+from gpuflow.loader.sampler import Order
+from gpuflow.sources import Source, cache_counts
+from gpuflow.sources.storage import new_copies
 
 _SHOWN = 3
 """How many faults an error names."""
 
 
 class BadSamples:
-    """Counts them. Any thread may `record`.
+    """Counts the bad samples of one loader. Any thread may `record`.
 
     Args:
         policy: `raise`, `replace` or `skip`.
@@ -50,7 +54,7 @@ class BadSamples:
         self._drawn += samples
 
     def allowed(self, limit: float, samples: int) -> int:
-        """How many bad samples this process may find so far, if `limit` of the source's `samples` may be bad.
+        """Return how many bad samples this process may find so far, if `limit` of the source's `samples` may be bad.
 
         Of a part drawn at random, four standard deviations more than expected, which chance alone exceeds once in
         30,000 times.
@@ -110,3 +114,57 @@ class BadSamples:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class BadSampleResolver:
+    """Applies a loader's policy to its bad samples, on any thread."""
+
+    def __init__(self, source: Source, order: Order, bad: BadSamples) -> None:
+        self._source, self._order, self._bad = source, order, bad
+        self._is_cached = cache_counts(source) is not None
+
+    def resolve(
+        self,
+        epoch: int,
+        batch: Assembly,
+        row: int,
+        fault: BadSampleError,
+        decode: Callable[[int], BadSampleError | None],
+        ended: Callable[[], bool],
+    ) -> None:
+        """Raise the error of a bad sample, put another sample into its row, or skip the row.
+
+        Args:
+            decode: decodes the sample of an index into the row, or returns why it is bad.
+            ended: whether the epoch is being ended. Asked before each replacement: there may be as many as samples.
+
+        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad, LoaderError
+        once the epoch is being ended.
+        """
+        index = int(batch.indices[row])
+        if fault.stage != "read" and self._is_cached:
+            with new_copies():
+                again = decode(index)
+            if again is None:
+                return
+            fault = again
+        fault = fault.located(index, self._source.path(index))
+        if self._bad.policy == "raise":
+            raise fault
+        self._bad.record(fault)
+        if self._bad.policy == "skip":
+            batch.kept[row] = False
+            return
+        position = int(batch.positions[row])
+        candidates = self._order.candidates(epoch, position)
+        for attempt in range(candidates):
+            if ended():
+                raise LoaderError(f"epoch {epoch} was ended while {fault} was being replaced")
+            index = self._order.replacement(epoch, position, attempt)
+            new_fault = decode(index)
+            if new_fault is None:
+                return
+            self._bad.record(new_fault.located(index, self._source.path(index)))
+        raise TooManyBadSamples(
+            f"all {candidates} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
+        )

@@ -49,6 +49,11 @@ class RaggedTensor:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return map(self.__getitem__, range(len(self)))
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until a stream has done what is queued on it now, as `torch.Tensor.record_stream`."""
+        self.values.record_stream(stream)
+        self.offsets.record_stream(stream)
+
     def __repr__(self) -> str:
         return f"RaggedTensor({len(self)} samples, values {list(self.values.shape)} {self.values.dtype})"
 
@@ -76,7 +81,8 @@ class Batch(tuple[torch.Tensor, Any]):
     _schema: Sequence[Field] = ()
 
     def __new__(cls, pair: Iterable[Any], **known: Any) -> Batch:
-        """As `tuple(pair)`, for tools that rebuild a container around moved tensors; the attributes are then lost."""
+        """Return a batch of `tuple(pair)`, as tools need that rebuild a container around moved tensors; attributes are
+        then lost."""
         self = super().__new__(cls, pair)
         vars(self).update(known)
         return self
@@ -87,7 +93,7 @@ class Batch(tuple[torch.Tensor, Any]):
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
-        """The images by the names of the views, if the pipeline has views; there is no `images` then."""
+        """Return the images by the names of the views, if the pipeline has views; there is no `images` then."""
         views: Any = self[0]
         assert isinstance(views, dict), "its pipeline has no views"
         return views
@@ -115,19 +121,19 @@ class Batch(tuple[torch.Tensor, Any]):
         return key in self.fields if isinstance(key, str) else super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field, or `default` where there is none of this name."""
+        """Return a field, or `default` where there is none of this name."""
         return self.fields.get(key, default)
 
     def keys(self) -> KeysView[str]:
-        """The names of the fields."""
+        """Return the names of the fields."""
         return self.fields.keys()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With copies of the tensors: the fields of a batch share one block of memory, which torch.save refuses."""
+        """Pickle copies of the tensors: the fields of a batch share one block of memory, which torch.save refuses."""
         return _restored, (_copied(tuple(self)), {**vars(self), "fields": _copied(dict(self.fields))})
 
     def targets(self, *, background: bool = True) -> list[dict[str, Any]]:
-        """For each sample the dict that torchvision's detectors take: boxes, labels, masks, keypoints, image_id.
+        """Return for each sample the dict that torchvision's detectors take: boxes, labels, masks, keypoints, image_id.
 
         background: count the labels of boxes from 1, because these detectors keep 0 for the background; without it they
         are those of the field, views like everything else here.
@@ -136,7 +142,7 @@ class Batch(tuple[torch.Tensor, Any]):
 
 
 def _copied(value: Any) -> Any:
-    """A copy of images, fields or targets in which no two tensors share memory."""
+    """Return a copy of images, fields or targets in which no two tensors share memory."""
     match value:
         case RaggedTensor():
             return RaggedTensor(value.values.clone(), value.offsets.clone())
@@ -188,7 +194,7 @@ def targets_of(
 
 
 def _names_of_detectors(schema: Sequence[Field]) -> dict[str, str]:
-    """The columns that get the names which detectors expect, each the first of its kind.
+    """Return the columns that get the names which detectors expect, each the first of its kind.
 
     A column that has such a name already keeps it; no other one gets it.
     """
@@ -246,7 +252,7 @@ class Assembly:
 
     @property
     def first_offloaded(self) -> int:
-        """The first row that is offloaded; the number of rows if none is."""
+        """Return the first row that is offloaded; the number of rows if none is."""
         return len(self.positions) - self.offloaded
 
     def add_labels(self, start: int, labels: Array | None) -> None:
@@ -293,12 +299,12 @@ class Chunk:
 
     @property
     def indices(self) -> list[int]:
-        """Which samples its rows hold."""
+        """Return which samples its rows hold."""
         found: list[int] = self.batch.indices[self.start : self.stop].tolist()
         return found
 
     @property
     def slots(self) -> Any:
-        """Its rows of the batch's slots."""
+        """Return its rows of the batch's slots."""
         whole = len(self) == len(self.batch.positions)
         return self.batch.slots if whole else self.batch.slots[self.start : self.stop]

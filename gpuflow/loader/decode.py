@@ -1,4 +1,4 @@
-"""Decoding: the program on a chunk's bytes, into the slots of its batch, on the GPU, by a worker or on this thread."""
+"""Reads chunks, and decodes them into the slots of their batches on the GPU, in worker processes or on threads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,19 @@ from gpuflow.runtime.metrics import Meter, nvtx
 from gpuflow.runtime.worker_pool import WorkerConnection, WorkerPool
 from gpuflow.sources import Payload, Source, records_of, without_records
 
+Faults = list[BadSampleError | None]
+"""For each sample None, or why it is bad."""
+Sizes = Ints | None
+"""Receives the sizes of the images, [N, 3], see `CpuRunner.run`; None if they are not needed."""
+DecodePayload = Callable[[Payload, Keys, Any, Sizes], Faults]
+"""Decodes a payload into slots, and releases its bytes."""
+
 _KEPT_BYTES = 1 << 30
 """A chunk for a GPU has 16 to 32 MB, and a dozen of them are in flight. Pinning memory takes longer than reading."""
 
 
 def keys_of(plan: LoaderPlan, epoch: int, chunk: Chunk) -> Keys:
-    """The random keys of a chunk's samples, with what stages take from their records."""
+    """Return the random keys of a chunk's samples, with what stages take from their records."""
     if chunk.keys is None:
         keys = Keys(plan.seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
         chunk.keys, chunk.records = with_values(plan, keys, chunk.indices)
@@ -40,14 +47,15 @@ def keys_of(plan: LoaderPlan, epoch: int, chunk: Chunk) -> Keys:
 
 
 def with_values(plan: LoaderPlan, keys: Keys, indices: Sequence[int]) -> tuple[Keys, Records | None]:
-    """The keys with what stages take from these samples' records, and the records; None if stages take nothing.
+    """Return the keys with what stages take from these samples' records, and the records; None if stages take nothing.
 
-    A record is bad, too, if a stage cannot use its numbers.
+    If a stage cannot use the numbers of a record, the record is bad, too.
     """
-    if not plan.record_values:
+    wanted = plan.program.record_values
+    if not wanted:
         return keys, None
     records = records_of(plan.source, indices)
-    values, errors = values_of(plan.record_values, records)
+    values, errors = values_of(wanted, records)
     return replace(keys, values=values), replace(records, errors=errors)
 
 
@@ -60,7 +68,7 @@ class ChunkReader:
         self._bytes = BytePool(keep=_KEPT_BYTES, make=memory.heap if plan.gpu is None else memory.pinned)
 
     def read(self, indices: Sequence[int]) -> Payload:
-        """The bytes of these samples. `release` the payload's buffer once they are decoded."""
+        """Return the bytes of these samples. `release` the payload's buffer once they are decoded."""
         return self._plan.source.read(indices, self._bytes.acquire)
 
     def read_chunk(self, epoch: int, chunk: Chunk) -> None:
@@ -100,7 +108,9 @@ class DecodeWorkers:
             task="decode",
         )
 
-    def run(self, indices: Sequence[int], keys: Keys, slots: Any, start: int, *, sizes: bool = False) -> Outcome | None:
+    def decode(
+        self, indices: Sequence[int], keys: Keys, slots: Any, start: int, *, sizes: bool = False
+    ) -> Outcome | None:
         """Read and decode samples into slots [start, start + n) of a batch's (`slots_of`); None if no worker can.
 
         The slots then hold anything, and the caller has to decode into them itself. Raises only what ends the caller's
@@ -116,7 +126,7 @@ class DecodeWorkers:
         return self._pool.request(exchange)
 
     def counts(self) -> dict[str, int]:
-        """Workers `at_work`, and `starting`: not ready for chunks yet."""
+        """Return the number of workers `at_work`, and of those `starting`: not ready for chunks yet."""
         return self._pool.counts()
 
     def close(self) -> None:
@@ -124,70 +134,15 @@ class DecodeWorkers:
         self._pool.close()
 
 
-Faults = list[BadSampleError | None]
-"""For each sample None, or why it is bad."""
-Sizes = Ints | None
-"""Receives the heights and widths of the upright images, [N, 2]; None if they are not needed."""
-Run = Callable[[Payload, Keys, Any, Sizes], Faults]
-"""Runs the program on what was read, into slots, and releases the bytes."""
+class ChunkDecoder:
+    """Decodes chunks for one loader, on any thread. `meter` counts what it did. Owns the slots of batches.
 
-
-class WorkerDecoder:
-    """Worker processes that read and decode chunks for one loader, from its first epoch on.
-
-    meter: of reading; the workers' reading is added to it.
+    workers: processes that read and decode; None until `start_workers`, and if the plan has none.
     """
 
-    def __init__(self, plan: LoaderPlan, meter: Meter) -> None:
-        self._plan, self._meter = plan, meter
-        self._workers: DecodeWorkers | None = None
-
-    @property
-    def started(self) -> bool:
-        return self._workers is not None
-
-    def start(self) -> None:
-        """Start the workers, without waiting for them; only once, and only if the plan has any."""
-        plan = self._plan
-        if plan.processes and self._workers is None:
-            self._workers = DecodeWorkers(
-                plan.program,
-                plan.source,
-                threads=plan.threads,
-                processes=plan.processes,
-            )
-
-    def decode(self, chunk: Chunk, keys: Keys, meter: Meter, sizes: Sizes = None) -> Faults | None:
-        """Have a worker read and decode a chunk into its slots; None if no worker is available.
-
-        meter: gets the processor time of decoding.
-        """
-        if self._workers is None:
-            return None
-        outcome = self._workers.run(chunk.indices, keys, chunk.batch.slots, chunk.start, sizes=sizes is not None)
-        if outcome is None:
-            return None
-        if sizes is not None and outcome.sizes is not None:
-            sizes[:] = outcome.sizes
-        self._meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
-        meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
-        return outcome.faults
-
-    def counts(self) -> dict[str, int]:
-        """See `DecodeWorkers.counts`; empty before the first epoch, and without workers."""
-        return self._workers.counts() if self._workers is not None else {}
-
-    def close(self) -> None:
-        """Kill the workers."""
-        if self._workers is not None:
-            self._workers.close()
-
-
-class ChunkDecoder:
-    """Decodes chunks for one loader, on any thread. `meter` counts what it did. Owns the slots of batches."""
-
-    def __init__(self, plan: LoaderPlan, reader: ChunkReader, workers: WorkerDecoder) -> None:
-        self._plan, self._reader, self._workers = plan, reader, workers
+    def __init__(self, plan: LoaderPlan, reader: ChunkReader) -> None:
+        self._plan, self._reader = plan, reader
+        self.workers: DecodeWorkers | None = None
         self.meter = Meter(
             "decode",
             plan.threads,
@@ -203,6 +158,12 @@ class ChunkDecoder:
             make = memory.pinned if on_gpu else memory.heap
         shape, dtype = slot_of(plan.program)
         self._slots = SlotPool((0, *shape), dtype, keep=plan.prefetch + 2, make=make)
+
+    def start_workers(self) -> None:
+        """Start the workers, without waiting for them; only once, and only if the plan has any."""
+        plan = self._plan
+        if plan.processes and self.workers is None:
+            self.workers = DecodeWorkers(plan.program, plan.source, threads=plan.threads, processes=plan.processes)
 
     def _count(self, seconds: float) -> None:
         """Count processor time of threads that share chunks."""
@@ -234,49 +195,58 @@ class ChunkDecoder:
 
         read: fills in its payload, where that was not read before. ahead: see `ChunkRunner.launch`.
         """
-        assert chunk.batch.slots is not None
-        faults = self._workers.decode(chunk, keys, self.meter, sizes)
-        if faults is not None:
-            return faults
+        if self.workers is not None:
+            outcome = self.workers.decode(chunk.indices, keys, chunk.batch.slots, chunk.start, sizes=sizes is not None)
+            if outcome is not None:
+                return self._count_outcome(outcome, sizes)
         if chunk.payload is None:
             read(chunk)
-        assert chunk.payload is not None
-        faults = self.run(chunk.payload, keys, chunk.slots, sizes, chunk.prepared, ahead)
+        payload, prepared = chunk.payload, chunk.prepared
+        assert payload is not None
         chunk.payload = chunk.prepared = None
-        return faults
+        if self._plan.gpu is None:
+            return self.decode_on_cpu(payload, keys, chunk.slots, sizes)
+        return self._launch(payload, prepared, chunk.slots, ahead, sizes)
 
-    def run(
-        self,
-        payload: Payload,
-        keys: Keys,
-        slots: Any,
-        sizes: Sizes = None,
-        prepared: Any = None,
-        ahead: Sequence[Any] = (),
-    ) -> Faults:
-        """Run the program on the payload, into slots, on the GPU or CPU as the plan says. Releases the bytes."""
+    def _count_outcome(self, outcome: Outcome, sizes: Sizes) -> Faults:
+        """Add what a worker did to the meters, and return its faults."""
+        if sizes is not None and outcome.sizes is not None:
+            sizes[:] = outcome.sizes
+        self._reader.meter.add(samples=len(outcome.faults), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
+        self.meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
+        return outcome.faults
+
+    def decode_payload(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes) -> Faults:
+        """Decode a payload into slots, on the GPU or the CPU as the plan says. Releases the bytes."""
+        gpu = self._plan.gpu
+        if gpu is None:
+            return self.decode_on_cpu(payload, keys, slots, sizes)
+        return self._launch(payload, gpu.prepare(payload, keys), slots, (), sizes)
+
+    def _launch(self, payload: Payload, prepared: Any, slots: Any, ahead: Sequence[Any], sizes: Sizes) -> Faults:
+        """Queue the decoding of a prepared payload on the GPU. Its bytes are released once that is done."""
         gpu, device_stream = self._plan.gpu, self._plan.device_stream
-        if gpu is None or device_stream is None:
-            return self.run_on_cpu(payload, keys, slots, sizes)
-        prepared = prepared or gpu.prepare(payload, keys)
+        assert gpu is not None and device_stream is not None
         if sizes is not None:
             sizes[:] = prepared.sizes
         faults = gpu.launch(prepared, slots, ahead)
         device_stream.retain_until_done(payload.buffer, self._reader.release)
         return faults
 
-    def run_on_cpu(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes = None) -> Faults:
-        """Run the program on the payload, into slots, on this thread. Releases the bytes."""
+    def decode_on_cpu(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes) -> Faults:
+        """Decode a payload into slots, on this thread and those that share its images. Releases the bytes."""
         faults = self._runner.run(payload, keys, slots, sizes)
         self._reader.release(payload.buffer)
         return faults
 
     def place(self, thread: int) -> int | None:
-        """Which sample of its chunk this thread decodes on the CPU; None if that is not known."""
+        """Return which sample of its chunk this thread decodes on the CPU; None if that is not known."""
         return self._runner.place(thread) if self._plan.gpu is None else None
 
     def close(self) -> None:
-        """Free the slots that no batch holds, and the decoders' memory."""
+        """Kill the workers, and free the slots that no batch holds and the decoders' memory."""
+        if self.workers is not None:
+            self.workers.close()
         self._slots.clear()
         self._runner.clear()
 
@@ -294,7 +264,7 @@ class CpuOffload:
         self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.pinned)
 
     def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, Any]:
-        """Read and decode a chunk; its faults and its slots."""
+        """Read and decode a chunk. Return its faults and its slots."""
         batch, (shape, dtype) = chunk.batch, slot_of(self._plan.program)
         start = chunk.start - batch.first_offloaded
         whole = slots_of(self._plan.program, self._memory(batch).view(dtype).reshape(-1, *shape))
@@ -302,7 +272,7 @@ class CpuOffload:
         payload = self._reader.read(chunk.indices)
         batch.add_labels(chunk.start, payload.labels)
         self._reader.meter.add(samples=len(chunk), read_bytes=sum(payload.sizes))
-        return self._decoder.run_on_cpu(payload, keys, slots, sizes), slots
+        return self._decoder.decode_on_cpu(payload, keys, slots, sizes), slots
 
     def send(self, batch: Assembly) -> None:
         """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU: one for each output."""
@@ -315,7 +285,7 @@ class CpuOffload:
             batch.offload_memory = None
 
     def _memory(self, batch: Assembly) -> Bytes:
-        """The memory into which the CPU decodes its rows of a batch: [offloaded, bytes of a slot]."""
+        """Return the memory into which the CPU decodes its rows of a batch: [offloaded, bytes of a slot]."""
         slot_bytes = slot_bytes_of(self._plan.program)
         with batch.lock:
             if batch.offload_memory is None:

@@ -1,4 +1,4 @@
-"""A running epoch: the pipeline that runs it, the thread that ends it, and waiting for its batches."""
+"""Runs one epoch: its pipeline, the thread that ends it, how many batches are in flight, and waiting for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Completion(Protocol):
     """Something that is done at some time, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Return True once it is done."""
 
 
 class Admission:
@@ -85,7 +85,7 @@ class Admission:
             self._change.notify_all()
 
     def release(self, completion: Completion | None = None) -> None:
-        """A batch is not in flight any more: now, or once `completion` is done."""
+        """Take a batch out of those in flight: now, or once `completion` is done."""
         self._places.put(completion)
 
     def grow(self) -> None:
@@ -111,7 +111,7 @@ class _Stoppable(Protocol):
     """A pipeline of SPDL."""
 
     def stop(self, *, timeout: float | None = None) -> None:
-        """Raises TimeoutError."""
+        """End the pipeline. Raises TimeoutError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,8 @@ class EpochRun:
         self._running.finished.put(None)
 
     def get(self, timeout: float) -> Assembly | None:
-        """The next batch in order. It stays in flight until `release`. Raises TimeoutError after `timeout` seconds."""
+        """Return the next batch in order. It stays in flight until `release`. Raises TimeoutError after `timeout`
+        seconds."""
         try:
             return self._running.finished.get(timeout=timeout)
         except queue.Empty:
@@ -206,7 +207,7 @@ class EpochRun:
             self._running.set_gpu_wait(share)
 
     def release(self, completion: Completion | None = None) -> None:
-        """A batch is not in flight any more: now, or once `completion` is done."""
+        """Take a batch out of those in flight: now, or once `completion` is done."""
         self._running.admission.release(completion)
 
 
@@ -229,7 +230,7 @@ def _run_epoch(
     end: queue.SimpleQueue[object],
     collected: weakref.ref[EpochRun],
 ) -> None:
-    """The thread of an epoch: starts its pipeline, waits until something is put in `end`, and ends it."""
+    """Run an epoch on its thread: start its pipeline, wait until something is put in `end`, and end it."""
     owner, pid = threading.current_thread(), os.getpid()
 
     def stop_at_exit() -> None:

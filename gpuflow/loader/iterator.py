@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuflow.arrays import Ints
 from gpuflow.errors import LoaderError, LoaderTimeout, TooManyBadSamples
 from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
 from gpuflow.loader.epoch import Completion
@@ -27,6 +26,7 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.metrics import Stats, nvtx
+from gpuflow.sources import has_labels
 
 _BATCHES = 16
 _FIRST_BATCHES = 8
@@ -48,7 +48,7 @@ class GpuWait:
         self._count = 0
 
     def add(self, asked: torch.cuda.Event, begun: torch.cuda.Event) -> None:
-        """One more batch."""
+        """Add a batch."""
         self._marks.append((asked, begun))
         while self._marks and self._marks[0][1].query():  # type: ignore[no-untyped-call]
             asked, begun = self._marks.popleft()
@@ -59,7 +59,7 @@ class GpuWait:
 
     @property
     def share(self) -> float:
-        """0 to 1; 0 for the first batches."""
+        """Return the share, 0 to 1; 0 for the first batches."""
         if self._count < _FIRST_BATCHES or self._total <= 0:
             return 0.0
         return min(1.0, max(0.0, self._waited / self._total))
@@ -119,7 +119,8 @@ class BatchesInUse:
         return unused
 
     def in_flight(self, event: Completion) -> list[Completion | None]:
-        """For each batch in use, when it is not any more; None for the newest one, if the consumer still refers to it.
+        """Return for each batch in use when it is not any more; None for the newest one, if the consumer still refers
+        to it.
 
         event: as for `add`.
         """
@@ -153,7 +154,7 @@ class Progress:
 
     @property
     def upcoming(self) -> tuple[int, int]:
-        """The epoch that the next `for` runs, and the position from which on."""
+        """Return the epoch that the next `for` runs, and the position from which on."""
         return (self.following, 0) if self.begun else (self.epoch, self.position)
 
     def move_to(self, epoch: int, position: int = 0, following: int | None = None) -> None:
@@ -162,13 +163,13 @@ class Progress:
         self.following = epoch + 1 if following is None else following
 
     def begin(self) -> None:
-        """A `for` has begun the upcoming epoch."""
+        """Note that a `for` has begun the upcoming epoch."""
         if self.begun:
             self.move_to(self.following)
         self.begun = True
 
     def finish(self) -> None:
-        """The last batch of the epoch was delivered."""
+        """Note that the last batch of the epoch was delivered."""
         if self.begun:
             self.move_to(self.following)
 
@@ -207,16 +208,16 @@ class EpochIterator(Iterator[Batch]):
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:
-        """The consumer's stream, if batches are on a GPU."""
+        """Return the consumer's stream, if batches are on a GPU."""
         return torch.cuda.current_stream(self._plan.device) if self._plan.device_stream is not None else None
 
     @property
     def ended(self) -> bool:
-        """Whether it gives no more batches."""
+        """Return True once it gives no more batches."""
         return self._end is not None
 
     def __next__(self) -> Batch:
-        """The next batch. Several threads take turns."""
+        """Return the next batch. Several threads take turns."""
         if self._feed.forked:
             raise self._feed.error_in_child()
         timeout = self._plan.timeout_seconds
@@ -301,40 +302,40 @@ class EpochIterator(Iterator[Batch]):
                 self._run.set_gpu_wait(self._gpu_wait.share)
                 self._stats.gpu_wait_share = self._gpu_wait.share
         if not assembly.kept.all():
-            kept = np.flatnonzero(assembly.kept)
-            if len(kept) == 0 and self._plan.bad.report is None:
+            if not assembly.kept.any() and self._plan.bad.report is None:
                 steps = self._plan.steps  # of a wrapped DataLoader, these alone know of other ranks
                 where = f" on rank {steps.rank}" if steps.world_size > 1 else ""
                 raise TooManyBadSamples(
                     f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples{where}; the first bad "
                     f"ones: {self._plan.bad.first}; run `gpuflow scan` to list all, or set on_error: replace"
                 )
-            images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
+            kept = torch.from_numpy(np.flatnonzero(assembly.kept))
+            if isinstance(images, dict):
+                images = {name: _select(view, kept) for name, view in images.items()}
+            else:
+                images = _select(images, kept)
+            rows = [x[kept] for x in rows]
         labels, valid, indices = rows
         known: dict[str, Any] = {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self._epoch}
         mapper = self._plan.targets
         if mapper is None:
             return Batch((images, labels), **known)
         fields = assembly.fields
-        second = labels if self._plan.labelled else targets_of(images, indices, fields, mapper.fields)
+        second = labels if has_labels(self._plan.source) else targets_of(images, indices, fields, mapper.fields)
         return Batch((images, second), fields=fields, _schema=mapper.fields, **known)
 
     def _tensors(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> tuple[Images, list[torch.Tensor]]:
-        """The batch's images or views, and labels, valid, indices; on a GPU safe to use on the stream."""
+        """Return the batch's images or views, and labels, valid, indices; on a GPU safe to use on the stream."""
         if stream is None or assembly.ready is None:
             rows = [torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices)]
             slots = assembly.slots
             return as_images(self._plan.program, slots.memory if isinstance(slots, ViewSlots) else slots), rows
         images: Images = assembly.slots
         stream.wait_event(assembly.ready)
-        for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.sent[:1]):
-            tensor.record_stream(stream)
-        for column in assembly.fields.values():
-            if isinstance(column, RaggedTensor):
-                column.values.record_stream(stream)
-                column.offsets.record_stream(stream)
-            elif isinstance(column, torch.Tensor):
-                column.record_stream(stream)
+        tensors = images.values() if isinstance(images, dict) else [images]
+        for value in (*tensors, *assembly.sent[:1], *assembly.fields.values()):
+            if isinstance(value, torch.Tensor | RaggedTensor):
+                value.record_stream(stream)
         return images, list(assembly.sent)
 
     def _warn_of_many_bad(self) -> None:
@@ -375,7 +376,8 @@ class EpochIterator(Iterator[Batch]):
         self._loader = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` is None at the end
-        """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""
+        """End the epoch without waiting: the collector may run this on a thread of the pipeline, where a Ctrl-C is
+        lost."""
         if hasattr(self, "_end") and not is_finalizing():
             self.end("it was left", wait=False)
 
@@ -386,18 +388,9 @@ def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _select(images: Images, rows: Ints) -> Images:
-    """These rows of a batch, in the same memory format."""
-    if isinstance(images, dict):
-        chosen = torch.from_numpy(rows)
-        return {name: _select_of_view(view, chosen.to(view.device)) for name, view in images.items()}
-    channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
-    chosen = images[torch.from_numpy(rows)]
-    return chosen.contiguous(memory_format=torch.channels_last) if channels_last else chosen
-
-
-def _select_of_view(images: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The same for a view [count, B, C, H, W], whose channels may be last in memory."""
+def _select(images: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return these rows of images [B, C, H, W] or views [count, B, C, H, W], whose channels may be last in memory."""
+    axis, rows = images.ndim - 4, rows.to(images.device)
     if images.is_contiguous():
-        return images.index_select(1, rows)
-    return images.permute(0, 1, 3, 4, 2).index_select(1, rows).permute(0, 1, 4, 2, 3)
+        return images.index_select(axis, rows)
+    return images.movedim(-3, -1).index_select(axis, rows).movedim(-1, -3)

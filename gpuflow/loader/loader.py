@@ -1,4 +1,4 @@
-"""The iterator that users hold: length, epochs, state, statistics, shutdown."""
+"""The Loader that users iterate: length, epochs, state, statistics, shutdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import operator
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -70,42 +69,43 @@ class Loader:
     # --- what it is ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, the same on every rank."""
+        """Return the number of steps of a whole epoch, the same on every rank."""
         return len(self._steps)
 
     @property
     def upcoming_epoch(self) -> int:
-        """The epoch that the next `for` runs."""
+        """Return the epoch that the next `for` runs."""
         return self._progress.upcoming[0]
 
     @property
     def upcoming_position(self) -> int:
-        """The position of that epoch with which the next `for` begins; of a wrapped DataLoader the number of a step."""
+        """Return the position of that epoch with which the next `for` begins; of a wrapped DataLoader the number of a
+        step."""
         return self._progress.upcoming[1]
 
     @property
     def steps_left(self) -> int:
-        """Steps that the next `for` makes: all of an epoch, or what a restored state leaves of it."""
+        """Return how many steps the next `for` makes: all of an epoch, or what a restored state leaves of it."""
         return self._steps.left(self._progress.upcoming[1])
 
     @property
     def drop_last(self) -> bool:
-        """Whether an incomplete last step is left out."""
+        """Return whether an incomplete last step is left out."""
         return self._plan.drop_last
 
     @property
     def dataset(self) -> Source:
-        """The source: its length is the number of samples, `classes` its class names."""
+        """Return the source: its length is the number of samples, `classes` its class names."""
         return self._plan.source
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names; a label is a place in this tuple."""
+        """Return the names of the classes; a label is a place in this tuple."""
         return self._plan.source.classes
 
     @property
     def batch_size(self) -> int:
-        """Samples a rank takes in a step."""
+        """Return the number of samples that a rank takes in a step."""
         return self._steps.batch_size
 
     @property
@@ -120,23 +120,25 @@ class Loader:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that all ranks together take in a step."""
+        """Return the number of samples that all ranks together take in a step."""
         return self._steps.stride
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch on all ranks, of a wrapped DataLoader on this one. With weights or a mix their number is
-        not that of the source."""
+        """Return the number of samples of an epoch on all ranks, of a wrapped DataLoader on this one.
+
+        With weights or a mix it is not that of the source.
+        """
         return self._steps.size
 
     @property
     def pipeline(self) -> Pipeline | ViewsPipeline:
-        """The stages, or the views and their stages, as a value."""
+        """Return the stages, or the views and their stages, as a value."""
         return self._plan.program.pipeline
 
     @property
     def preprocessing(self) -> str:
-        """The fingerprint of the pipeline's stages and all their parameters, 16 hex digits."""
+        """Return the fingerprint of the pipeline's stages and all their parameters, 16 hex digits."""
         return self._plan.program.pipeline.fingerprint
 
     def __reduce__(self) -> NoReturn:
@@ -206,7 +208,7 @@ class Loader:
     # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, as a small JSON value. It counts the batches that the consumer got, no others.
+        """Return where training stands, as a small JSON value. It counts the batches that the consumer got, no others.
 
         `epoch` and `position` are those of the next sample, `next_epoch` is the epoch after that one, `source` says
         which files there are.
@@ -224,12 +226,12 @@ class Loader:
 
     @cached_property
     def _source_fingerprint(self) -> str:
-        """Of the files and labels; and of the weights, where samples are drawn by weights."""
+        """Return the fingerprint of the files and labels, and of the weights where samples are drawn by weights."""
         own, drawn = fingerprint_of(self._plan.source), self._plan.order.digest
         return f"{key64(own, drawn):016x}" if drawn else own
 
     def _shared_facts(self) -> str:
-        """What must be equal on all ranks."""
+        """Return what must be equal on all ranks."""
         s = self._steps
         return (
             f"{s.size:,} samples with the fingerprint {self._source_fingerprint} in {len(s):,} steps of "
@@ -246,22 +248,20 @@ class Loader:
         """
         try:
             version, seed, epoch, position = (_whole(state, key) for key in ("version", "seed", "epoch", "position"))
-            config, source = str(state["config"]), state.get("source")
-            following = _whole(state, "next_epoch") if "next_epoch" in state else epoch + 1
+            config, source, following = str(state["config"]), str(state["source"]), _whole(state, "next_epoch")
         except KeyError as error:
             raise StateError(f"not a loader's state: it has no {error}; pass what state_dict() returned") from error
         except (TypeError, ValueError) as error:
             raise StateError(f"not a loader's state: {error}; pass what state_dict() returned") from error
         if version != 1:
             raise StateError(f"the state is of version {version}, this gpuflow reads version 1; upgrade gpuflow")
-        configs = (self._plan.identity,) if source is not None else (self._plan.identity, self._plan.former_identity)
-        if seed != self._plan.seed or config not in configs:
+        if seed != self._plan.seed or config != self._plan.identity:
             raise StateError(
                 f"the state was taken with seed {seed} and configuration {config}, this loader has seed "
                 f"{self._plan.seed} and {self._plan.identity}; restore the source, stages and seed it was taken with, "
                 f"or start a new epoch with set_epoch({epoch + 1})"
             )
-        if source is not None and source != self._source_fingerprint:
+        if source != self._source_fingerprint:
             raise StateError(
                 f"the state was taken with other files or labels: its source has the fingerprint {source}, this "
                 f"loader's {self._source_fingerprint} ({self._steps.size} samples); restore the files it was taken "
@@ -272,19 +272,13 @@ class Loader:
                 f"the state's position {position} is outside the epoch's {self._steps.size} samples; restore the files "
                 f"that it was taken with, or start a new epoch with set_epoch({epoch + 1})"
             )
-        if source is None:
-            warnings.warn(
-                "the state is of an earlier gpuflow and does not say which files it was taken with; if files were "
-                f"added, removed or renamed since, start a new epoch with set_epoch({epoch + 1})",
-                stacklevel=2,
-            )
         self._end_active("a state was loaded")
         self._progress.move_to(epoch, position, following)
 
     # --- statistics and shutdown ----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What the loader did in this or the last epoch.
+        """Return what the loader did in this or the last epoch.
 
         Returns:
             `epoch`, `batches`, `elapsed_s`; `consumer_wait_s`, seconds for which the loop waited for batches;
@@ -310,12 +304,12 @@ class Loader:
             extra["turned_images"] = plan.turned.count
         if (counts := cache_counts(plan.source)) is not None:
             extra["cache"] = counts
-        if workers := self._feed.workers.counts():
-            extra["processes"] = workers
+        if (workers := self._feed.decoder.workers) is not None:
+            extra["processes"] = workers.counts()
         return {**self._stats.read(), **extra, "bad": plan.bad.count, "bad_distinct": plan.bad.distinct}
 
     def summary(self) -> str:
-        """This or the last epoch in a sentence: "the step waited 12% on data; decode is busy 98%".
+        """Describe this or the last epoch in a sentence: "the step waited 12% on data; decode is busy 98%".
 
         First the share of the time for which the loop (where a GPU decodes: the GPU) waited for batches, then the stage
         whose threads worked most. Empty before the first batch.
@@ -323,7 +317,7 @@ class Loader:
         return self._stats.summary()
 
     def totals(self) -> LoaderTotals:
-        """What the loader did since it was made, for counters that never decrease."""
+        """Return what the loader did since it was made, for counters that never decrease."""
         batches, waited = self._stats.totals()
         stages = {meter.name: (meter.totals(), meter.threads) for meter in self._stats.meters}
         return LoaderTotals(self._stats.epoch, batches, waited, self._plan.bad.count, stages)
@@ -344,7 +338,10 @@ class Loader:
 
 
 def _whole(state: Mapping[str, Any], key: str) -> int:
-    """A number of a state. Raises KeyError, TypeError or ValueError if there is none that `state_dict` could give."""
+    """Return the number under a key of a state.
+
+    Raises KeyError, TypeError or ValueError if it is none that `state_dict` could give.
+    """
     value = operator.index(state[key])
     if "epoch" in key and not 0 <= value < 2 << _EPOCH_BITS:
         raise ValueError(f"{key} is {value}")

@@ -17,6 +17,7 @@ import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,15 +25,24 @@ import torch
 from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 
-from gpuflow.errors import GpuflowError, LoaderError, LoaderTimeout
+from gpuflow.errors import BadSampleError, GpuflowError, LoaderError, LoaderTimeout
 from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT
+from gpuflow.loader.bad_samples import BadSampleResolver
 from gpuflow.loader.batch import Assembly, Chunk
-from gpuflow.loader.decode import ChunkDecoder, ChunkReader, CpuOffload, Faults, Run, Sizes, WorkerDecoder, keys_of
+from gpuflow.loader.decode import (
+    ChunkDecoder,
+    ChunkReader,
+    CpuOffload,
+    DecodePayload,
+    Faults,
+    Sizes,
+    keys_of,
+    with_values,
+)
 from gpuflow.loader.delivery import Delivery
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, Admission, Completion, EpochRun, RunningPipeline
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.records import RecordMapper
-from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.metrics import Meter, oldest_operation
@@ -43,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class PreparedChunks:
-    """What was prepared for the GPU and is not being launched yet, in one epoch. Any thread may call any method.
+    """The chunks of one epoch that are prepared for the GPU, and not being launched yet, for any thread.
 
     The queues between reading and launching bound how much that is: about eight chunks.
     """
@@ -53,13 +63,13 @@ class PreparedChunks:
         self._lock = threading.Lock()
 
     def add(self, chunk: Chunk) -> None:
-        """A chunk was read, and prepared if a GPU decodes it."""
+        """Add a chunk that was read, if it was prepared for a GPU."""
         if chunk.prepared is not None:
             with self._lock:
                 self._prepared[chunk.batch.step, chunk.start] = chunk.prepared
 
     def take(self, chunk: Chunk) -> list[Any]:
-        """A chunk is about to be launched. Returns what was prepared of the others, in the order of their launches."""
+        """Remove a chunk that is launched now. Return what is prepared of the others, in their order."""
         with self._lock:
             self._prepared.pop((chunk.batch.step, chunk.start), None)
             return [self._prepared[key] for key in sorted(self._prepared)]
@@ -80,31 +90,43 @@ _NAMED_FILES = 8
 """The largest number of files that an error names; `LoaderTimeout.paths` holds all of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """An epoch that runs.
+
+    number: from 0. admission: of batches into memory.
+    """
+
+    number: int
+    steps: EpochSteps
+    admission: Admission
+    prepared: PreparedChunks = field(default_factory=PreparedChunks)
+
+
 class Feed:
     """Builds the SPDL pipelines of one loader, one an epoch, out of reading, decoding and resolving bad samples."""
 
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
         self._reader = ChunkReader(plan)
-        self.workers = WorkerDecoder(plan, self._reader.meter)
-        self._decoder = ChunkDecoder(plan, self._reader, self.workers)
+        self.decoder = ChunkDecoder(plan, self._reader)
         self._offload: CpuOffload | None = None
         if plan.share is not None:
-            self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder)
+            self._offload = CpuOffload(plan, plan.share, self._reader, self.decoder)
         self._records = RecordMapper(plan.source, plan.targets, plan.turned) if plan.targets is not None else None
-        self._resolver = BadSampleResolver(plan, self._reader, self._records)
+        self._resolver = BadSampleResolver(plan.source, plan.order, plan.bad)
         self._delivery = Delivery(plan, self._records, self._offload)
         offload_meters = [self._offload.meter] if self._offload is not None else []
-        self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
+        self.meters = (self._reader.meter, *offload_meters, self.decoder.meter)
         self._owners: list[threading.Thread] = []
         self._gpu_wait, self._first_batches_left = 0.0, _FIRST_BATCHES
         self._pid, self._begun = os.getpid(), False
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child of the process whose threads work here.
+        """Return True in a forked child, which has none of the loader's threads.
 
-        The child has none of them, and any lock that one of them held at the fork stays locked in it forever.
+        A lock that one of them held at the fork stays locked in the child forever.
         """
         return os.getpid() != self._pid
 
@@ -120,7 +142,7 @@ class Feed:
         if self._begun and self.forked:
             raise self.error_in_child()
         self._pid, self._begun = os.getpid(), True
-        self.workers.start()
+        self.decoder.start_workers()
         try:
             with torch_threads_lock():
                 torch_threads = torch.get_num_threads()
@@ -150,16 +172,16 @@ class Feed:
             owner.join(2 * STOP_SECONDS)
 
     def culprit(self) -> str:
-        """Which stage has been at one operation for the longest time, and on which files, in words."""
+        """Return which stage has been at one operation for the longest time, and on which files, in words."""
         return self.under_way()[0]
 
     def under_way(self) -> tuple[str, list[str]]:
-        """Describes the operation that has run for the longest time, and returns the paths of its files."""
+        """Describe the operation that has run for the longest time, and return the paths of its files."""
         operation = oldest_operation(*self.meters)
         if operation is None:
             return "no stage is at work", []
         chunk: Chunk = operation.subject
-        place = self._decoder.place(operation.thread) if operation.stage == self._decoder.meter.name else None
+        place = self.decoder.place(operation.thread) if operation.stage == self.decoder.meter.name else None
         if chunk.replacement is not None:
             indices = [chunk.replacement]
         else:
@@ -176,15 +198,15 @@ class Feed:
         if self.forked:
             return
         plan = self._plan
-        shared = plan.gpu, plan.device_stream, plan.bad
+        parts = self.decoder, self._reader, self._delivery, self._offload, plan.gpu, plan.device_stream, plan.bad
         with contextlib.ExitStack() as stack:  # which closes the last one first
-            for part in reversed((self.workers, self._reader, self._decoder, self._delivery, self._offload, *shared)):
+            for part in reversed(parts):
                 if part is not None:
                     stack.callback(part.close)
 
     # --- the pipeline of an epoch -------------------------------------------------------------------------------
 
-    def _begin(self, epoch: int, steps: EpochSteps, in_flight: Sequence[Completion | None]) -> RunningPipeline:
+    def _begin(self, number: int, steps: EpochSteps, in_flight: Sequence[Completion | None]) -> RunningPipeline:
         plan, offload = self._plan, self._offload
         builder: Any = PipelineBuilder()
         begun, capacity = threading.Event(), plan.prefetch + 2
@@ -194,6 +216,7 @@ class Feed:
         for completion in in_flight:
             if completion is not None:
                 admission.release(completion)
+        epoch = _Epoch(number, steps, admission)
         finished: queue.SimpleQueue[Assembly | None] = queue.SimpleQueue()
 
         async def emit(chunk: Chunk) -> None:
@@ -213,25 +236,28 @@ class Feed:
                 undo.callback(pools[-1].end, STOP_SECONDS)
                 return pools[-1]
 
-            offload_threads: DaemonPool | None = None
+            submit: Callable[[Chunk], object] | None = None
             if offload is not None:
                 offload.share.begin()
-                offload_threads = start_pool(offload.meter.threads, "offload")
-            builder.add_source(self._chunks(epoch, steps, begun, admission, ahead, offload_threads))
-            prepared = PreparedChunks()
-            read = _never_raise(self._reader.meter, functools.partial(self._read, epoch, prepared))
-            decode = _never_raise(self._decoder.meter, functools.partial(self._decode, epoch, admission, prepared))
-            if plan.readers == 0:
-                both = decode if self.workers.started else lambda chunk: decode(read(chunk))
-                stages = [(self._decoder.meter, plan.callers, self._admitted(admission, both))]
-            else:
+                work = offload.meter, self._decode_offloaded
+                decode_share = _operation(epoch, lambda batch: ahead.acquire(batch.step), work)
+                executor: Any = start_pool(offload.meter.threads, "offload")
+                submit = functools.partial(executor.submit, decode_share)
+            builder.add_source(self._chunks(epoch, begun, submit))
+            read, decode = (self._reader.meter, self._read), (self.decoder.meter, self._decode)
+            allocate = functools.partial(self._allocate, epoch)
+            if plan.readers:
                 stages = [
-                    (self._reader.meter, plan.readers, read),
-                    (self._decoder.meter, plan.callers, self._admitted(admission, decode)),
+                    (plan.readers, "read", _operation(epoch, lambda batch: True, read)),
+                    (plan.callers, "decode", _operation(epoch, allocate, decode)),
                 ]
-            for meter, count, operation in stages:
-                threads = start_pool(count, meter.name)
-                builder.pipe(operation, executor=threads, concurrency=count, output_order="input", name=meter.name)
+            elif plan.processes:  # which read, too
+                stages = [(plan.callers, "decode", _operation(epoch, allocate, decode))]
+            else:
+                stages = [(plan.callers, "decode", _operation(epoch, allocate, read, decode))]
+            for count, name, operation in stages:
+                threads = start_pool(count, name)
+                builder.pipe(operation, executor=threads, concurrency=count, output_order="input", name=name)
             _try_what_spdl_needs()
             builder.pipe(emit).add_sink(1)
             # The meters count what SPDL's own statistics would, which double its time an item.
@@ -257,7 +283,7 @@ class Feed:
             offload.share.update(batch.first_offloaded, late=late, wanted=gpu_waits, rate=rate)
 
     def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
-        """If the consumer's GPU waits for batches most of its time, more of them may be in flight.
+        """Let more batches be in flight if the consumer's GPU waits for them most of its time.
 
         Not at first: memory that is taken then would be kept for the whole run.
         """
@@ -270,40 +296,25 @@ class Feed:
             admission.grow()
 
     async def _chunks(
-        self,
-        epoch: int,
-        steps: EpochSteps,
-        begun: threading.Event,
-        admission: Admission,
-        ahead: Admission,
-        offload_threads: DaemonPool | None,
+        self, epoch: _Epoch, begun: threading.Event, submit: Callable[[Chunk], object] | None
     ) -> AsyncIterator[Chunk]:
-        """The chunks for SPDL; those of the CPU's share are submitted to its threads at the same time."""
+        """Yield the chunks for SPDL, and submit those of the CPU's share to its threads at the same time."""
         begun.set()
-        decode = functools.partial(self._decode_offloaded, epoch, admission)
-        operation = _never_raise(self._offload.meter, decode) if self._offload is not None else None
-
-        def decode_offloaded(chunk: Chunk) -> None:
-            assert operation is not None
-            if ahead.acquire(chunk.batch.step):
-                operation(chunk)
-
-        for step in range(len(steps)):
-            batch = self._assembly(epoch, step, steps)
+        for step in range(len(epoch.steps)):
+            batch = self._assembly(epoch, step)
             count = len(batch.positions)
-            if offload_threads is not None:
+            if submit is not None:
                 for start in range(batch.first_offloaded, count, _LARGEST_OFFLOADED_CHUNK):
-                    chunk = Chunk(batch, start, min(start + _LARGEST_OFFLOADED_CHUNK, count), last=False)
-                    offload_threads.submit(decode_offloaded, chunk)
+                    submit(Chunk(batch, start, min(start + _LARGEST_OFFLOADED_CHUNK, count), last=False))
             for start in range(0, max(batch.first_offloaded, 1), self._plan.chunk_size):
                 stop = min(start + self._plan.chunk_size, batch.first_offloaded)
                 yield Chunk(batch, start, stop, last=stop == batch.first_offloaded)
 
-    def _assembly(self, epoch: int, step: int, steps: EpochSteps) -> Assembly:
-        """A batch, empty as yet; or without rows, and with the error that keeps it from having them."""
+    def _assembly(self, epoch: _Epoch, step: int) -> Assembly:
+        """Return a batch, empty as yet; or without rows, and with the error that keeps it from having them."""
         try:
-            positions, valid = steps.positions(step)
-            indices = self._plan.order.indices(epoch, positions)
+            positions, valid = epoch.steps.positions(step)
+            indices = self._plan.order.indices(epoch.number, positions)
         except Exception as error:
             none = np.empty(0, np.int64)
             return Assembly(step, none, none, none.astype(bool), none.astype(bool), 1, error=error)
@@ -314,50 +325,43 @@ class Feed:
 
     # --- operations on a chunk ----------------------------------------------------------------------------------
 
-    def _admitted(self, admission: Admission, operation: Callable[[Chunk], Chunk]) -> Callable[[Chunk], Chunk]:
-        """An operation that waits until its batch may take memory. It does nothing once the epoch is being ended.
+    def _allocate(self, epoch: _Epoch, batch: Assembly) -> bool:
+        """Wait until a batch may take memory, and give it its slots. Return False once the epoch is being ended.
 
         The batch is not locked meanwhile: the CPU may be decoding its share.
         """
+        if batch.slots is None and batch.error is None and not epoch.admission.acquire(batch.step):
+            return False
+        with batch.lock:
+            if batch.slots is None and batch.error is None:
+                self.decoder.allocate(batch)
+        return True
 
-        def run(chunk: Chunk) -> Chunk:
-            batch = chunk.batch
-            try:
-                if batch.slots is None and batch.error is None and not admission.acquire(batch.step):
-                    return chunk
-                with batch.lock:
-                    if batch.slots is None and batch.error is None:
-                        self._decoder.allocate(batch)
-            except BaseException as error:  # as in _never_raise
-                batch.fail(error)
-            return operation(chunk)
-
-        return run
-
-    def _read(self, epoch: int, prepared: PreparedChunks, chunk: Chunk) -> None:
+    def _read(self, epoch: _Epoch, chunk: Chunk) -> None:
         with self._naming_files(chunk):
-            self._reader.read_chunk(epoch, chunk)
-        prepared.add(chunk)
+            self._reader.read_chunk(epoch.number, chunk)
+        epoch.prepared.add(chunk)
 
-    def _decode(self, epoch: int, admission: Admission, prepared: PreparedChunks, chunk: Chunk) -> None:
+    def _decode(self, epoch: _Epoch, chunk: Chunk) -> None:
         def read(chunk: Chunk) -> None:
-            if admission.closed:  # no process has answered; a thread that decoded now could outlive the interpreter
+            # No process has answered. A thread that decoded now could outlive the interpreter.
+            if epoch.admission.closed:
                 raise LoaderError("the epoch was ended")
             with self._reader.meter.work(len(chunk), chunk):
-                self._reader.read_chunk(epoch, chunk)
+                self._reader.read_chunk(epoch.number, chunk)
 
-        keys, sizes = keys_of(self._plan, epoch, chunk), self._sizes(chunk)
+        keys, sizes = keys_of(self._plan, epoch.number, chunk), self._sizes(len(chunk))
         with self._naming_files(chunk):
-            faults = self._decoder.decode(chunk, keys, read, prepared.take(chunk), sizes)
-        self._finish(epoch, admission, chunk, keys, faults, sizes, self._decoder.run, chunk.slots)
+            faults = self.decoder.decode(chunk, keys, read, epoch.prepared.take(chunk), sizes)
+        self._finish(epoch, chunk, keys, faults, sizes, self.decoder.decode_payload, chunk.slots)
 
-    def _sizes(self, chunk: Chunk) -> Sizes:
-        """Room for the sizes of a chunk's images, where its records need them."""
-        return None if self._records is None else np.empty((len(chunk), 3), np.int64)
+    def _sizes(self, count: int) -> Sizes:
+        """Return room for the sizes of images, where their records need them."""
+        return None if self._records is None else np.empty((count, 3), np.int64)
 
     @contextlib.contextmanager
     def _naming_files(self, chunk: Chunk) -> Iterator[None]:
-        """Adds the chunk's files to a timeout that does not know them, such as that of a call of nvJPEG."""
+        """Add the chunk's files to a timeout that does not know them, such as that of a call of nvJPEG."""
         try:
             yield
         except LoaderTimeout as late:
@@ -366,34 +370,54 @@ class Feed:
             paths = list(map(self._plan.source.path, chunk.indices))
             raise LoaderTimeout(f"{late}; it worked on {_files(paths)}", paths) from late
 
-    def _decode_offloaded(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
+    def _decode_offloaded(self, epoch: _Epoch, chunk: Chunk) -> None:
         assert self._offload is not None
-        keys, sizes = keys_of(self._plan, epoch, chunk), self._sizes(chunk)
+        keys, sizes = keys_of(self._plan, epoch.number, chunk), self._sizes(len(chunk))
         faults, slots = self._offload.decode(chunk, keys, sizes)
-        self._finish(epoch, admission, chunk, keys, faults, sizes, self._decoder.run_on_cpu, slots)
+        self._finish(epoch, chunk, keys, faults, sizes, self.decoder.decode_on_cpu, slots)
 
     def _finish(
-        self,
-        epoch: int,
-        admission: Admission,
-        chunk: Chunk,
-        keys: Keys,
-        faults: Faults,
-        sizes: Sizes,
-        run: Run,
-        slots: Any,
+        self, epoch: _Epoch, chunk: Chunk, keys: Keys, faults: Faults, sizes: Sizes, decode: DecodePayload, slots: Any
     ) -> None:
-        """Map a chunk's records, resolve its bad samples, and deliver its batch if it was the last chunk."""
+        """Map a chunk's records, resolve its bad samples, and deliver its batch if it was the last chunk.
+
+        decode: decodes what replaces bad samples into their slots.
+        """
         batch = chunk.batch
         if self._records is not None and sizes is not None:
             self._records.add(batch, chunk.start, chunk.indices, keys, sizes, faults, chunk.records)
-        self._resolver.resolve(epoch, chunk, keys, faults, run, slots, lambda: admission.closed)
+        for i, fault in enumerate(faults):
+            if fault is not None:
+                replace = functools.partial(self._replace, chunk, chunk.start + i, keys[i], decode, slots[i : i + 1])
+                self._resolver.resolve(
+                    epoch.number, batch, chunk.start + i, fault, replace, lambda: epoch.admission.closed
+                )
+                chunk.replacement = None
         with batch.lock:
             batch.unfinished -= 1
-            whole = batch.unfinished == 0
-        if whole:
-            self._delivery.deliver(epoch, batch)
+            is_whole = batch.unfinished == 0
+        if is_whole:
+            self._delivery.deliver(epoch.number, batch)
             batch.end()
+
+    def _replace(
+        self, chunk: Chunk, row: int, keys: Keys, decode: DecodePayload, slot: Any, index: int
+    ) -> BadSampleError | None:
+        """Put the sample of an index into a row of the batch, or return why it is bad."""
+        batch, chunk.replacement = chunk.batch, index
+        with self._reader.meter.work(0):  # as part of decoding, whose samples these are
+            payload = self._reader.read([index])
+            self._reader.meter.add(read_bytes=sum(payload.sizes))
+        sizes = self._sizes(1)
+        keys, records = with_values(self._plan, keys, [index])
+        faults = decode(payload, keys, slot, sizes)
+        if self._records is not None and sizes is not None:
+            self._records.add(batch, row, [index], keys, sizes, faults, records)
+        [fault] = faults
+        if fault is None:
+            batch.indices[row] = index
+            batch.add_labels(row, payload.labels)
+        return fault
 
     def _begin_thread(self, admission: Admission) -> None:
         """Keep torch's operators on this thread, its allocations on this loader's GPU, and its waits within the epoch.
@@ -416,7 +440,7 @@ def _files(paths: Sequence[str]) -> str:
 
 
 def _try_what_spdl_needs() -> None:
-    """Raises RuntimeError or OSError if there are no threads or file descriptors for SPDL's event loop.
+    """Raise RuntimeError or OSError if there are no threads or file descriptors for SPDL's event loop.
 
     A pipeline without them warns of coroutines that were never awaited, waits in vain, or fails at its end.
     """
@@ -437,19 +461,26 @@ def _start(pipeline: SpdlPipeline[None]) -> None:
         raise
 
 
-def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[Chunk], Chunk]:
-    """An SPDL operation that meters its work and writes any exception into the batch.
+def _operation(
+    epoch: _Epoch, begin: Callable[[Assembly], bool], *works: tuple[Meter, Callable[[_Epoch, Chunk], None]]
+) -> Callable[[Chunk], Chunk]:
+    """Return an operation of SPDL that does these works on a chunk, meters each, and writes an error into the batch.
 
-    BaseException, because SPDL hangs on SystemExit and StopIteration from an operation.
+    begin: waits until they may begin; returns False if they must not.
+
+    It catches BaseException, because SPDL hangs on SystemExit and StopIteration from an operation.
     """
 
-    def run(chunk: Chunk) -> Chunk:
-        if chunk.batch.error is None:
-            try:
-                with meter.work(len(chunk), chunk):
-                    operation(chunk)
-            except BaseException as error:
-                chunk.batch.fail(error)
+    def operate(chunk: Chunk) -> Chunk:
+        batch = chunk.batch
+        try:
+            if begin(batch):
+                for meter, work in works:
+                    if batch.error is None:
+                        with meter.work(len(chunk), chunk):
+                            work(epoch, chunk)
+        except BaseException as error:
+            batch.fail(error)
         return chunk
 
-    return run
+    return operate

@@ -1,4 +1,4 @@
-"""Where a pipeline is decoded: by the GPU's JPEG engines, by its CUDA kernels, or on the CPU, and why."""
+"""Decides where a pipeline is decoded: by the GPU's JPEG engines, by its CUDA kernels, on the CPU, or on both."""
 
 from __future__ import annotations
 
@@ -138,9 +138,11 @@ _LATE_STEP = 1 / 64
 
 
 class Share:
-    """How large the part is. While the consumer waits, it moves to where the engines and the CPU need the same time.
+    """The part of each batch that the CPU decodes next to a GPU's engines. For one thread.
 
-    For one thread.
+    The engines take a batch's first rows. The CPU takes the others, a few at a time and some batches ahead. It takes
+    some of each batch, not a batch from time to time, so that neither waits long for the slower one. While the consumer
+    waits, the part moves to where the engines and the CPU need the same time.
 
     Args:
         part: to begin with, 0 to 1.
@@ -154,15 +156,15 @@ class Share:
         self.begin()
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self._last: float | None = None
 
     def rows(self, count: int) -> int:
-        """Rows that the CPU decodes of a batch of `count`. One at least is left to the engines."""
+        """Return how many rows of a batch of `count` the CPU decodes. One at least is left to the engines."""
         return max(0, min(round(self.part * count), count - 1))
 
     def update(self, own: int, *, late: bool, wanted: bool, rate: float) -> None:
-        """After each batch, of which the engines had `own` rows.
+        """Adapt the part after a batch, of which the engines had `own` rows.
 
         late: the CPU's rows were the last. wanted: the consumer's GPU has nothing to do without the batch.
         rate: images a second that the CPU's threads would decode if they never waited.
@@ -183,6 +185,6 @@ class Share:
 
 
 def cpu_share_of(config: Config, name: str) -> Share | None:
-    """What the CPU decodes of each batch next to a GPU's engines, `decode.cpu_share`; None for nothing."""
+    """Return what the CPU decodes of each batch next to a GPU's engines, `decode.cpu_share`; None for nothing."""
     part, run = config.any_program(name).decoder.cpu_share, config.run
     return Share(part, threads=share_threads_of(run), adapts=not run.deterministic) if part else None

@@ -11,7 +11,6 @@ from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.placement import Share
 from gpuflow.loader.records import TurnedImages
 from gpuflow.loader.sampler import ListedEpochs, Order, Steps
-from gpuflow.pipeline.records import RecordValue
 from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
 
@@ -51,13 +50,10 @@ class LoaderPlan:
         audit: `run.audit`, the file that lists what is delivered.
         targets: maps the fields of the source's records; None if it has no fields besides image and label.
         turned: counts images that EXIF data turn, where that may matter for `targets`; None elsewhere.
-        record_values: what stages take from these records.
         left_out: how many instances of its samples the source leaves out, because their annotations are incomplete.
-        labelled: whether the source has labels; without them a batch is the pair (images, targets).
         nvtx: mark the stages' operations and the consumer's wait for a profiler.
         identity: names all that decides which samples come when and as what, except for the files themselves; states of
             other loaders are refused by it.
-        former_identity: what states without the source's fingerprint may have.
         shared_name: the loader's name among those of this process, the same on every rank.
     """
 
@@ -83,17 +79,14 @@ class LoaderPlan:
     audit: str | None = None
     targets: TargetMapper | None = None
     turned: TurnedImages | None = None
-    record_values: tuple[RecordValue, ...] = ()
     left_out: int = 0
-    labelled: bool = True
     nvtx: bool = False
     identity: str = ""
-    former_identity: str = ""
     shared_name: str = ""
 
     @property
     def steps(self) -> Steps | ListedEpochs:
-        """Of a whole epoch."""
+        """Return the steps of a whole epoch."""
         if isinstance(self.order, ListedEpochs):
             return self.order
         return Steps(
@@ -106,17 +99,17 @@ class LoaderPlan:
 
     @property
     def shares_chunks(self) -> bool:
-        """Whether the threads share the images of each chunk: on the CPU, if no worker processes decode."""
+        """Return True if the threads share the images of each chunk: on the CPU, if no worker processes decode."""
         return self.gpu is None and not self.processes
 
     @property
     def callers(self) -> int:
-        """Threads of Python that work on chunks at a time: a few if others share the images of these."""
+        """Return how many threads of Python work on chunks at a time: a few if others share the images of these."""
         return min(self.threads, _CALLERS) if self.shares_chunks else self.threads
 
     @property
     def chunk_size(self) -> int:
-        """Samples of a chunk. Large chunks are few items for SPDL, and for the interpreter."""
+        """Return the number of samples of a chunk. Large chunks are few items for SPDL, and for the interpreter."""
         if self.gpu is not None or (self.shares_chunks and not self.readers):
             return min(_LARGEST_SHARED_CHUNK, self.batch_size)
         in_flight = self.batch_size * (self.prefetch + 1)

@@ -29,7 +29,7 @@ A small block is no larger than what it holds, for a loop may keep the boxes of 
 
 
 def target_mapper(config: Config, name: str, fields: tuple[Field, ...]) -> TargetMapper | None:
-    """What maps these fields of records through a pipeline of a configuration; None if there are none.
+    """Return what maps these fields of records through a pipeline of a configuration; None if there are none.
 
     Raises ConfigError, with the stage's place, if a stage cannot carry a field.
     """
@@ -86,7 +86,7 @@ class RecordMapper:
                 batch.pieces.append((start + sound[targets.good], targets.columns))
 
     def join(self, batch: Assembly) -> dict[str, Column]:
-        """The columns of a whole batch, with a row for each sample that was kept, in the batch's order."""
+        """Return the columns of a whole batch, with a row for each sample that was kept, in the batch's order."""
         pieces, batch.pieces = sorted(batch.pieces, key=lambda piece: int(piece[0][0])), []
         place = np.full(len(batch.positions), -1, np.int64)
         if not pieces:
@@ -98,7 +98,7 @@ class RecordMapper:
 
 
 def _ordered(parts: Sequence[Any], order: Ints) -> Column:
-    """Parts of a column, one after the other, and of these rows the ones in `order`."""
+    """Join the parts of a column, and return these of its rows, in this order."""
     first = parts[0]
     if isinstance(first, Ragged):
         starts = np.cumsum([0, *(len(part.values) for part in parts)])
@@ -113,7 +113,7 @@ def _ordered(parts: Sequence[Any], order: Ints) -> Column:
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    """Arrays one after the other; a single one is not copied."""
+    """Return the arrays one after the other; a single one is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -124,7 +124,10 @@ def _is_range(order: Ints, count: int) -> bool:
 def to_tensors(
     columns: Mapping[str, Column], send: Callable[[Sequence[Array]], Sequence[torch.Tensor]]
 ) -> dict[str, Any]:
-    """Columns as the values of a batch: tensors, `RaggedTensor`s and lists. send: arrays to tensors, in one block."""
+    """Return columns as the values of a batch: tensors, `RaggedTensor`s and lists.
+
+    send: turns arrays into tensors, in one block of memory.
+    """
     arrays: list[Array] = []
     for column in columns.values():
         if isinstance(column, Ragged):
@@ -151,7 +154,7 @@ class Blocks:
         self._large = SlotPool((_LARGE,), np.uint8, keep)
 
     def pack(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """Copies of arrays as tensors that share one block of memory."""
+        """Return copies of arrays as tensors that share one block of memory."""
         starts, size = packing.layout(arrays)
         block = self._large.acquire(-(-size // _LARGE) * _LARGE) if size >= _LARGE else heap(size)
         packing.write(block, starts, arrays)
@@ -177,7 +180,7 @@ def turned_text(count: str, path: str, orientation: int) -> str:
 
 
 class TurnedImages:
-    """Counts distinct images of a source. Any thread may call `add`."""
+    """Counts distinct images that EXIF data turn, while orientations are ignored. Any thread may call `add`."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._lock = source, threading.Lock()

@@ -4,16 +4,17 @@ A *position* is a sample's place in the epoch's global sequence. The sequence is
 that does not depend on the number of ranks: rank r of W takes positions [(kW+r)B, (kW+r+1)B) at step k.
 
 `gpuflow.pipeline.rng.permute` computes the permutation: one position takes the same time among 10 samples as among
-10^12.
+10^12. Orders that draw by weights or from a mix make a table of an epoch when its first index is asked for. They
+compute it from integers and from sums, products and quotients of IEEE 754, which are the same on every machine.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol, final
 
 import numpy as np
@@ -29,24 +30,26 @@ class Order(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of samples in an epoch."""
+        """Return the number of samples in an epoch."""
 
     def indices(self, epoch: int, positions: ArrayLike) -> Ints:
-        """The source's indices at these positions (each in [0, size)), as int64 of the same shape."""
+        """Return the source's indices at these positions (each in [0, size)), as int64 of the same shape."""
 
     def candidates(self, epoch: int, position: int) -> int:
-        """How many indices may stand in for a bad sample at a position, that sample's own included."""
+        """Return how many indices may stand in for a bad sample at a position, that sample's own included."""
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
-        """The index that stands in for a bad sample: attempts 0..candidates-1 run through every such index once."""
+        """Return the index that stands in for a bad sample: attempts 0..candidates-1 run through every such index
+        once."""
 
     @property
     def digest(self) -> str:
-        """A hash of the numbers that it draws by, such as weights; empty for an order without any."""
+        """Return a hash of the numbers that it draws by, such as weights; empty for an order without any."""
 
 
 def drawn_candidate(candidates: int, attempt: int, *key: object) -> int:
-    """Which of the indices that may stand in for a bad sample an attempt takes. key: what the draw depends on."""
+    """Return which of the indices that may stand in for a bad sample an attempt takes. key: what the draw depends
+    on."""
     return int(permute([attempt], candidates, key64("replace", *key))[0])
 
 
@@ -55,25 +58,25 @@ class EpochSteps(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of samples in the whole epoch."""
+        """Return the number of samples in the whole epoch."""
 
     def __len__(self) -> int: ...
 
     def positions(self, step: int) -> tuple[Ints, Bools]:
-        """The positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
+        """Return the positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
 
     def reached(self, step: int) -> int:
-        """Where the epoch stands after `step` of these steps, as `LoaderPlan.steps.begin` takes it."""
+        """Return where the epoch stands after `step` of these steps, as `LoaderPlan.steps.begin` takes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffledOrder:
     """The whole source in one permutation an epoch, or in its own order when `shuffle` is false."""
 
+    digest = ""
     size: int
     seed: int = 0
     shuffle: bool = True
-    digest: str = field(default="", init=False, repr=False)
 
     def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         if not self.shuffle:
@@ -99,10 +102,10 @@ class ShardedOrder:
         window: positions that are permuted among each other.
     """
 
+    digest = ""
     shard_sizes: tuple[int, ...]
     seed: int = 0
     window: int = 8192
-    digest: str = field(default="", init=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -157,7 +160,7 @@ class Steps:
 
     @property
     def stride(self) -> int:
-        """Positions that all ranks together take in a step."""
+        """Return the number of positions that all ranks together take in a step."""
         return self.batch_size * self.world_size
 
     def __len__(self) -> int:
@@ -165,27 +168,24 @@ class Steps:
         return left // self.stride if self.drop_last else -(-left // self.stride)
 
     def left(self, start: int) -> int:
-        """How many steps an epoch has from position `start` on."""
+        """Return how many steps an epoch has from position `start` on."""
         return len(replace(self, start=start))
 
     def begin(self, epoch: int, start: int) -> Steps:
-        """What is left of an epoch from position `start` on."""
+        """Return the steps of an epoch from position `start` on."""
         return replace(self, start=start)
 
     def reached(self, step: int) -> int:
-        """The first position that is still to come after `step` steps."""
+        """Return the first position that is still to come after `step` steps."""
         return self.start + step * self.stride
 
     def positions(self, step: int) -> tuple[Ints, Bools]:
-        """The positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
+        """Return the positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
         first = self.start + step * self.stride + self.rank * self.batch_size
         places = np.arange(first, first + self.batch_size, dtype=np.int64)
         if self.world_size == 1:
             places = places[places < self.size]
         return places % self.size, places < self.size
-
-
-Table = Ints
 
 
 @final
@@ -209,18 +209,18 @@ class WeightedOrder:
         self._sums = np.cumsum(self._weights)
         content = hashlib.blake2b(weights.astype("<f8").tobytes(), digest_size=8).hexdigest()
         self.digest = f"weights {content}, {size} {'with' if replacement else 'without'} replacement"
-        self._table = _OneTable(self._race)
+        self._table = lru_cache(maxsize=1)(self._race)
 
     def indices(self, epoch: int, positions: ArrayLike) -> Ints:
         places = np.array(positions, dtype=np.int64)
         if not self._with_replacement:
-            return self._table.of(epoch)[places]
+            return self._table(epoch)[places]
         drawn = _uniform(key64("weights", self._seed), epoch, places.reshape(-1)) * self._sums[-1]
         numbers = np.minimum(np.searchsorted(self._sums, drawn, side="right"), len(self._chosen) - 1)
         found: Ints = self._chosen[numbers].reshape(places.shape)
         return found
 
-    def _race(self, epoch: int) -> Table:
+    def _race(self, epoch: int) -> Ints:
         drawn = _uniform(key64("race", self._seed), epoch, self._chosen)
         times = -_log(1.0 - drawn) / self._weights
         return self._chosen[np.argsort(times, kind="stable")[: self.size]]
@@ -264,14 +264,15 @@ class MixedOrder:
         self.counts = apportion(weights, self._slots)
         self._ends = np.cumsum(self.counts)
         self.digest = " ".join(f"{i}: {order.digest}" for i, order in enumerate(orders) if order.digest)
-        self._table = _OneTable(self._draws)
+        self._table = lru_cache(maxsize=1)(self._draws)
 
     @property
     def size(self) -> int:
         return self._slots * self._run
 
-    def _draws(self, epoch: int) -> Table:
-        """For each slot the number of its draw. Those of a source are counted after those of the sources before it."""
+    def _draws(self, epoch: int) -> Ints:
+        """Return for each slot the number of its draw. Those of a source are counted after those of the sources before
+        it."""
         sources = np.repeat(np.arange(len(self.counts)), self.counts)
         sources = sources[permute(np.arange(self._slots), self._slots, key64("mix", self._seed, epoch))]
         draws = np.empty(self._slots, np.int64)
@@ -279,14 +280,14 @@ class MixedOrder:
         return draws
 
     def _places(self, epoch: int, places: Ints) -> tuple[Ints, Ints]:
-        """For each position its source, and how many samples of that come before it in the epoch."""
-        draws = self._table.of(epoch)[places // self._run]
+        """Return for each position its source, and how many samples of that come before it in the epoch."""
+        draws = self._table(epoch)[places // self._run]
         sources = np.searchsorted(self._ends, draws, side="right")
         drawn = draws - (self._ends - np.asarray(self.counts))[sources]
         return sources, drawn * self._run + places % self._run
 
     def _pass(self, source: int, epoch: int, before: int) -> tuple[int, int]:
-        """The epoch and the position of a source's own order after `before` of its samples of this epoch."""
+        """Return the epoch and the position of a source's own order after `before` of its samples of this epoch."""
         return divmod(epoch * self.counts[source] * self._run + before, self._orders[source].size)
 
     def indices(self, epoch: int, positions: ArrayLike) -> Ints:
@@ -357,32 +358,15 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-@final
-class _OneTable:
-    """The table of the epoch that was asked for last. Any thread may ask."""
-
-    def __init__(self, make: Callable[[int], Table]) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._last: tuple[int, Table] | None = None
-
-    def of(self, epoch: int) -> Table:
-        last = self._last
-        if last is not None and last[0] == epoch:
-            return last[1]
-        with self._lock:
-            if self._last is None or self._last[0] != epoch:
-                self._last = epoch, self._make(epoch)
-            return self._last[1]
-
-
 def _uniform(key: int, epoch: int, places: Ints) -> Floats:
-    """A number in [0, 1) for each place, with 53 random bits."""
+    """Return a number in [0, 1) for each place, with 53 random bits."""
     words = StageKeys(key, epoch % 2**64, places).uniform(2)
     return words[:, 0] + np.floor(words[:, 1] * 2.0**21) * 2.0**-53
 
 
 def _log(values: Floats) -> Floats:
-    """The natural logarithm of numbers in (0, 1], at most 0. A library's differs in the last bit between machines.
+    """Return the natural logarithm of numbers in (0, 1], at most 0. A library's differs in the last bit between
+    machines.
 
     log(m * 2^e) = e log 2 + 2 artanh((m - 1) / (m + 1)), by the series of artanh.
     """
@@ -444,6 +428,8 @@ class ListedEpochs:
         drawn: False if each sample comes once, in the source's order, and no batch is dropped.
     """
 
+    digest = ""
+
     def __init__(
         self,
         draw: Callable[[int, int], tuple[Ints, Sequence[int]]],
@@ -459,11 +445,10 @@ class ListedEpochs:
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.drawn = drawn
         self._drawn: tuple[int, Ints] | None = None
-        self.digest = ""
 
     @property
     def size(self) -> int:
-        """Samples of this rank in the epoch that was drawn last; before the first, an estimate."""
+        """Return the number of this rank's samples in the epoch that was drawn last; before the first, an estimate."""
         return max(self._samples, len(self)) if self._drawn is None else len(self._drawn[1])
 
     def __len__(self) -> int:
@@ -471,15 +456,15 @@ class ListedEpochs:
 
     @property
     def stride(self) -> int:
-        """Samples that all ranks together take in most steps."""
+        """Return the number of samples that all ranks together take in most steps."""
         return self.batch_size * self.world_size
 
     def left(self, start: int) -> int:
-        """How many batches an epoch has from number `start` on."""
+        """Return how many batches an epoch has from number `start` on."""
         return max(len(self) - start, 0)
 
     def begin(self, epoch: int, start: int) -> ListedSteps:
-        """Draw an epoch; what is left of it from batch `start` on."""
+        """Draw an epoch, and return its steps from batch `start` on."""
         indices, sizes = self._draw(epoch, start)
         self._drawn = epoch, indices
         return ListedSteps(np.cumsum(sizes, dtype=np.int64), self.rank, self.world_size, start)
@@ -492,12 +477,12 @@ class ListedEpochs:
         return len(self._listed(epoch))
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
-        """Of the samples that this rank has in the epoch: others may be kept for validation."""
+        """Return one of the samples that this rank has in the epoch: others may be kept for validation."""
         listed = self._listed(epoch)
         return int(listed[drawn_candidate(len(listed), attempt, epoch, position)])
 
     def _listed(self, epoch: int) -> Ints:
-        """The samples of an epoch. Threads of one that was left may still ask once the next one is drawn."""
+        """Return the samples of an epoch. Threads of one that was left may still ask once the next one is drawn."""
         if self._drawn is None or self._drawn[0] != epoch:
             raise LoaderError(f"epoch {epoch} is over")
         return self._drawn[1]

@@ -1,13 +1,11 @@
-"""A pipeline's stages without a loader: a callable on batches of decoded images that the caller already holds."""
+"""Runs a pipeline's stages without a loader: on decoded images, and fields of theirs, that the caller holds."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
@@ -18,39 +16,41 @@ from numpy.typing import ArrayLike
 from gpuflow.arrays import Array, Bytes, Floats, Ints
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
-from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
+from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem, show
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.execute.gpu.passes import Pass, passes_of
-from gpuflow.loader.held_fields import columns_of, keypoints_of, moved_fields, without_tensors
 from gpuflow.loader.records import target_mapper, to_tensors
-from gpuflow.pipeline.records import Column, Records, RecordValue, values_of
+from gpuflow.pipeline.records import Column, Field, Ragged, Records, RecordValue, values_of
 from gpuflow.pipeline.rng import epoch_number
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
 from gpuflow.runtime.cuda import CudaCapture
 from gpuflow.runtime.memory import SlotPool
 from gpuflow.runtime.ranks import Ranks
-from gpuflow.runtime.threads import DaemonPool, use_torch_threads
+from gpuflow.runtime.threads import DaemonPool
+from gpuflow.sources import SourceSpec
 
 if TYPE_CHECKING:
     from gpuflow.execute.gpu.device_stream import DeviceStream
     from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 
-
 Images = torch.Tensor | Sequence[torch.Tensor]
 Result = torch.Tensor | dict[str, torch.Tensor]
 
-_PIECES_PER_THREAD = 2
+_CALLERS = 2
+"""Calls at a time: while one draws random parameters, the threads work on the images of another."""
 _END_SECONDS = 5.0
 _KEPT_BATCHES = 2
 """Free batches whose memory is kept: mapping it anew takes as long as filling it."""
+_IN_TARGETS = {"boxes": "boxes", "mask": "masks", "keypoints": "keypoints"}
+"""What `Batch.targets` and torchvision's detectors call fields of these types."""
 _KEPT_STREAMS = 4
 """Streams whose memory is kept, the ones that were used last."""
 
 
 def build_transform(config: Config, name: str, device: str | torch.device | None) -> Transform:
-    """The stages of one pipeline of a configuration, as a callable. See `gpuflow.transform`."""
+    """Return the stages of one pipeline of a configuration, as a callable. See `gpuflow.transform`."""
     program = config.any_program(name)
 
     def refused(rule: str, *keys: Key, action: str = "") -> ConfigError:
@@ -63,7 +63,7 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
         if isinstance(stage, Mixing):
             rule = "mixes the images and labels of a whole batch, and a transform gets no labels"
             raise refused(rule, "stages", i, stage.stage_name, action="remove the stage, or use gpuflow.load")
-    targets = target_mapper(config, name, moved_fields(config.source))
+    targets = target_mapper(config, name, _moved_fields(config.source))
     target = Ranks.on_host().device(device)
     runner: _Runner
     if target.type == "cuda":
@@ -85,7 +85,7 @@ class _Runner(Protocol):
     """Runs a program's stages on N checked images."""
 
     def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
-        """The batch. shapes: [C, H, W] of each image. Raises BadSampleError."""
+        """Return the batch. shapes: [C, H, W] of each image. Raises BadSampleError."""
         ...
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Transform:
 
     @property
     def preprocessing(self) -> str:
-        """The fingerprint of the pipeline's stages and all their parameters, 16 hex digits, as a loader's."""
+        """Return the fingerprint of the pipeline's stages and all their parameters, 16 hex digits, as a loader's."""
         return self._program.pipeline.fingerprint
 
     def __reduce__(self) -> NoReturn:
@@ -186,15 +186,15 @@ class Transform:
         return self._runner.run(images, shapes, keys), {**fields, **moved}
 
     def _moved(self, targets: TargetMapper, fields: Mapping[str, Any], sizes: Ints, keys: Keys) -> dict[str, Any]:
-        """Those of the fields that follow the images, as a batch has them. sizes [N, 2]: of the images. Raises
+        """Return those of the fields that follow the images, as a batch has them. sizes [N, 2]: of the images. Raises
         ValueError or BadSampleError."""
-        chosen, columns = columns_of(targets.fields, fields, sizes)
+        chosen, columns = _columns_of(targets.fields, fields, sizes)
         found = replace(targets, fields=chosen).map(Records(columns, [None] * len(sizes)), keys, sizes)
         _raise_first([None if error is None else BadSampleError("record", error) for error in found.errors])
         return to_tensors(found.columns, lambda arrays: [torch.from_numpy(x).to(self.device) for x in arrays])
 
     def _values(self, fields: Mapping[str, Any], count: int) -> Mapping[RecordValue, Floats]:
-        """What the stages take from these fields of `count` samples. Raises ValueError or BadSampleError."""
+        """Return what the stages take from these fields of `count` samples. Raises ValueError or BadSampleError."""
         if not (wanted := self._record_values):
             return {}
         columns: dict[str, Column] = {}
@@ -204,14 +204,14 @@ class Transform:
             if name not in fields:
                 shown = ", ".join(fields) or "none"
                 raise ValueError(f"fields must have {name!r}, which a stage takes from each record, got {shown}")
-            given = without_tensors(name, fields[name], count)
-            columns[name] = keypoints_of(name, given) if name in keypoints else given
+            given = _without_tensors(name, fields[name], count)
+            columns[name] = _keypoints_of(name, given) if name in keypoints else given
         values, errors = values_of(wanted, Records(columns, [None] * count))
         _raise_first([None if error is None else BadSampleError("record", error) for error in errors])
         return values
 
     def _checked_shapes(self, images: Images) -> list[torch.Size]:
-        """The shape [C, H, W] of each image. Raises ValueError unless every image is what the stages take."""
+        """Return the shape [C, H, W] of each image. Raises ValueError unless every image is what the stages take."""
         if isinstance(images, torch.Tensor):
             if images.ndim != 4:
                 raise ValueError(f"images must be [N, C, H, W], or a list of [C, H, W], got {list(images.shape)}")
@@ -227,7 +227,7 @@ class Transform:
         return len(shape) == 3 and shape[0] == self._channels and 0 not in shape
 
     def _fault(self, i: int, image: Any) -> ValueError | None:
-        """Why the stages cannot take images[i]; None if they can."""
+        """Return why the stages cannot take images[i]; None if they can."""
         if not isinstance(image, torch.Tensor):
             return ValueError(f"images[{i}] must be a tensor, {self._wanted}, got {type(image).__name__}")
         if image.dtype == torch.uint8 and image.device == self.device and self._fits(image.shape):
@@ -262,29 +262,22 @@ class _CpuRunner:
 
     def __init__(self, program: AnyProgram, threads: int, timeout_seconds: float) -> None:
         self._program, self._threads, self._timeout_seconds = program, threads, timeout_seconds
-        self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
-        self._runners = CpuRunner(self._program)
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._runner = CpuRunner(self._program, self._threads if self._threads > 1 else 0)
         shape, dtype = slot_of(self._program)
         self._results, self._largest = SlotPool((0, *shape), dtype, _KEPT_BATCHES), 0
         self._pool: DaemonPool | None = None
-        self._pid = os.getpid()
 
     def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
         if self._pid != os.getpid():  # in a forked child, without its parent's threads, which may have held these locks
-            self._lock = threading.Lock()
             self._begin()
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
         memory = self._memory(len(arrays))
-        slots = slots_of(self._program, memory)
-        step = -(-len(arrays) // (self._threads * _PIECES_PER_THREAD)) if self._threads > 1 else len(arrays)
-        pieces = [slice(start, start + step) for start in range(0, len(arrays), step or 1)]
-        faults: list[BadSampleError | None] = []
         try:
-            for found in self._each_piece(arrays, keys, slots, pieces):
-                faults += found
+            faults = self._run(arrays, keys, slots_of(self._program, memory))
         except BaseException:
             self._results.clear()  # threads may still be writing
             raise
@@ -292,7 +285,7 @@ class _CpuRunner:
         return as_images(self._program, memory)
 
     def _memory(self, count: int) -> Array:
-        """Memory for the results of `count` images, used again once no tensor refers to it.
+        """Return memory for the results of `count` images, used again once no tensor refers to it.
 
         A batch of less than half the largest one's size gets new memory: kept results would else hold a whole batch's.
         """
@@ -302,38 +295,24 @@ class _CpuRunner:
         self._largest = max(self._largest, count)
         return self._results.acquire(count)
 
-    def _each_piece(
-        self, arrays: Sequence[Bytes], keys: Keys, slots: Any, pieces: Sequence[slice]
-    ) -> list[list[BadSampleError | None]]:
-        """What became of the samples of each piece."""
-        runners, pool = self._workers(len(pieces))
-
-        def run(piece: slice) -> list[BadSampleError | None]:
-            return runners.run_images(arrays[piece], keys.take(piece), slots[piece])
-
-        if pool is None:
-            return [run(piece) for piece in pieces]
-        deadline = time.monotonic() + self._timeout_seconds
-        futures: list[Future[list[BadSampleError | None]]] = [pool.submit(run, piece) for piece in pieces]
+    def _run(self, arrays: Sequence[Bytes], keys: Keys, slots: Any) -> list[BadSampleError | None]:
+        """Run the stages, and return for each image None, or why it is bad. Raises LoaderTimeout."""
+        if self._threads == 1 or len(arrays) < 2:
+            return self._runner.run_images(arrays, keys, slots)
+        with self._lock:
+            self._pool = self._pool or DaemonPool(_CALLERS, "transform")
+            future = self._pool.submit(self._runner.run_images, arrays, keys, slots)
         try:
-            return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
+            return future.result(self._timeout_seconds)
         except TimeoutError as error:
-            if any(future.done() and future.exception() is error for future in futures):
+            if future.done() and future.exception() is error:
                 raise  # a stage's own
             raise LoaderTimeout(
                 f"the stages did not finish {len(arrays)} images within run.timeout_s = {self._timeout_seconds:g} s; "
                 "raise run.timeout_s if that is to be expected"
             ) from None
         finally:
-            for future in futures:
-                future.cancel()
-
-    def _workers(self, pieces: int) -> tuple[CpuRunner, DaemonPool | None]:
-        """Runners, and threads if there are several pieces."""
-        with self._lock:
-            if pieces > 1 and self._pool is None:
-                self._pool = DaemonPool(self._threads, "transform", lambda: use_torch_threads(1))
-            return self._runners, self._pool if pieces > 1 else None
+            future.cancel()
 
     def close(self) -> None:
         if self._pid != os.getpid():
@@ -342,7 +321,7 @@ class _CpuRunner:
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.end(_END_SECONDS)
-        self._runners.clear()
+        self._runner.clear()
         self._results.clear()
 
 
@@ -400,3 +379,186 @@ class _GpuRunner:
     def close(self) -> None:
         with self._lock:
             self._of_streams.clear()
+
+
+def _moved_fields(source: SourceSpec) -> tuple[Field, ...]:
+    """Return the boxes, masks and keypoints that a source declares, or that its kind has. The source is not read for
+    them."""
+    found = list[Field]()
+    for name, spec in source.fields_in_full:
+        match spec.type:
+            case "boxes":
+                found.append(Field(name=name, type="boxes", labels=spec.labels or ""))
+            case "mask":
+                found.append(Field(name=name, type="mask", instances=not spec.is_mask_file, fill=spec.fill or 0))
+            case "keypoints":
+                found.append(Field(name=name, type="keypoints", flip_pairs=spec.flip_pairs or ()))
+            case _:
+                pass  # images, labels, numbers, texts and other objects have no coordinates
+    return tuple(found)
+
+
+def _columns_of(
+    schema: Sequence[Field], fields: Mapping[str, Any], sizes: Ints
+) -> tuple[tuple[Field, ...], dict[str, Column]]:
+    """Return those of the fields of a schema that are there, and their values for N samples.
+
+    Args:
+        schema: what may be there.
+        fields: N values by name, as `Transform.__call__` takes them.
+        sizes: height and width of the images, [N, 2].
+
+    Raises:
+        ValueError: a value of another form, with its place, or a field under the name that it has in targets.
+        BadSampleError: a keypoint of another visibility than 0, 1 and 2, as in a source.
+    """
+    _check_names(schema, fields)
+    chosen: list[Field] = []
+    columns: dict[str, Column] = {}
+    for field in schema:
+        if field.name not in fields:
+            continue
+        values = _values(field.name, fields[field.name], len(sizes))
+        labels = ""
+        match field.type:
+            case "boxes":
+                columns[field.name] = _boxes(field.name, values)
+                if field.labels in fields:
+                    labels = field.labels
+                    columns[labels] = _labels(labels, _values(labels, fields[labels], len(sizes)))
+            case "keypoints":
+                columns[field.name] = _keypoints_of(field.name, values)
+            case "mask":
+                read = _instances if field.instances else _levels
+                columns[field.name] = [
+                    read(field.name, i, value, size)
+                    for i, (value, size) in enumerate(zip(values, sizes.tolist(), strict=True))
+                ]
+            case other:
+                raise AssertionError(f"a field of type {other} does not move")
+        chosen.append(replace(field, labels=labels))
+    return tuple(chosen), columns
+
+
+def _check_names(schema: Sequence[Field], fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if a declared field is given under the name that torchvision's targets use: it would not follow
+    the images."""
+    declared = {name for field in schema for name in (field.name, field.labels)}
+    for field in schema:
+        known = "" if field.type == "mask" and not field.instances else _IN_TARGETS[field.type]
+        for own, name in ((field.name, known), (field.labels, "labels")):
+            if own and own not in fields and name in fields and name not in declared:
+                raise ValueError(
+                    f"fields must have {own!r}, the name that the source declares, in place of {name!r}, which would "
+                    "not follow the images"
+                )
+
+
+def _without_tensors(name: str, given: Any, count: int) -> list[Any]:
+    """Return the `count` values of a field, one for each image, with arrays in place of tensors. Raises ValueError."""
+    return [_as_array(value) if isinstance(value, torch.Tensor) else value for value in _values(name, given, count)]
+
+
+def for_numpy(value: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers as numpy takes them: without a gradient, and float32 instead of bfloat16."""
+    return (value.float() if value.dtype == torch.bfloat16 else value).detach()
+
+
+def _as_array(value: torch.Tensor) -> Array:
+    array: Array = for_numpy(value).cpu().numpy()
+    return array
+
+
+def _values(name: str, given: Any, count: int) -> list[Any]:
+    rule = f"fields[{name!r}] must have {count} values, one for each image, got"
+    try:
+        values = list(given)
+    except TypeError:
+        raise ValueError(f"{rule} {show(given)}") from None
+    if len(values) != count:
+        raise ValueError(f"{rule} {len(values)}")
+    return values
+
+
+def _array(name: str, i: int, value: Any, *shape: int | str) -> Array:
+    """Sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
+    form = ", ".join(map(str, shape))
+    if isinstance(value, torch.Tensor):
+        array = _as_array(value)
+    else:
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of several lengths
+            raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got rows of several lengths") from None
+    if array.ndim == 1 and not len(array):  # an empty list has no rows
+        array = np.zeros([length if isinstance(length, int) else 0 for length in shape], array.dtype)
+    fits = len(array.shape) == len(shape) and all(
+        isinstance(wanted, str) or wanted == got for wanted, got in zip(shape, array.shape, strict=True)
+    )
+    if not fits or array.dtype.kind not in "biuf":
+        shown = f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got {shown}")
+    return array
+
+
+def _boxes(name: str, values: Sequence[Any]) -> Ragged:
+    from torchvision import tv_tensors
+    from torchvision.transforms.v2 import functional
+
+    corners = tv_tensors.BoundingBoxFormat.XYXY
+    parts = []
+    for i, value in enumerate(values):
+        if isinstance(value, tv_tensors.BoundingBoxes) and value.format != corners:
+            if tv_tensors.is_rotated_bounding_format(value.format):
+                rule = "must be boxes whose sides are along the image's"
+                raise ValueError(f"fields[{name!r}][{i}] {rule}, got the format {value.format.value}")
+            plain = value.as_subclass(torch.Tensor).double()
+            value = functional.convert_bounding_box_format(plain, old_format=value.format, new_format=corners)
+        parts.append(_array(name, i, value, "M", 4).astype(np.float32))
+    return Ragged.of(parts, np.zeros((0, 4), np.float32))
+
+
+def _labels(name: str, values: Sequence[Any]) -> Ragged:
+    parts = []
+    for i, value in enumerate(values):
+        array = _array(name, i, value, "M")
+        if len(array) and array.dtype.kind not in "iu":
+            raise ValueError(f"fields[{name!r}][{i}] must be integers [M], got {array.dtype} {list(array.shape)}")
+        if array.dtype == np.uint64 and (array > np.iinfo(np.int64).max).any():
+            raise ValueError(f"fields[{name!r}][{i}] must fit into int64, got {show(array.max().item())}")
+        parts.append(array.astype(np.int64))
+    return Ragged.of(parts, np.zeros(0, np.int64))
+
+
+def _keypoints_of(name: str, values: Sequence[Any]) -> Ragged:
+    """Return keypoints [M, K, 3] of each sample as a column. Raises ValueError; BadSampleError for an unknown
+    visibility."""
+    parts = [_array(name, i, value, "M", "K", 3).astype(np.float32) for i, value in enumerate(values)]
+    for i, part in enumerate(parts):
+        finite, known = np.isfinite(part).all(axis=(1, 2)), np.isin(part[:, :, 2], (0, 1, 2)).all(axis=1)
+        for j in np.flatnonzero(finite & ~known)[:1].tolist():  # of others it is said where they are mapped
+            rule = f"{name}[{j}] must have a visibility of 0, 1 or 2, got {show(part[j, :, 2].tolist())}"
+            raise BadSampleError("record", rule).located(i, f"images[{i}]")
+    # rows without any instance say a number, too, unless they are an empty list
+    numbers = {part.shape[1] for part in parts if len(part)} or {max((part.shape[1] for part in parts), default=0)}
+    if len(numbers) > 1:
+        shown = ", ".join(map(str, sorted(numbers)))
+        raise ValueError(f"fields[{name!r}] must have the same number of keypoints in each row, got {shown}")
+    count = numbers.pop()
+    empty = np.zeros((0, count, 3), np.float32)
+    return Ragged.of([part if len(part) else empty for part in parts], empty)
+
+
+def _instances(name: str, i: int, value: Any, size: Sequence[int]) -> list[Any]:
+    """Return one mask for each instance."""
+    masks = _array(name, i, value, "M", *size) != 0
+    return list(masks.astype(np.uint8))
+
+
+def _levels(name: str, i: int, value: Any, size: Sequence[int]) -> Bytes:
+    mask = _array(name, i, value, *size)
+    if mask.dtype.kind == "f" or not 0 <= int(mask.min()) <= int(mask.max()) <= 255:
+        raise ValueError(
+            f"fields[{name!r}][{i}] must be whole numbers of 0 to 255, got {mask.dtype} of {mask.min()} to {mask.max()}"
+        )
+    return mask.astype(np.uint8)

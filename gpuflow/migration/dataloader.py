@@ -23,7 +23,7 @@ from torchvision.datasets import DatasetFolder
 
 from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, is_system_fault, show, system_fault
-from gpuflow.loader.held_fields import for_numpy
+from gpuflow.loader.transform import for_numpy
 from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.sources.base import fingerprint
 from gpuflow.sources.files import FileSource

@@ -1,1 +1,1 @@
-"""Threads, worker processes, shared memory, admission, the CPU budget and metrics. Knows no image."""
+"""Threads, worker processes, shared memory, CUDA, the CPU budget and metrics. Knows no image."""

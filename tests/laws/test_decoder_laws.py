@@ -115,7 +115,7 @@ class Processes:
         for number in numbers:
             slots, done = slots_for(REGION, 1), None
             while done is None:  # until the processes have started
-                done = self._workers.run([number], keys_of(1), slots, 0)
+                done = self._workers.decode([number], keys_of(1), slots, 0)
             found.append(outcome(torch.from_numpy(slots[0]).permute(2, 0, 1), done.faults[0]))
         return found
 
@@ -324,7 +324,7 @@ def bombed_processes(data: bytes) -> object:
     workers, done = DecodeWorkers(BOMB, MemorySource([data]), threads=2, processes=1), None
     try:
         while done is None:  # until the process has started
-            done = workers.run([0], keys_of(1), slots_for(BOMB, 1), 0)
+            done = workers.decode([0], keys_of(1), slots_for(BOMB, 1), 0)
     finally:
         workers.close()
     return done.faults[0]

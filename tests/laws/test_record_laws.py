@@ -97,8 +97,9 @@ def test_threads_and_chunks_change_no_record(
 
 def test_worker_processes_change_no_record(source: MemoryRecords, reference: list[list[list[Any]]]) -> None:
     with loader_of(source, ENTRIES, processes=2) as loader:
-        loader._feed.workers.start()
-        workers = loader._feed.workers
+        loader._feed.decoder.start_workers()
+        workers = loader._feed.decoder.workers
+        assert workers is not None
         while not workers.counts()["at_work"]:
             torch.randn(10)
         assert flat(steps_of(loader)) == flat(reference[0])

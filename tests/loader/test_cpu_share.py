@@ -245,13 +245,13 @@ def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, sour
     """Which of the two is slow is said by a sleep; and somebody waits for every batch."""
     share = Share(0.5, threads=2, adapts=True)
     with feed_of(source, share, delay=delay, batch_size=4) as (feed, _, epoch):
-        work = feed._decoder.run_on_cpu
+        work = feed.decoder.decode_on_cpu
 
         def slowly(*arguments: Any) -> Any:
             time.sleep(slow)
             return work(*arguments)
 
-        feed._decoder.run_on_cpu = slowly  # type: ignore[assignment, method-assign]
+        feed.decoder.decode_on_cpu = slowly  # type: ignore[assignment, method-assign]
         feed._gpu_wait = 1.0
         for _ in epoch(0):
             pass

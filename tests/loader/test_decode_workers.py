@@ -84,7 +84,7 @@ def shared_loader(others: set[int], tmp_path_factory: pytest.TempPathFactory) ->
 def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each chunk from now on was decoded by a process."""
     found: list[bool] = []
-    run = DecodeWorkers.run
+    decode = DecodeWorkers.decode
 
     def counted(
         self: DecodeWorkers,
@@ -95,13 +95,13 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
         *,
         sizes: bool = False,
     ) -> Outcome | None:
-        outcome = run(self, indices, keys, slots, start, sizes=sizes)
+        outcome = decode(self, indices, keys, slots, start, sizes=sizes)
         found.append(outcome is not None)
         return outcome
 
-    monkeypatch.setattr(DecodeWorkers, "run", counted)
+    monkeypatch.setattr(DecodeWorkers, "decode", counted)
     with deadline(180):
-        while not loader._feed.workers.started or loader._feed.workers.counts()["starting"]:
+        while (workers := loader._feed.decoder.workers) is None or workers.counts()["starting"]:
             with suppress(BadSampleError):
                 for _ in loader:
                     time.sleep(0.05)
@@ -224,8 +224,10 @@ class Mine(MemorySource): pass
 if __name__ == "__main__":
     import logging; logging.basicConfig()
     with loader_of(Mine.of(9), processes=3, threads=4) as loader:
-        workers, end = loader._feed.workers, time.monotonic() + 90
-        while not workers.started or (workers.counts()["starting"] and time.monotonic() < end):
+        end = time.monotonic() + 90
+        while (workers := loader._feed.decoder.workers) is None or (
+            workers.counts()["starting"] and time.monotonic() < end
+        ):
             assert len(epoch_rows(loader)) == 3
     print("done")
 """
@@ -331,7 +333,7 @@ def test_nothing_is_decoded_in_place_of_a_process_once_the_epoch_was_ended(
 
     with loader_of(source, processes=2) as loader:
         made_elsewhere(loader, monkeypatch)
-        monkeypatch.setattr(DecodeWorkers, "run", no_answer)
+        monkeypatch.setattr(DecodeWorkers, "decode", no_answer)
         monkeypatch.setattr(ChunkReader, "read_chunk", lambda self, epoch, chunk: read.append(chunk))
         batches: Any = iter(loader)
         assert asked.wait(60)

@@ -9,8 +9,10 @@ import os
 import pickle
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import gpuflow
 from gpuflow.errors import ConfigError, LoaderError
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.epoch import Admission
+from gpuflow.native.pool import NativePool
 from tests.datasets import (
     COLOURS,
     RAW,
@@ -552,3 +555,24 @@ def test_a_batch_can_be_pickled_and_rebuilt(tmp_path: Path) -> None:
 def test_a_loader_cannot_be_pickled_or_copied(copied: Callable[[object], object]) -> None:
     with loader_of(MemorySource.of(4)) as loader, pytest.raises(TypeError, match="make it in the process that"):
         copied(loader)
+
+
+# --- the way to the decoder -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_few_frames_are_between_a_thread_and_the_native_call(readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[list[str]]()
+    in_use = NativePool.in_use
+
+    def noted(self: NativePool) -> AbstractContextManager[int]:
+        found.append([frame.name for frame in traceback.extract_stack()])
+        return in_use(self)
+
+    monkeypatch.setattr(NativePool, "in_use", noted)
+    with loader_of(MemorySource.of(4), readers=readers) as loader:
+        for _ in loader:
+            pass
+    names = next(names for names in found if "run_chunk" in names)
+    between = names[names.index("_serve") + 1 : names.index("run_chunk") + 1]
+    assert len(between) <= 10, between

@@ -116,8 +116,9 @@ def test_the_same_images_on_threads_and_processes_and_ranks_and_after_a_resume(l
             ranks.append(epoch_rows(loader))
     assert interleave(ranks) == flat(reference)
     with gpuflow.load(path, overrides=["run.processes=1"]) as loader:
-        workers = loader._feed.workers
-        workers.start()
+        loader._feed.decoder.start_workers()
+        workers = loader._feed.decoder.workers
+        assert workers is not None
         while not workers.counts()["at_work"]:  # within the deadline
             time.sleep(0.02)
         assert epoch_rows(loader) == reference

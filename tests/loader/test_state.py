@@ -136,14 +136,6 @@ def test_set_epoch_after_a_break_shows_in_the_state() -> None:
         assert [batch.epoch for batch in loader] == [1, 1, 1]
 
 
-def test_a_state_without_the_next_epoch_goes_on_with_the_one_after() -> None:
-    with loader_of(MemorySource.of(12)) as loader:
-        state = {**loader.state_dict(), "epoch": 4, "position": 8}
-        state.pop("next_epoch", None)
-        loader.load_state_dict(state)
-        assert [batch.epoch for _ in range(2) for batch in loader] == [4, 5, 5, 5]
-
-
 def test_loading_a_state_ends_the_epoch_under_way() -> None:
     with loader_of(MemorySource.of(12)) as loader:
         start = loader.state_dict()
@@ -307,23 +299,13 @@ def test_a_root_that_moved_resumes(config: Path, tmp_path: Path) -> None:
         assert epoch_rows(loader) == whole[1:]
 
 
-EARLIER = {"version": 1, "seed": 0, "epoch": 3, "position": 5, "config": "a26d5c1b88fc9bc4"}
-"""A state from before states said which files there are: of the folder `photos`."""
-
-
-def test_a_state_that_says_nothing_of_the_files_loads_with_a_warning(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(config.parent)
-    with gpuflow.load(config, overrides=["source.folder=photos"]) as loader:
-        for state in EARLIER, {**EARLIER, "config": loader.state_dict()["config"]}:
-            with pytest.warns(UserWarning, match="^the state .* does not say which files it was taken with"):
-                loader.load_state_dict(state)
-            assert place(loader) == (3, 5)
-            assert [(batch.epoch, batch.step) for batch in loader] == [(3, 0), (3, 1)]
-
-
-@pytest.mark.parametrize(("state", "what"), [({}, "it has no 'version'"), ({"version": 1}, "it has no 'seed'")])
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [
+        ({}, "it has no 'version'"),
+        ({"version": 1, "seed": 0, "epoch": 3, "position": 5, "config": "a26d5c1b88fc9bc4"}, "it has no 'source'"),
+    ],
+)
 def test_refuses_what_is_no_state(state: dict[str, Any], what: str) -> None:
     with loader_of(MemorySource.of(4)) as loader, pytest.raises(StateError) as caught:
         loader.load_state_dict(state)

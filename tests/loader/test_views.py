@@ -166,7 +166,7 @@ def test_threads_and_processes_do_not_change_the_pixels(photos: Path, tmp_path: 
     with gpuflow.load(config_of(tmp_path, photos, **run)) as loader:
         assert equal(epoch_of(loader), expected[0])
         if "processes" in run:
-            workers = loader._feed.workers._workers
+            workers = loader._feed.decoder.workers
             assert workers is not None
             workers._pool.wait_until_ready(120)
             assert workers.counts()["at_work"]
@@ -312,7 +312,7 @@ def test_a_batch_has_the_fields_of_its_samples(
                     assert batch.labels.tolist() == [rows[i]["label"] for i in indices]
                 else:
                     assert batch[1] == batch.targets()
-            workers = loader._feed.workers._workers
+            workers = loader._feed.decoder.workers
             if workers is not None:
                 workers._pool.wait_until_ready(120)
 
