@@ -150,7 +150,11 @@ class ChunkDecoder:
             ranges=nvtx(plan.nvtx),
             by_processor=plan.shares_chunks,
         )
-        self._runner = CpuRunner(plan.program, plan.threads if plan.shares_chunks else 0, self._count)
+        self._runner = CpuRunner(
+            plan.program,
+            plan.threads if plan.shares_chunks else 0,
+            lambda seconds: self.meter.add(busy_s=seconds, cpu_s=seconds),
+        )
         on_gpu = plan.device_stream is not None
         if plan.processes:
             make = memory.shared_and_pinned if on_gpu else memory.shared
@@ -164,10 +168,6 @@ class ChunkDecoder:
         plan = self._plan
         if plan.processes and self.workers is None:
             self.workers = DecodeWorkers(plan.program, plan.source, threads=plan.threads, processes=plan.processes)
-
-    def _count(self, seconds: float) -> None:
-        """Count processor time of threads that share chunks."""
-        self.meter.add(busy_s=seconds, cpu_s=seconds)
 
     def allocate(self, batch: Assembly) -> None:
         """Give a batch its slots. Raises MemoryError if there is not enough memory for them."""

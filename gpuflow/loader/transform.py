@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
@@ -84,7 +84,7 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
 class _Runner(Protocol):
     """Runs a program's stages on N checked images."""
 
-    def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
+    def run_stages(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
         """Return the batch. shapes: [C, H, W] of each image. Raises BadSampleError."""
         ...
 
@@ -180,17 +180,17 @@ class Transform:
         values = self._values(fields, count)
         keys = Keys(self._seed, number, places.astype(np.int64), values=values)
         if self._targets is None:
-            return self._runner.run(images, shapes, keys)
+            return self._runner.run_stages(images, shapes, keys)
         sizes = np.array([shape[1:] for shape in shapes], np.int64).reshape(-1, 2)
         moved = self._moved(self._targets, fields, sizes, keys)
-        return self._runner.run(images, shapes, keys), {**fields, **moved}
+        return self._runner.run_stages(images, shapes, keys), {**fields, **moved}
 
     def _moved(self, targets: TargetMapper, fields: Mapping[str, Any], sizes: Ints, keys: Keys) -> dict[str, Any]:
         """Return those of the fields that follow the images, as a batch has them. sizes [N, 2]: of the images. Raises
         ValueError or BadSampleError."""
         chosen, columns = _columns_of(targets.fields, fields, sizes)
         found = replace(targets, fields=chosen).map(Records(columns, [None] * len(sizes)), keys, sizes)
-        _raise_first([None if error is None else BadSampleError("record", error) for error in found.errors])
+        _raise_first_record(found.errors)
         return to_tensors(found.columns, lambda arrays: [torch.from_numpy(x).to(self.device) for x in arrays])
 
     def _values(self, fields: Mapping[str, Any], count: int) -> Mapping[RecordValue, Floats]:
@@ -207,7 +207,7 @@ class Transform:
             given = _without_tensors(name, fields[name], count)
             columns[name] = _keypoints_of(name, given) if name in keypoints else given
         values, errors = values_of(wanted, Records(columns, [None] * count))
-        _raise_first([None if error is None else BadSampleError("record", error) for error in errors])
+        _raise_first_record(errors)
         return values
 
     def _checked_shapes(self, images: Images) -> list[torch.Size]:
@@ -256,6 +256,10 @@ def _raise_first(faults: Sequence[BadSampleError | None]) -> None:
             raise fault.located(i, f"images[{i}]")
 
 
+def _raise_first_record(errors: Sequence[str | None]) -> None:
+    _raise_first([None if error is None else BadSampleError("record", error) for error in errors])
+
+
 @final
 class _CpuRunner:
     """Runs a program on its own threads; with one thread, on the caller's."""
@@ -271,13 +275,13 @@ class _CpuRunner:
         self._results, self._largest = SlotPool((0, *shape), dtype, _KEPT_BATCHES), 0
         self._pool: DaemonPool | None = None
 
-    def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
+    def run_stages(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
         if self._pid != os.getpid():  # in a forked child, without its parent's threads, which may have held these locks
             self._begin()
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
         memory = self._memory(len(arrays))
         try:
-            faults = self._run(arrays, keys, slots_of(self._program, memory))
+            faults = self._run_within_limit(arrays, keys, slots_of(self._program, memory))
         except BaseException:
             self._results.clear()  # threads may still be writing
             raise
@@ -295,7 +299,7 @@ class _CpuRunner:
         self._largest = max(self._largest, count)
         return self._results.acquire(count)
 
-    def _run(self, arrays: Sequence[Bytes], keys: Keys, slots: Any) -> list[BadSampleError | None]:
+    def _run_within_limit(self, arrays: Sequence[Bytes], keys: Keys, slots: Any) -> list[BadSampleError | None]:
         """Run the stages, and return for each image None, or why it is bad. Raises LoaderTimeout."""
         if self._threads == 1 or len(arrays) < 2:
             return self._runner.run_images(arrays, keys, slots)
@@ -337,7 +341,7 @@ class _GpuRunner:
         self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, list[RepeatedPasses]]] = {}
         self._lock = threading.Lock()
 
-    def run(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
+    def run_stages(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
         from gpuflow.execute.gpu.device_passes import interleaved
         from gpuflow.execute.gpu.device_stream import allocate_slots
 
@@ -367,10 +371,13 @@ class _GpuRunner:
             if found is None:
                 device_stream, capture = DeviceStream(self._device, stream), CudaCapture(self._device)
 
-                def repeatable(launch: Callable[[], None]) -> Callable[[], None]:
-                    return capture(launch, runs_before=1)[0]
-
-                found = device_stream, [RepeatedPasses(one, device_stream, repeatable) for one in self._passes]
+                found = (
+                    device_stream,
+                    [
+                        RepeatedPasses(one, device_stream, lambda launch: capture(launch, runs_before=1)[0])
+                        for one in self._passes
+                    ],
+                )
             self._of_streams[stream] = found  # as the last one
             if len(self._of_streams) > _KEPT_STREAMS:
                 del self._of_streams[next(iter(self._of_streams))]

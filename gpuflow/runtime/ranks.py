@@ -210,11 +210,15 @@ class Group:
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._alone, self._device = ranks.world_size == 1, device
+        self._device, self._distributed = device, None
+        if ranks.world_size > 1:
+            import torch.distributed
+
+            self._distributed = torch.distributed
 
     def replicate(self, model: nn.Module) -> nn.Module:
         """`model`, starting from rank 0's weights and with gradients that are averaged over the ranks."""
-        if self._alone:
+        if self._distributed is None:
             return model
         from torch.nn.parallel import DistributedDataParallel
 
@@ -222,25 +226,19 @@ class Group:
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its sum over the ranks."""
-        if not self._alone:
-            import torch.distributed as dist
-
-            dist.all_reduce(tensor)
+        if self._distributed is not None:
+            self._distributed.all_reduce(tensor)
 
     def share(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace each tensor by rank 0's."""
-        if not self._alone:
-            import torch.distributed as dist
-
+        if self._distributed is not None:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                self._distributed.broadcast(tensor, src=0)
 
     def wait(self) -> None:
         """Block until every rank has called this."""
-        if not self._alone:
-            import torch.distributed as dist
-
-            dist.barrier()
+        if self._distributed is not None:
+            self._distributed.barrier()
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class WorkerConnection:
             try:
                 more = os.read(self._connection.fileno(), _READ_BYTES)
             except BlockingIOError:
-                raise _no_answer() from None
+                raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s") from None
             if not more:
                 raise EOFError("the worker has ended")
             data += more
@@ -485,10 +485,6 @@ class Pending:
     def abandon(self) -> None:
         """Give up the answer, and with it the worker."""
         self._pool._discard(self._connection)
-
-
-def _no_answer() -> TimeoutError:
-    return TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s")
 
 
 def _end(servers: Sequence[ForkServer], owner: int) -> None:
