@@ -109,7 +109,7 @@ class ViewsProgram:
         return ()
 
     def blocks(self, count: int) -> Iterator[tuple[View, ImageSpec, slice, tuple[int, ...]]]:
-        """Yield each view, its spec, the bytes of its block in the memory of `count` samples, and the block's shape.
+        """Yield each view, its spec, and the bytes and the shape of its block in the memory of `count` samples.
 
         A view's images of all samples are contiguous.
         """

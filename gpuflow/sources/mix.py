@@ -79,29 +79,28 @@ class MixSource:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         """Read each source into its share of one buffer, which is allocated once all know how many bytes they
         need."""
-        places = np.asarray(indices, dtype=np.int64)
-        owners = np.searchsorted(self._ends, places, side="right")
-        numbers = np.unique(owners).tolist()
+        shares = self._shares(indices)
         payloads: dict[int, tuple[int, Payload]] = {}
         buffers: list[Bytes] = []
 
-        def read_from(waiting: Sequence[int], start: int) -> None:
-            if not waiting:
+        def read_from(number: int, start: int) -> None:
+            if number == len(shares):
                 buffers.append(allocate(start))
                 return
 
             def allocate_share(size: int) -> Bytes:
                 if not buffers:
-                    read_from(waiting[1:], start + size)
+                    read_from(number + 1, start + size)
                 return buffers[0][start : start + size]
 
-            own = places[owners == waiting[0]] - self._first(waiting[0])
-            payloads[waiting[0]] = start, self.parts[waiting[0]].read(own.tolist(), allocate_share)
+            part, _, own = shares[number]
+            payloads[number] = start, self.parts[part].read(own, allocate_share)
 
-        read_from(numbers, 0)
-        offsets, sizes, errors = [0] * len(places), [0] * len(places), list[str | None]([None] * len(places))
+        read_from(0, 0)
+        count = len(indices)
+        offsets, sizes, errors = [0] * count, [0] * count, list[str | None]([None] * count)
         for number, (start, payload) in payloads.items():
-            for k, i in enumerate(np.flatnonzero(owners == number).tolist()):
+            for k, i in enumerate(shares[number][1].tolist()):
                 offsets[i], sizes[i], errors[i] = start + payload.offsets[k], payload.sizes[k], payload.errors[k]
         return Payload(buffer=buffers[0], offsets=offsets, sizes=sizes, errors=errors)
 
@@ -110,11 +109,9 @@ class MixSource:
         return has_labels(self.parts[0])
 
     def records(self, indices: Sequence[int]) -> Records:
-        places = np.asarray(indices, dtype=np.int64)
-        owners = np.searchsorted(self._ends, places, side="right")
-        numbers = np.unique(owners).tolist()
-        found = [self._records_of(number, places[owners == number] - self._first(number)) for number in numbers]
-        order = np.argsort(np.argsort(owners, kind="stable"))
+        shares = self._shares(indices)
+        found = [self._records_of(part, own) for part, _, own in shares]
+        order = np.argsort(np.concatenate([rows for _, rows, _ in shares]))
         columns = {
             name: _joined([records.columns[name] for records in found], order, self._keypoints.get(name))
             for name in found[0].columns
@@ -126,10 +123,17 @@ class MixSource:
             sizes = np.concatenate(list(each))[order]
         return Records(columns, [errors[i] for i in order.tolist()], sizes)
 
-    def _records_of(self, number: int, own: Ints) -> Records:
+    def _shares(self, indices: Sequence[int]) -> list[tuple[int, Ints, list[int]]]:
+        """Return each source that has some of these samples: its number, which ones it has, and their indices in it."""
+        places = np.asarray(indices, dtype=np.int64)
+        owners = np.searchsorted(self._ends, places, side="right")
+        rows_of = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
+        return [(number, rows, (places[rows] - self._first(number)).tolist()) for number, rows in rows_of]
+
+    def _records_of(self, number: int, own: Sequence[int]) -> Records:
         """Read the records of samples of one source; its boxes get the labels of the mix."""
         part, lookup = self.parts[number], self._lookups[number]
-        records = records_of(part, own.tolist())
+        records = records_of(part, own)
         if lookup is None:
             return records
         columns = dict(records.columns)

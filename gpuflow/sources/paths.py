@@ -94,12 +94,12 @@ class PathTable:
 
 @final
 class PathTableBuilder:
-    """Builds a table from blocks of paths."""
+    """Builds a table from blocks of paths. has_absolute: whether any path starts with a slash or is a URL."""
 
     def __init__(self) -> None:
         self._blobs: list[bytes] = []
         self._lengths: list[Ints] = []
-        self._absolute = False
+        self.has_absolute = False
 
     def add(self, paths: Sequence[str]) -> None:
         """Append paths. Raises ValueError if one is empty, contains a NUL or cannot be encoded."""
@@ -113,12 +113,7 @@ class PathTableBuilder:
             raise ValueError("a path is empty or holds a NUL")
         self._blobs.append(blob)
         self._lengths.append(lengths.astype(np.int64))
-        self._absolute = self._absolute or text[0] == "/" or "\0/" in text or "://" in text
-
-    @property
-    def has_absolute(self) -> bool:
-        """Return True if any path starts with a slash or is a URL."""
-        return self._absolute
+        self.has_absolute = self.has_absolute or text[0] == "/" or "\0/" in text or "://" in text
 
     def chunks(self) -> Iterator[list[str]]:
         """Yield the blocks of paths as they were added."""

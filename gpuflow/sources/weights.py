@@ -111,9 +111,9 @@ def _from_file(place: str, column: str | None) -> tuple[Floats, Sequence[int] | 
     try:
         if place.lower().endswith(".npy"):
             return _from_array(place), None
-        rows = _rows(place)
-    except SourceError:
-        raise
+        rows = list(csv_rows(Path(place).read_bytes().removeprefix(BOM_UTF8), place))
+    except SourceError as error:
+        raise SourceError(f"source.weights: {error}") from error
     except FileNotFoundError as fault:
         raise SourceError(
             f"source.weights.file must be a file, got {place!r}, which does not exist{missing_path(place)}"
@@ -130,7 +130,7 @@ def _from_array(place: str) -> Floats:
         raise ValueError("it is an archive of arrays (.npz)")
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         got = f"{array.dtype} of shape {list(array.shape)}"
-        raise SourceError(f"source.weights: {place} must be numbers in one axis, got {got}; correct the file")
+        raise SourceError(f"{place} must be numbers in one axis, got {got}; correct the file")
     return array.astype(np.float64)
 
 
@@ -155,12 +155,3 @@ def _from_rows(place: str, column: str | None, rows: list[tuple[int, list[str]]]
             action = f"if it names the column, write column: {row[0]}" if column is None and not i else "correct it"
             raise SourceError(f"source.weights: {place}:{line}: must be a number, got {got}; {action}") from fault
     return numbers, [line for line, _ in rows]
-
-
-def _rows(place: str) -> list[tuple[int, list[str]]]:
-    """Read the lines and rows of a CSV file, without empty ones."""
-    data = Path(place).read_bytes().removeprefix(BOM_UTF8)
-    try:
-        return list(csv_rows(data, place))
-    except SourceError as error:
-        raise SourceError(f"source.weights: {error}") from error

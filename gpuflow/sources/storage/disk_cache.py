@@ -100,7 +100,7 @@ class DiskCache:
         self.opened_ns = time.time_ns()
         self.damaged = 0
         self._guard, self._counting = threading.Lock(), threading.Lock()
-        self._writing = True
+        self.writing = True
         self._used = -1
         self._finalizer: weakref.finalize[..., DiskCache] | None = None
         try:
@@ -208,14 +208,9 @@ class DiskCache:
                 f"with {found.strip()[:60]!r}; name another folder, or delete this one once no other version uses it"
             )
 
-    @property
-    def writing(self) -> bool:
-        """Return True if entries are still added."""
-        return self._writing
-
     def close(self) -> None:
         """Close the folder. Threads that still read add nothing more."""
-        self._writing = False
+        self.writing = False
         with self._guard:
             self._used = -1
             if self._finalizer is not None:
@@ -274,7 +269,7 @@ class DiskCache:
         """Acquire the right to write an entry; None while another thread or process has it. `release` it afterwards."""
         path = self.folder / _PARTIAL / name
         try:
-            while self._writing:
+            while self.writing:
                 try:
                     descriptor = self._opened(path, os.O_RDWR | os.O_CREAT)
                 except _Foreign:
@@ -339,7 +334,7 @@ class DiskCache:
     def _stop_writing(self, fault: OSError) -> None:
         """Warn at the first fault, and add nothing from then on."""
         with self._counting:
-            first, self._writing = self._writing, False
+            first, self.writing = self.writing, False
         if first:
             is_full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
             action = "free disk space, or lower source.cache.size" if is_full else "repair it, or name another one"
