@@ -186,7 +186,8 @@ class ModelSpec(_Block):
         if self.via == "torchpipe" and self.precision == "bfloat16":
             rule = "is bfloat16, which torchpipe does not build"
             yield _conflict("precision", rule, action="use float16, float32 or via: python")
-        low, best = self.tensorrt.min_batch, self.tensorrt.opt_batch
+        low = self.tensorrt.min_batch
+        best = self.tensorrt.opt_batch
         if low > self.batch:
             rule = f"must be <= serve.model.batch, which is {self.batch}"
             yield Problem.of(("tensorrt", "min_batch"), rule, low, code="config.conflict")
@@ -403,7 +404,8 @@ def keys_of(spec: type[Any]) -> type[BaseModel]:
     What a kind of source must have is not required here: `spec_class` reports it.
     """
     if spec not in _KEYS:
-        hints, is_source = typing.get_type_hints(spec), issubclass(spec, SourceSpec)
+        hints = typing.get_type_hints(spec)
+        is_source = issubclass(spec, SourceSpec)
         defaults = {
             field.name: field.default if field.default is not dataclasses.MISSING else None if is_source else ...
             for field in dataclasses.fields(spec)
@@ -488,14 +490,16 @@ class Document(_Block):
             rule = "must name at least one pipeline, such as train, got none"
             yield Problem.of("pipelines", rule, code="config.missing_key")
         if "serve" in self.pipelines:
-            rule, action = "takes the name of the block serve", "give this pipeline another one"
+            rule = "takes the name of the block serve"
+            action = "give this pipeline another one"
             yield Problem.of(("pipelines", "serve"), rule, action=action, code="config.conflict")
         for name, pipeline in self.pipelines.items():
             yield from (problem.below("pipelines", name) for problem in pipeline.problems())
             if source is not None:
                 yield from (problem.below("pipelines", name) for problem in _part_problems(name, pipeline, parts, key))
         if _WHOLE in parts:
-            rule, action = f"takes the name that means the whole source, {_WHOLE}", "give this part another one"
+            rule = f"takes the name that means the whole source, {_WHOLE}"
+            action = "give this part another one"
             yield Problem.of(("source", key, _WHOLE), rule, action=action, code="config.conflict")
         yield from (problem.below("train") for problem in self.train.problems())
         if self.serve is not None:
@@ -557,7 +561,8 @@ class Config:
         """
         program = self.any_program(name)
         if isinstance(program, ViewsProgram):
-            rule, action = "are several images of each sample, and this takes one", "name a pipeline with stages"
+            rule = "are several images of each sample, and this takes one"
+            action = "name a pipeline with stages"
             problem = Problem.of(("pipelines", name, "views"), rule, action=action, code="config.conflict")
             raise ConfigError([replace(problem, place=f"{self.path}:")])
         return program

@@ -8,7 +8,9 @@ from gpuflow.pipeline.views import AnyProgram, programs_of
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.sources.offered import Offered
 
-_REMOTE_READERS, _GPU_READERS, _MORE_GPU_READERS = 16, 2, 3
+_REMOTE_READERS = 16
+_GPU_READERS = 2
+_MORE_GPU_READERS = 3
 _FEWEST_CORES_FOR_MORE_GPU_READERS = 12
 """With these a third reader lets the cores rewrite progressive files while others are read: 22,700 instead of 18,200
 photographs a second if 20% are progressive, and no difference if none are (experiments/real_data/NOTES.md)."""
@@ -45,7 +47,8 @@ def parts_in_python(config: Config, name: str) -> list[str]:
 
 
 def _stages_in_python(program: AnyProgram) -> list[str]:
-    decoder, steps = program.decoder, [step for one in programs_of(program) for step in one.steps]
+    decoder = program.decoder
+    steps = [step for one in programs_of(program) for step in one.steps]
     parts = [step.stage.stage_name for step in steps if not isinstance(step, NativeStep)]
     if decoder.library is not None:
         parts.append(f"decode by {decoder.library}")

@@ -88,7 +88,8 @@ def as_tuples(value: Any) -> Any:
 def _with_fields(stage: type[Stage], name: str, parameters: dict[Any, Any]) -> dict[Any, Any]:
     """Return the parameters, with `{field: NAME}` as a value where the stage takes one. Raises ConfigError."""
     hints = field_types(stage)  # type: ignore[arg-type]
-    found, problems = dict(parameters), list[Problem]()
+    found = dict(parameters)
+    problems = list[Problem]()
     for key, value in parameters.items():
         if isinstance(value, dict) and FromRecord in typing.get_args(hints.get(key)):
             faults = list(_field_faults(value))

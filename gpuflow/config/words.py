@@ -119,7 +119,9 @@ def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
 
 def _describe(fault: Any, model: type[BaseModel], document: type[BaseModel]) -> Problem:
     """Describe one of pydantic's faults in this project's words."""
-    at, kind, value = fault["loc"], fault["type"], fault["input"]
+    at = fault["loc"]
+    kind = fault["type"]
+    value = fault["input"]
     parent, hint = _hint_at(model, at)
     if kind == "invalid_key" or fault["is_key"]:
         return Problem.of(at, "is a key that is not text", action="put it in quotes", code="config.unknown_key")

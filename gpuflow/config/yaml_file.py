@@ -159,7 +159,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    text, kind = node.value, node.tag.rpartition(":")[2]
+    text = node.value
+    kind = node.tag.rpartition(":")[2]
     if ":" in text or (kind == "int" and _OCTAL.match(text)):
         base = 60 if ":" in text else 8
         raise ValueError(f"{show(text)} is a number in base {base} in YAML; write a decimal number")
@@ -256,7 +257,8 @@ class Overrides:
                 raise ConfigError([found.below(*at)])
             for key in found:
                 at.append(key)
-                holder, target = target, target.get(key) if isinstance(target, dict) else target[key]
+                holder = target
+                target = target.get(key) if isinstance(target, dict) else target[key]
         if at[0] == "preprocess" and not self._is_used(holder):
             rule = "cannot be overridden here: what has it by an anchor keeps the file's value"
             action = "override pipelines.NAME.stages and serve.stages"

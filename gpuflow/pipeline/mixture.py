@@ -86,7 +86,8 @@ def draw_mixture(
         box_probability: of a box instead of blending.
         share_of_area: whether a label's share is that of the pixels outside the clipped box, instead of the drawn one.
     """
-    own, partners = np.arange(len(valid)), np.arange(len(valid))
+    own = np.arange(len(valid))
+    partners = np.arange(len(valid))
     rows = np.flatnonzero(valid)
     partners[rows] = rows[::-1]
     numbers = keys.uniform(6)[_drawn_by(mode, own, partners)]
@@ -138,7 +139,8 @@ def _boxes(shares: Floats, height: int, width: int, row: Floats, column: Floats)
     side = np.sqrt(1 - shares)
     ends = []
     for size, number in ((height, row), (width, column)):
-        length, centre = (size * side).astype(np.int64), (number * size).astype(np.int64)
+        length = (size * side).astype(np.int64)
+        centre = (number * size).astype(np.int64)
         ends.append((np.maximum(centre - length // 2, 0), np.minimum(centre + (length + 1) // 2, size)))
     (top, bottom), (left, right) = ends
     return np.stack([top, left, bottom - top, right - left], axis=1)

@@ -160,7 +160,9 @@ class Operations:
             return cls.of(np.empty((count, 0), np.int64), np.empty((count, 0)), kinds=())
         if len(joined) == 1:
             return joined[0]
-        factors, tables, values = [], 0, 0
+        factors = []
+        tables = 0
+        values = 0
         for part in joined:
             own = part.factors
             if tables and Operation.TABLE in part.kinds:
@@ -168,7 +170,8 @@ class Operations:
             if values and part.kinds & _WITH_VALUES:
                 own = own + np.where(np.isin(part.codes, list(_WITH_VALUES)), values, 0)
             factors.append(own)
-            tables, values = tables + len(part.tables), values + len(part.values)
+            tables += len(part.tables)
+            values += len(part.values)
         return cls(
             codes=np.concatenate([part.codes for part in joined], axis=1),
             factors=np.concatenate(factors, axis=1),

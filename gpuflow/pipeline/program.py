@@ -336,7 +336,8 @@ class _ResamplingBuilder:
         self._misfits += _too_large(stage, move.height, move.width, max_pixels)
         self._filter = (move.interpolation, move.antialias)
         if move.interpolation == "nearest":
-            self._mirrors, self._flips = self._flips, np.zeros_like(self._flips)
+            self._mirrors = self._flips
+            self._flips = np.zeros_like(self._flips)
         self._fix_grid(move.height, move.width)
 
     def pad(self, move: s.Pad, stage: str, max_pixels: int) -> None:
@@ -417,7 +418,8 @@ class _WarpBuilder:
         if move.active is not None:
             matrix = np.where(move.active[:, None, None], matrix, before)
             height, width = (np.where(move.active, *sides) for sides in zip((height, width), self.size, strict=True))
-        self._matrix, self.size = matrix, (height, width)
+        self._matrix = matrix
+        self.size = (height, width)
         self._shown = _whole(height, width)
 
     def _matrices(self) -> s.Matrices:
@@ -547,7 +549,8 @@ class _Run:
         self._mirrored |= stage.mirrors
         self._filter = self._filter or stage.warps
         if stage.pads and (self._filter is None or stage.pads_image(before)):
-            self._padded, self._fill = True, stage.padding_fill
+            self._padded = True
+            self._fill = stage.padding_fill
 
     def steps(self) -> list[Step]:
         """Return the step of the run; an empty list if it has no stages."""

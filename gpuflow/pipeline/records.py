@@ -235,7 +235,8 @@ class RecordValue:
     def fault(self, column: Column, i: int, values: Floats) -> str:
         """Return why the numbers [...] of sample i cannot be used."""
         if isinstance(column, Ragged):
-            found, rows = "", column[i]
+            found = ""
+            rows = column[i]
             if len(rows) != 1:
                 return f"{self.field} must have one instance, whose keypoints are points of the warp, got {len(rows)}"
             if rows.shape[1] < 3:

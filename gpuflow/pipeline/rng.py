@@ -76,7 +76,8 @@ def permute(positions: ArrayLike, size: int, key: int) -> Ints:
         int64 array of the same shape: distinct positions give distinct values in [0, size).
     """
     x = np.array(positions, dtype=np.uint64)
-    shape, x = x.shape, x.reshape(-1)
+    shape = x.shape
+    x = x.reshape(-1)
     left_size = math.isqrt(size - 1) + 1
     right_size = -(-size // left_size)
     _permute(len(x), x.ctypes.data, len(x), size, left_size, right_size, key)

@@ -96,7 +96,8 @@ def _with_one_warp(moves: Sequence[PlacedMove]) -> list[PlacedMove]:
     warps = [i for i, placed in enumerate(moves) if placed.warps]
     if len(warps) < 2:
         return list(moves)
-    first, end = warps[0], warps[-1] + 1
+    first = warps[0]
+    end = warps[-1] + 1
     joined = moves[first:end]
     matrix: Matrices = reduce(lambda total, placed: placed.matrix @ total, joined[1:], joined[0].matrix)
     clips = np.logical_or.reduce([placed.clips for placed in joined])
@@ -192,7 +193,8 @@ def boxes_at_fault(name: str, boxes: Ragged, sizes: Ints) -> Iterator[tuple[int,
 
 def keypoints_at_fault(name: str, keypoints: Ragged, flip_pairs: Pairs = ()) -> Iterator[tuple[int, str]]:
     """Yield samples with a keypoint whose coordinates are not numbers, or without one of the pairs, and why."""
-    needed, count = 1 + max(chain((-1,), *flip_pairs)), keypoints.values.shape[1]
+    needed = 1 + max(chain((-1,), *flip_pairs))
+    count = keypoints.values.shape[1]
     if needed > count:
         for sample in np.flatnonzero(np.diff(keypoints.offsets)).tolist():
             yield sample, f"{name} must have at least {needed} keypoints, which its flip_pairs name, got {count}"

@@ -229,7 +229,8 @@ def as_images(program: AnyProgram, memory: Array | torch.Tensor) -> torch.Tensor
         one = memory.view(getattr(torch, program.result.dtype)).view(-1, *slot_shape(program.result))
         return one if program.result.layout == "nchw" else one.permute(0, 3, 1, 2)
     tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
-    flat, images = tensor.reshape(-1), {}
+    flat = tensor.reshape(-1)
+    images = {}
     for view, result, block, shape in program.blocks(len(tensor)):
         one = flat[block].view(getattr(torch, result.dtype)).view(shape)
         images[view.name] = one if result.layout == "nchw" else one.permute(0, 1, 4, 2, 3)

@@ -106,7 +106,8 @@ class Coco(Listed, Samples):
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         given = [key for key in field.given if key != "flip_pairs"]
         if field.type == "label":
-            rule, action = "must not be declared for a source.coco", "its labels belong to boxes; remove it"
+            rule = "must not be declared for a source.coco"
+            action = "its labels belong to boxes; remove it"
             yield Problem.of((), rule, action=action, code="config.conflict")
         elif field.type in ("image", *GEOMETRIC) and given:
             rule = f"must have no keys for {field.type} in a source.coco, got {', '.join(given)}"
@@ -201,7 +202,8 @@ def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], 
     """Check an annotation. Return the sample that it belongs to."""
     if not isinstance(annotation, dict):
         raise SourceError(f"{here} must be an object, got {show(annotation)}; correct it")
-    image, category = annotation.get("image_id"), annotation.get("category_id")
+    image = annotation.get("image_id")
+    category = annotation.get("category_id")
     if type(image) is not int or image not in sample_of:
         raise SourceError(f"{here}.image_id must be the id of one of the images, got {show(image)}; add that image")
     if type(category) is not int or category not in label_of:

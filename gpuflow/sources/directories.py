@@ -84,7 +84,8 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield from glob.glob(pattern)
         return
     place = parts.index("**")
-    head, rest = "/".join(parts[:place]), parts[place + 1 :] or ["*"]
+    head = "/".join(parts[:place])
+    rest = parts[place + 1 :] or ["*"]
     for start in glob.glob(f"{head}/") if place else [""]:
         top = start.rstrip("/") or start or os.curdir
         for directory, _ in walk(top, ancestors(top) - {identity_of(top)}, ()):

@@ -134,7 +134,8 @@ def field_problems(
         if spec.type in _ONCE:
             other = first.setdefault(spec.type, name)
             if other != name:
-                rule, action = f"must be the only field of type {spec.type}, got {other} too", "remove one"
+                rule = f"must be the only field of type {spec.type}, got {other} too"
+                action = "remove one"
                 yield Problem.of(name, rule, action=action, code="config.conflict")
         for column in (name, labels_of(spec)):
             if column is not None and columns.setdefault(column, name) != name:
@@ -164,7 +165,8 @@ def _key_problems(kind: Type, spec: FieldSpec, labels: str | None) -> Iterator[P
         rule = f"must go with kind: class or classes, got {spec.kind}"
         yield Problem.of("classes", rule, action="remove it", code="config.conflict")
     if spec.separator is not None and kind == "label" and spec.kind != "classes":
-        rule, action = f"must go with kind: classes, got {spec.kind or 'class'}", "set kind: classes or remove it"
+        rule = f"must go with kind: classes, got {spec.kind or 'class'}"
+        action = "set kind: classes or remove it"
         yield Problem.of("separator", rule, action=action, code="config.conflict")
     if spec.separator == "":
         yield Problem.of("separator", "must have at least one character", spec.separator, code="config.range")
@@ -174,7 +176,8 @@ def _key_problems(kind: Type, spec: FieldSpec, labels: str | None) -> Iterator[P
             yield Problem.of(key, rule, action="remove it", code="config.conflict")
     for name in spec.formats or ():
         if name not in (known := get_args(MaskFormat)):
-            rule, action = f"must be among {', '.join(known)}", suggest(name, known, else_all=False)
+            rule = f"must be among {', '.join(known)}"
+            action = suggest(name, known, else_all=False)
             yield Problem.of("formats", rule, name, action, code="config.range")
     if len(set(numbers := list(chain.from_iterable(spec.flip_pairs or ())))) < len(numbers):
         rule = "must name each keypoint at most once"

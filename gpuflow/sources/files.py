@@ -46,8 +46,11 @@ class FileSource(TableSource):
         splits: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(classes, labels, has_labels, table)
-        self.storage, self._paths, self._root = storage, paths, root
-        self.note, self.splits = note, dict(splits or {})
+        self.storage = storage
+        self._paths = paths
+        self._root = root
+        self.note = note
+        self.splits = dict(splits or {})
 
     @cached_property
     def fingerprint(self) -> str:

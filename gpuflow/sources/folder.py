@@ -85,10 +85,14 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
             root = os.path.expanduser(self.folder)
             storage = LocalStorage()
             tree_of = _local_tree
-        table, codes, counts = PathTableBuilder(), list[int](), list[int]()
-        classes, splits = dict[str, int](), dict[str, tuple[int, int]]()
+        table = PathTableBuilder()
+        codes = list[int]()
+        counts = list[int]()
+        classes = dict[str, int]()
+        splits = dict[str, tuple[int, int]]()
         for split in self.splits or ("",):
-            first, below = sum(counts), f"{split}/" if split else ""
+            first = sum(counts)
+            below = f"{split}/" if split else ""
             empty = list[str]()
             for name, images in tree_of(os.path.join(root, split) if split else root, extensions, labelled):
                 if labelled and splits and name not in classes:
@@ -119,7 +123,8 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
 
     def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
         """See the base. The folder may also be flat, or hold tar shards."""
-        waiting, shards = [os.path.expanduser(self.folder)], list[str]()
+        waiting = [os.path.expanduser(self.folder)]
+        shards = list[str]()
         images: list[Extent] = []
         while waiting and len(images) < limit and time.monotonic() < deadline:
             with os.scandir(waiting.pop(chance.randrange(len(waiting)))) as entries:
@@ -139,7 +144,8 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
             rule = f"must be an image or a label in a source.folder, got {field.type}"
             yield Problem.of((), rule, action=action, code="config.conflict")
         elif given and (field.type, given, field.kind) != ("label", ["kind"], "class"):
-            rule, action = "has no keys in a source.folder", f"remove {', '.join(given)}, or use a source.listing"
+            rule = "has no keys in a source.folder"
+            action = f"remove {', '.join(given)}, or use a source.listing"
             yield Problem.of((), rule, action=action, code="config.conflict")
 
     @property

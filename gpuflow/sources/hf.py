@@ -65,8 +65,12 @@ class HfSource(TableSource):
         table: RecordTable = NO_FIELDS,
     ) -> None:
         super().__init__(classes, labels, has_labels, table)
-        self._cells, self._names, self.splits = cells, tuple(names), dict(splits)
-        self.shard_sizes, self.window, self.storage = cells.group_sizes, cells.window, cells.storage
+        self._cells = cells
+        self._names = tuple(names)
+        self.splits = dict(splits)
+        self.shard_sizes = cells.group_sizes
+        self.window = cells.window
+        self.storage = cells.storage
 
     @cached_property
     def fingerprint(self) -> str:
@@ -125,7 +129,8 @@ class Hf(WithWindow, WithSplits, Named):
         yield from super().problems()
         for key in ("image", "label") if self.fields else ():
             if getattr(self, key) is not None:
-                rule, action = "must not stand next to fields", f"move it there: {key}: {{column: NAME}}"
+                rule = "must not stand next to fields"
+                action = f"move it there: {key}: {{column: NAME}}"
                 yield Problem.of(key, rule, action=action, code="config.conflict")
 
     def open(self) -> HfSource:
@@ -137,7 +142,9 @@ class Hf(WithWindow, WithSplits, Named):
         pyarrow()
         storage = LocalStorage()
         found = _find(os.path.expanduser(self.hf), self.splits)
-        tables, splits, row = list[Table](), dict[str, tuple[int, int]](), 0
+        tables = list[Table]()
+        splits = dict[str, tuple[int, int]]()
+        row = 0
         for name, paths in found.items():
             first = row
             for path in paths:
@@ -168,7 +175,8 @@ class Hf(WithWindow, WithSplits, Named):
 def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
     """Find the files of each split that is named; without names all of them, under an empty name."""
     if not os.path.isdir(root):
-        paths, fixed = [root], os.path.dirname(root)
+        paths = [root]
+        fixed = os.path.dirname(root)
         if not os.path.exists(root):
             fixed = os.path.dirname(_WILDCARD.split(root, maxsplit=1)[0])
             paths = matching(root, fixed)
@@ -220,7 +228,8 @@ _WILDCARD = re.compile(r"[*?[]")
 def _by_name(paths: Sequence[str], names: Sequence[str], root: str) -> dict[str, list[str]]:
     """Sort Parquet files by split: `train-00000-of-00002.parquet`, `train.parquet` or `train/0.parquet` below
     `root`."""
-    found, split_of = dict[str, list[str]](), dict[str, str]()
+    found = dict[str, list[str]]()
+    split_of = dict[str, str]()
     for name in names:
         own = [path for path in paths if _is_of_split(os.path.relpath(path, root), name)]
         if not own:
@@ -277,11 +286,15 @@ class _Reader:
     """Reads the small columns of a dataset's files, and finds where those of images lie."""
 
     def __init__(self, spec: Hf, tables: Sequence[Table], storage: LocalStorage) -> None:
-        self._spec, self._tables, self._storage = spec, tables, storage
+        self._spec = spec
+        self._tables = tables
+        self._storage = storage
         self._rows = rows_of(tables)
-        self._schema, self._all_features = tables[0].schema, [features_of(table.schema) for table in tables]
+        self._schema = tables[0].schema
+        self._all_features = [features_of(table.schema) for table in tables]
         self._features = self._all_features[0]
-        self._where, self._locate = spec.hf, Locate(lambda i: place_of(self._rows, i))
+        self._where = spec.hf
+        self._locate = Locate(lambda i: place_of(self._rows, i))
         for table in tables[1:]:
             if table.form != tables[0].form:
                 raise SourceError(
@@ -301,7 +314,8 @@ class _Reader:
         records = self._records()
         column, label = label_field(self._spec.declared)
         if label is None:
-            classes, labels = records.box_classes, np.zeros(int(self._rows.ends[-1]), np.int64)
+            classes = records.box_classes
+            labels = np.zeros(int(self._rows.ends[-1]), np.int64)
         else:
             classes, labels = self._labels(label, column)
         return HfSource(cells, names, labels, classes, splits, has_labels=label is not None, table=records)
@@ -360,13 +374,15 @@ class _Reader:
 
     def _check_same(self, table: Table, features: Mapping[str, Any], column: str) -> None:
         """Raise SourceError unless a table has a column as the first table has it."""
-        here, first = table.shard.path, self._tables[0].shard.path
+        here = table.shard.path
+        first = self._tables[0].shard.path
         if (count := table.schema.names.count(column)) != 1:
             raise SourceError(
                 f"{here}: must have the column {column!r} once, as {first} has it, got {count or 'none'} among "
                 f"{', '.join(table.schema.names)}; write it again, or name one of these files"
             )
-        kind, wanted = table.schema.field(column).type, self._schema.field(column).type
+        kind = table.schema.field(column).type
+        wanted = self._schema.field(column).type
         if kind != wanted:
             raise SourceError(
                 f"{here}: the column {column!r} must be {wanted}, as in {first}, got {kind}; write it again, or name "
@@ -388,7 +404,8 @@ class _Reader:
             if first not in known:
                 held = f"got {', '.join(known)}{near_word(first, known)}" if known else f"got {kind}"
                 raise SourceError(f"{self._where}: the column {column!r} must have the member {first!r}, {held}")
-            column, kind = f"{column}.{first}", kind.field(first).type
+            column = f"{column}.{first}"
+            kind = kind.field(first).type
 
     def _class_names(self, column: str) -> Classes | None:
         """Return the names that `datasets` knows for the values of a column, or of the items of its lists."""
@@ -424,7 +441,8 @@ class _Reader:
     def _class_labels(self, column: str, classes: int | Classes | None) -> tuple[Classes, Ints]:
         """Read labels of one class each, from a column of numbers or of names."""
         pa = pyarrow()
-        stored, names = self._schema.field(column).type, self._class_names(column)
+        stored = self._schema.field(column).type
+        names = self._class_names(column)
         kind = stored.value_type if pa.types.is_dictionary(stored) else stored
         if not (pa.types.is_integer(kind) or _is_text(kind)):
             raise SourceError(
@@ -441,7 +459,8 @@ class _Reader:
         codes = values.dictionary_encode().combine_chunks()
         if isinstance(codes, pa.ChunkedArray):
             codes = codes.chunk(0)
-        numbers, written = codes.indices.to_numpy(), codes.dictionary.to_pylist()
+        numbers = codes.indices.to_numpy()
+        written = codes.dictionary.to_pylist()
 
         def locate(code: int) -> str:
             return self._locate.value(int(np.argmax(numbers == code)), column)
@@ -505,7 +524,8 @@ class _Reader:
     def _with_names(self, column: str, values: list[Any], first: int) -> list[Any]:
         """Return labels, or lists of them, by their names where `datasets` knows those. first: the number of
         values[0]."""
-        names, locate = self._class_names(column), self._locate
+        names = self._class_names(column)
+        locate = self._locate
         if names is None:
             return values
         return [

@@ -24,7 +24,9 @@ from gpuflow.sources.storage.local import LOCAL_DELAYS, retry
 
 _NO_CELL = "has no image: its cell is null, or a path without the image"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_LARGEST_GROUP, _WINDOW_BYTES, _LONGEST_WINDOW = 1 << 30, 256_000_000, 8192
+_LARGEST_GROUP = 1 << 30
+_WINDOW_BYTES = 256_000_000
+_LONGEST_WINDOW = 8192
 
 
 def pyarrow() -> Any:
@@ -139,7 +141,8 @@ class _ParquetTable:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         with _parquet_file(shard, LocalStorage()) as file:
-            self.schema, self.metadata = file.schema_arrow, file.metadata
+            self.schema = file.schema_arrow
+            self.metadata = file.metadata
         self.rows = self.metadata.num_rows
         if self.rows != sum(self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)):
             raise pyarrow().ArrowInvalid(f"its row groups have not the file's {self.rows:,} rows together")
@@ -285,7 +288,8 @@ class ArrowCells:
 def _arrow_cells(tables: Sequence[_ArrowTable], rows: Shards, storage: Storage, column: str) -> ArrowCells:
     starts, lengths = list[Ints](), list[Ints]()
     for table in tables:
-        first, size = table.mapped.address, table.mapped.size
+        first = table.mapped.address
+        size = table.mapped.size
         for batch in table.batches([column]):
             group, address = _group(batch.column(0))
             if len(group.data) and not first <= address < first + size:
@@ -321,7 +325,8 @@ class _GroupCache:
     """The row groups that this process read last, up to a number of bytes. Any thread may ask for one."""
 
     def __init__(self, kept_bytes: int) -> None:
-        self._kept_bytes, self._bytes = kept_bytes, 0
+        self._kept_bytes = kept_bytes
+        self._bytes = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self.loads = 0
@@ -442,7 +447,10 @@ class ParquetCells:
 
 
 def _parquet_cells(tables: Sequence[_ParquetTable], rows: Shards, column: str, window: int | None) -> ParquetCells:
-    owners, sizes, stored, firsts = list[int](), list[int](), list[int](), list[int]()
+    owners = list[int]()
+    sizes = list[int]()
+    stored = list[int]()
+    firsts = list[int]()
     kind = tables[0].schema.field(column).type
     leaf = f"{column}.bytes" if pyarrow().types.is_struct(kind) else column
     for number, table in enumerate(tables):

@@ -195,8 +195,11 @@ class Labels:
     """
 
     def __init__(self, classes: int | tuple[str, ...] | None, place: str) -> None:
-        self._classes, self._place = classes, place
-        self._codes, self._numbers, self._firsts = Codes(), array("i"), list[str]()
+        self._classes = classes
+        self._place = place
+        self._codes = Codes()
+        self._numbers = array("i")
+        self._firsts = list[str]()
 
     def add(self, labels: Sequence[int | str], locate: Callable[[int], str]) -> None:
         """Append labels. locate: returns the place of labels[i]."""
@@ -271,7 +274,10 @@ def sample_labels(
 @final
 class _OneClassEach:
     def __init__(self, labels: Labels, column: str, locate: Locate) -> None:
-        self._labels, self._column, self._locate, self._count = labels, column, locate, 0
+        self._labels = labels
+        self._column = column
+        self._locate = locate
+        self._count = 0
 
     def add(self, values: Sequence[Any]) -> None:
         for i, value in enumerate(values):
@@ -288,7 +294,10 @@ class _OneClassEach:
 @final
 class _ClassesEach:
     def __init__(self, labels: Labels, column: str, locate: Locate, separator: str | None) -> None:
-        self._labels, self._column, self._locate, self._separator = labels, column, locate, separator
+        self._labels = labels
+        self._column = column
+        self._locate = locate
+        self._separator = separator
         self._counts: list[int] = []
 
     def add(self, values: Sequence[Any]) -> None:
@@ -317,9 +326,12 @@ class _ClassesEach:
 @final
 class _Numbers:
     def __init__(self, column: str, locate: Locate, *, is_vector: bool) -> None:
-        self._column, self._locate, self._is_vector = column, locate, is_vector
+        self._column = column
+        self._locate = locate
+        self._is_vector = is_vector
         self._blocks: list[NDArray[np.float32]] = []
-        self._count, self._length = 0, -1
+        self._count = 0
+        self._length = -1
 
     def add(self, values: Sequence[Any]) -> None:
         for i, value in enumerate(values):

@@ -109,7 +109,9 @@ class Listing(Listed, Named):
             return _with_fields(self, place, root, is_csv=extension == ".csv")
         chunks, rows = _FORMATS[extension]
         data = load(place, "source.listing")
-        table, codes, parts = PathTableBuilder(), Codes(), []
+        table = PathTableBuilder()
+        codes = Codes()
+        parts = []
         try:
             for paths, labels in chunks(data):
                 if not set(map(type, labels)) <= {int, str}:
@@ -143,7 +145,8 @@ class Listing(Listed, Named):
 
 def _columns(data: bytes) -> Columns:
     """Find the columns by the first rows. Raises ValueError for a header that leaves open which ones are meant."""
-    first, rows = list[str](), list[list[str]]()
+    first = list[str]()
+    rows = list[list[str]]()
     with suppress(csv.Error, UnicodeDecodeError):  # a faulty row is found again when it is read
         reader = filter(None, csv_lines(data))
         first = next(reader, [])
@@ -290,7 +293,8 @@ class _Lines:
     """Where samples stand: their lines in the file."""
 
     def __init__(self, place: str) -> None:
-        self.place, self.numbers = place, array("q")
+        self.place = place
+        self.numbers = array("q")
         self.locate = Locate(lambda i: f"{place}:{self.numbers[i]}")
 
 

@@ -42,7 +42,8 @@ class MixSource:
     shard_sizes = None
 
     def __init__(self, parts: Sequence[Source], classes: tuple[str, ...]) -> None:
-        self.parts, self.classes = tuple(parts), classes
+        self.parts = tuple(parts)
+        self.classes = classes
         self._ends = np.cumsum([len(part) for part in parts])
         self._lookups = [_lookup(part, classes) for part in parts]
         self.labels: Array = np.concatenate(
@@ -98,7 +99,9 @@ class MixSource:
 
         read_from(0, 0)
         count = len(indices)
-        offsets, sizes, errors = [0] * count, [0] * count, list[str | None]([None] * count)
+        offsets = [0] * count
+        sizes = [0] * count
+        errors = list[str | None]([None] * count)
         for number, (start, payload) in payloads.items():
             for k, i in enumerate(shares[number][1].tolist()):
                 offsets[i], sizes[i], errors[i] = start + payload.offsets[k], payload.sizes[k], payload.errors[k]
@@ -132,7 +135,8 @@ class MixSource:
 
     def _records_of(self, number: int, own: Sequence[int]) -> Records:
         """Read the records of samples of one source; its boxes get the labels of the mix."""
-        part, lookup = self.parts[number], self._lookups[number]
+        part = self.parts[number]
+        lookup = self._lookups[number]
         records = records_of(part, own)
         if lookup is None:
             return records
@@ -207,7 +211,8 @@ class Mix(WithSplits):
 
     @classmethod
     def of(cls, keys: Mapping[str, Any], make: Callable[[Any], SourceSpec]) -> Self:
-        entries, problems = list[MixEntry](), list[Problem]()
+        entries = list[MixEntry]()
+        problems = list[Problem]()
         for i, entry in enumerate(keys["mix"]):
             try:
                 if not isinstance(entry, MixEntry):
@@ -230,14 +235,16 @@ class Mix(WithSplits):
             yield from (problem.below("mix", i) for problem in out_of_bounds(entry))
             at = ("mix", i, "source")
             if isinstance(entry.source, Mix):
-                rule, action = "must not be in a mix", "list its sources in the other mix"
+                rule = "must not be in a mix"
+                action = "list its sources in the other mix"
                 yield Problem.of((*at, "mix"), rule, action=action, code="config.conflict")
             for key in ("split", "seed"):
                 if getattr(entry.source, key):
                     rule = "must stand next to mix, and is for all its sources"
                     yield Problem.of((*at, key), rule, action="move it there", code="config.conflict")
             if self.splits and not isinstance(entry.source, WithSplits):
-                rule, action = "must be those of sources that have splits", "give the fractions of parts with split"
+                rule = "must be those of sources that have splits"
+                action = "give the fractions of parts with split"
                 got = f"got source.{entry.source.kind}"
                 yield Problem.of("splits", f"{rule}, {got}", action=action, code="config.conflict")
 
@@ -280,7 +287,8 @@ class Mix(WithSplits):
 def _check(parts: Sequence[Source]) -> None:
     """Raise SourceError if the last source carries something else than the first one."""
     first, last = parts[0], parts[-1]
-    wanted, fields = _comparable_fields(first), _comparable_fields(last)
+    wanted = _comparable_fields(first)
+    fields = _comparable_fields(last)
     names = [", ".join(field.name for field in own) or "none" for own in (wanted, fields)]
     if names[0] != names[1]:
         raise SourceError(
@@ -296,7 +304,8 @@ def _check(parts: Sequence[Source]) -> None:
     kinds = [(has_labels(part), part.labels.dtype.kind, part.labels.ndim) for part in (first, last)]
     if kinds[0] != kinds[1] or (last.labels.dtype.kind == "f" and first.labels.shape[1:] != last.labels.shape[1:]):
         raise SourceError("its labels must be of the same kind as those of source.mix[0]; declare the same label")
-    known, own = _keypoint_counts(parts[:-1]), _keypoint_counts([last])
+    known = _keypoint_counts(parts[:-1])
+    own = _keypoint_counts([last])
     if differ := [name for name in own if 0 not in (known.get(name, 0), own[name]) and known[name] != own[name]]:
         name = differ[0]
         raise SourceError(

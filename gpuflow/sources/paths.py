@@ -27,7 +27,8 @@ class Paths(Sequence[bytes]):
     __slots__ = ("_entries", "prefix", "text")
 
     def __init__(self, prefix: bytes, text: bytes) -> None:
-        self.prefix, self.text = prefix, text
+        self.prefix = prefix
+        self.text = text
         self._entries: list[bytes] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +66,9 @@ class PathTable:
     __slots__ = ("blob", "prefix", "starts")
 
     def __init__(self, blob: bytes, starts: Ints, prefix: str = "") -> None:
-        self.blob, self.starts, self.prefix = blob, starts, os.fsencode(prefix)
+        self.blob = blob
+        self.starts = starts
+        self.prefix = os.fsencode(prefix)
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -83,7 +83,8 @@ class RecordBuilder:
     ) -> None:
         self._mixed_masks = mixed_masks
         self._declared = [(name, spec) for name, spec in declared if spec.type not in ("image", "label")]
-        self._locate, self._place = locate, place
+        self._locate = locate
+        self._place = place
         self._count = 0
         self._bad: dict[int, str] = {}
         self._invalid: dict[str, dict[int, tuple[int, str]]] = {name: {} for name, _ in self._declared}
@@ -148,12 +149,14 @@ class RecordBuilder:
             storages: what they are read from.
             box_labels: classes and the label of each box, in a column `labels`, where they are known from elsewhere.
         """
-        fields, stores = [], dict[str, Store](files or {})
+        fields = []
+        stores = dict[str, Store](files or {})
         groups = self._groups()
         invalid = {group: self._invalid_of([name for name in groups if groups[name] == group]) for group in groups}
         rows = {name: np.array(sorted(invalid[group]), np.int64) for name, group in groups.items()}
         for name, spec in self._declared:
-            labels, classes = spec.labels or "", tuple[str, ...]()
+            labels = spec.labels or ""
+            classes = tuple[str, ...]()
             instances = spec.type == "mask" and not spec.is_mask_file
             match spec.type:
                 case "boxes":
@@ -307,7 +310,8 @@ class RecordBuilder:
             known = self._keypoints.get(name)
             if known is None:
                 known = self._keypoints[name] = self._keypoint_count(column, values)
-            flat, triples = (3 * known,), (known, 3)
+            flat = (3 * known,)
+            triples = (known, 3)
             numbers = _numeric(rows, flat)
             if numbers is None:
                 numbers = _numeric(rows, triples)
@@ -363,7 +367,8 @@ class RecordBuilder:
 
     def _add_polygons(self, masks: _InstanceBuilder, column: str, i: int, j: int, outlines: list[Any]) -> str:
         """Append an instance. Returns why it is left out, or nothing."""
-        parts, reason = [], ""
+        parts = []
+        reason = ""
         for outline in outlines:
             points = _outline(outline)
             if points is None:
@@ -378,7 +383,8 @@ class RecordBuilder:
 
     def _add_rle(self, masks: _InstanceBuilder, column: str, i: int, j: int, rle: dict[str, Any]) -> str:
         """Append an instance. Returns why it is left out, or nothing."""
-        size, counts = rle.get("size"), rle.get("counts")
+        size = rle.get("size")
+        counts = rle.get("counts")
         if not (isinstance(size, list) and list(map(type, size)) == [int, int] and min(size) > 0 and max(size) < 2**31):
             raise self._fault(i, column, "must have a size [height, width]", size, j)
         if not isinstance(counts, str | list):
@@ -387,7 +393,8 @@ class RecordBuilder:
         try:
             lengths = run_lengths(counts) if isinstance(counts, str) else np.array(counts or [0])
         except ValueError as fault:
-            lengths, reason = np.zeros(1, np.int64), f"must have the run lengths of COCO as counts, got {fault}"
+            lengths = np.zeros(1, np.int64)
+            reason = f"must have the run lengths of COCO as counts, got {fault}"
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
             raise self._fault(i, column, "must have counts, a list of whole numbers or a text", counts, j)
         height, width = size
@@ -429,7 +436,8 @@ class _InstanceBuilder:
 
     def __init__(self) -> None:
         self._counts: list[Ints] = []
-        self._parts, self._lengths = array("q", [0]), array("q", [0])
+        self._parts = array("q", [0])
+        self._lengths = array("q", [0])
         self._blocks: list[Floats] = []
         self._block: list[Floats] = []
         self._sizes = array("i")

@@ -83,7 +83,10 @@ class TableSource:
     """What sources have in common whose labels and records are in memory: see `Source` and `RecordSource`."""
 
     def __init__(self, classes: tuple[str, ...], labels: Array, has_labels: bool, table: RecordTable) -> None:
-        self.classes, self.labels, self.has_labels, self._table = classes, labels, has_labels, table
+        self.classes = classes
+        self.labels = labels
+        self.has_labels = has_labels
+        self._table = table
 
     @property
     def fields(self) -> tuple[Field, ...]:

@@ -44,7 +44,8 @@ class Subset:
     """
 
     def __init__(self, source: Source, indices: Ints) -> None:
-        self.source, self.indices = source, indices
+        self.source = source
+        self.indices = indices
         self.labels = source.labels[indices]
         self.shard_sizes = _shard_sizes(source.shard_sizes, indices)
 
@@ -104,9 +105,11 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
         start, stop = source.splits[name]  # type: ignore[attr-defined]  # a source whose splits have names
         return Subset(source, np.arange(start, stop))
     place = spec.part_names.index(name)
-    labels, classes = source.labels, source.classes
+    labels = source.labels
+    classes = source.classes
     if not has_one_class(source):
-        labels, classes = np.zeros(len(source), np.int64), ("",)
+        labels = np.zeros(len(source), np.int64)
+        classes = ("",)
     indices = split_indices(labels, classes, [share for _, share in spec.fractions], spec.seed, place)
     if not len(indices):
         raise SourceError(

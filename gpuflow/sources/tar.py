@@ -82,13 +82,16 @@ class TarSource(TableSource):
         table: RecordTable = NO_FIELDS,
     ) -> None:
         super().__init__(classes, labels, has_labels, table)
-        self.storage, self._shards, self._images = storage, index.shards, index.images
+        self.storage = storage
+        self._shards = index.shards
+        self._images = index.images
         self.shard_sizes: tuple[int, ...] = tuple(index.sizes.tolist())
 
     @cached_property
     def fingerprint(self) -> str:
         """See `gpuflow.sources.base.fingerprint`. Names and sizes of the images, names and lengths of the shards."""
-        sizes, known = self._images.sizes, self._table.digest()
+        sizes = self._images.sizes
+        known = self._table.digest()
         return fingerprint(self.entries, self.labels, self.classes, sizes, self.shard_sizes, known=known)
 
     @property
@@ -139,7 +142,8 @@ class Tar(WithExtensions, WithWindow, Cached, Named):
 
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         if field.type == "image" and field.column is not None:
-            rule, action = "must not be given in a source.tar", "the image is the member with an image's suffix"
+            rule = "must not be given in a source.tar"
+            action = "the image is the member with an image's suffix"
             yield Problem.of("column", rule, action=action, code="config.conflict")
 
     @property
@@ -237,7 +241,9 @@ class _Index:
     """
 
     def __init__(self, spec: Tar, shards: Sequence[Shard], arrays: Mapping[str, Array]) -> None:
-        self.arrays, self.images, self.sizes = arrays, Places.of(arrays), arrays["shard_sizes"]
+        self.arrays = arrays
+        self.images = Places.of(arrays)
+        self.sizes = arrays["shard_sizes"]
         self.shards = Shards(tuple(shards), np.cumsum(self.sizes))
         self.locate = Locate(self.sample, self._value, self._row)
         if not len(self.images.names):
@@ -286,7 +292,10 @@ def _with_labels(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSou
     scan = partial(_labelled_images, extensions=spec.image_suffixes)
 
     def make() -> dict[str, Array]:
-        images, codes, values, counts = MemberTable(), list[Ints](), Codes(), list[int]()
+        images = MemberTable()
+        codes = list[Ints]()
+        values = Codes()
+        counts = list[int]()
         for labelled in storage.scan(shards, scan):
             images.add([image for image, _ in labelled])
             codes.append(np.array([values[label] for _, label in labelled], np.int64))
@@ -297,7 +306,8 @@ def _with_labels(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSou
 
     names = {*MemberTable().arrays(), "codes", "values", "shard_sizes"}
     index = _Index(spec, shards, cached_arrays("tar", shards, spec.extensions, names, make))
-    codes, values = index.arrays["codes"], json.loads(index.arrays["values"].tobytes())
+    codes = index.arrays["codes"]
+    values = json.loads(index.arrays["values"].tobytes())
     classes, labels = resolve_labels(
         values, spec.classes, lambda code: index.sample(int(np.argmax(codes == code))), spec.tar
     )
@@ -313,7 +323,8 @@ def _labelled_images(shard: Shard, read_at: ReadAt, extensions: tuple[str, ...])
 def _label(shard: Shard, sample: Sample) -> str:
     """Return the label as written in a sample's .cls member, else in its .json member."""
     image, members, contents = sample
-    here, label = f"{shard.path}/{image.name}", None
+    here = f"{shard.path}/{image.name}"
+    label = None
     if "cls" in members:
         here = f"{shard.path}/{members['cls'].name}"
         label = text_of(contents["cls"], here)
@@ -492,7 +503,8 @@ def _arrays_of(shards: Iterable[list[Sample]], suffixes: Sequence[str], masks: S
 
     shards: the samples of each. suffixes, masks: of members that are contents and masks.
     """
-    images, shard_sizes = MemberTable(), list[int]()
+    images = MemberTable()
+    shard_sizes = list[int]()
     texts: dict[str, tuple[bytearray, list[int]]] = {suffix: (bytearray(), []) for suffix in suffixes}
     mask_tables = {suffix: MemberTable() for suffix in masks}
     for samples in shards:

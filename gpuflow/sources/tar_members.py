@@ -224,7 +224,8 @@ def _header(block: bytes, shard: Shard, offset: int) -> tarfile.TarInfo | None:
 
 def _size(header: tarfile.TarInfo, attributes: Mapping[str, str], shard: Shard, offset: int) -> int:
     """Return the size of a member. An extended header, if there is one, overrides its header."""
-    size, extended = header.size, attributes.get("size")
+    size = header.size
+    extended = attributes.get("size")
     if header.isreg() and extended is not None:
         size = int(extended) if _DIGITS.fullmatch(extended) else -1
     if size < 0:
@@ -289,7 +290,8 @@ class MemberTable:
     """Collects the names and places of members, shard by shard."""
 
     def __init__(self) -> None:
-        self._names, self._places = PathTableBuilder(), [np.zeros((0, 2), np.int64)]
+        self._names = PathTableBuilder()
+        self._places = [np.zeros((0, 2), np.int64)]
 
     def add(self, members: Sequence[Member]) -> None:
         """Append the members of the next shard."""
@@ -298,7 +300,8 @@ class MemberTable:
 
     def arrays(self, prefix: str = "") -> dict[str, Array]:
         """Return the table as arrays, whose names begin with `prefix`; `Places.of` reads them."""
-        names, places = self._names.build(), np.concatenate(self._places)
+        names = self._names.build()
+        places = np.concatenate(self._places)
         return {
             f"{prefix}names": np.frombuffer(names.blob, np.uint8),
             f"{prefix}name_starts": names.starts,

@@ -31,12 +31,14 @@ def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
         return None
     part: slice | Ints = slice(None)
     if isinstance(source, Subset):
-        part, source = source.indices, source.source
+        part = source.indices
+        source = source.source
     if spec.weights.file is not None:
         place = os.path.expanduser(spec.weights.file)
         weights, lines = _from_file(place, spec.weights.column)
     else:
-        place, lines = spec.where, None
+        place = spec.where
+        lines = None
         weights = _from_column(spec, spec.weights.column or "", source)
     if len(weights) != len(source):
         raise SourceError(
@@ -140,7 +142,8 @@ def _from_rows(place: str, column: str | None, rows: list[tuple[int, list[str]]]
     cell = 0
     if column is not None:
         header = [name.strip() for name in rows[0][1]] if rows else []
-        cell, rows = column_of(column, header, f"source.weights: {place}:1"), rows[1:]
+        cell = column_of(column, header, f"source.weights: {place}:1")
+        rows = rows[1:]
     numbers = np.empty(len(rows))
     for i, (line, row) in enumerate(rows):
         if column is None and len(row) != 1:

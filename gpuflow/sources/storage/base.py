@@ -82,7 +82,9 @@ class Payload:
         wrong = [i for i, (offset, size) in enumerate(places) if not 0 <= offset <= offset + size <= room]
         if not wrong:
             return
-        offsets, sizes, errors = list(self.offsets), list(self.sizes), list(self.errors)
+        offsets = list(self.offsets)
+        sizes = list(self.sizes)
+        errors = list(self.errors)
         for i in wrong:
             rule = f"its place must be within the {room} bytes that were read, got {sizes[i]} bytes at {offsets[i]}"
             offsets[i], sizes[i], errors[i] = 0, 0, errors[i] or f"{rule}; repair the file that gives its size"

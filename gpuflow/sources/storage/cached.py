@@ -108,7 +108,8 @@ class CachedStorage:
     def __init__(self, storage: RemoteStorage, spec: CacheSpec) -> None:
         self._storage = storage
         self._cache = DiskCache(spec.dir, spec.size)
-        self._listed, self._has_versions = _Listed(), True
+        self._listed = _Listed()
+        self._has_versions = True
         self._counting = threading.Lock()
         self._renewed: set[str] = set()
         self._hits = self._misses = self._hit_bytes = self._downloaded_bytes = 0
@@ -228,7 +229,8 @@ class CachedStorage:
         if without is None:
             return True
         with self._counting:
-            first, self._has_versions = self._has_versions, False
+            first = self._has_versions
+            self._has_versions = False
         if first:
             warnings.warn(
                 f"{redacted(without)}: its server gives no ETag and no time of change, so source.cache does not keep "
@@ -370,12 +372,14 @@ def _keys(digests: Sequence[bytes]) -> NDArray[np.uint64]:
 
 def _pieces(shard: Shard, start: int, size: int) -> list[_Piece]:
     """Return the parts of blocks that are a range of a shard."""
-    version, end = _version(shard.size, shard.stamp), min(start + size, shard.size)
+    version = _version(shard.size, shard.stamp)
+    end = min(start + size, shard.size)
     pieces = []
     for first in range(start - start % BLOCK_BYTES, end, BLOCK_BYTES):
         last = min(first + BLOCK_BYTES, shard.size)
         name = _digest(f"{shard.path}\0{first}\0{BLOCK_BYTES}").hex()
-        at, until = max(start, first), min(end, last)
+        at = max(start, first)
+        until = min(end, last)
         pieces.append(_Piece(_Entry(name, shard.path, first, last, version), at - first, until - at))
     return pieces
 

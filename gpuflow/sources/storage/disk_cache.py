@@ -36,7 +36,10 @@ from gpuflow.runtime.files import atomic_write, lock_within
 VERSION_BYTES = 16
 
 _FORMAT = "gpuflow cache, format 1\n"
-_MARKER, _USED, _PARTIAL, _ENTRIES = "gpuflow-cache", "used", "partial", "entries"
+_MARKER = "gpuflow-cache"
+_USED = "used"
+_PARTIAL = "partial"
+_ENTRIES = "entries"
 _LOCK_SECONDS = 60.0
 """The longest wait for the cache's lock, which another process holds while it reads the list of files."""
 _SPARE = 1 / 20
@@ -78,7 +81,9 @@ class Claim:
     """The right to write one entry, held by an open and locked file in `partial`."""
 
     def __init__(self, name: str, path: Path, descriptor: int) -> None:
-        self.name, self.path, self.descriptor = name, path, descriptor
+        self.name = name
+        self.path = path
+        self.descriptor = descriptor
 
 
 @final
@@ -96,10 +101,12 @@ class DiskCache:
     """
 
     def __init__(self, folder: str, size: int) -> None:
-        self.folder, self.size = Path(os.path.abspath(os.path.expanduser(folder))), size
+        self.folder = Path(os.path.abspath(os.path.expanduser(folder)))
+        self.size = size
         self.opened_ns = time.time_ns()
         self.damaged = 0
-        self._guard, self._counting = threading.Lock(), threading.Lock()
+        self._guard = threading.Lock()
+        self._counting = threading.Lock()
         self.writing = True
         self._used = -1
         self._finalizer: weakref.finalize[..., DiskCache] | None = None
@@ -334,7 +341,8 @@ class DiskCache:
     def _stop_writing(self, fault: OSError) -> None:
         """Warn at the first fault, and add nothing from then on."""
         with self._counting:
-            first, self.writing = self.writing, False
+            first = self.writing
+            self.writing = False
         if first:
             is_full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
             action = "free disk space, or lower source.cache.size" if is_full else "repair it, or name another one"
@@ -448,7 +456,8 @@ def _read(descriptor: int, file_size: int, version: bytes | None, start: int, si
     if version is not None and its_version != version:
         return None
     end = length if size is None else min(length, start + size)
-    from_page, to_page = start // _PAGE_BYTES, -(-end // _PAGE_BYTES)
+    from_page = start // _PAGE_BYTES
+    to_page = -(-end // _PAGE_BYTES)
     at = from_page * _PAGE_BYTES
     wanted = min(length, to_page * _PAGE_BYTES) - at
     data = os.pread(descriptor, wanted, first + at)
@@ -474,7 +483,8 @@ def _write(descriptor: int, data: bytes, at: int) -> None:
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, at)
-        view, at = view[count:], at + count
+        view = view[count:]
+        at = at + count
 
 
 def _remove_foreign(path: Path) -> bool:

@@ -82,7 +82,8 @@ class Refusal(Exception):
     """An answer that is not the file. code: its status. retry_after: the seconds that the server asks to wait, or 0."""
 
     def __init__(self, code: int, retry_after: float = 0.0) -> None:
-        self.code, self.retry_after = code, retry_after
+        self.code = code
+        self.retry_after = retry_after
         super().__init__(f"its server answered {code} {responses.get(code, '')}".rstrip())
 
 
@@ -214,7 +215,8 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     if text.isascii() and text.isdecimal():
         return float(text[:9])  # more digits are as good as never
     try:
-        when, now = (_time(text), _time(headers.get("Date", "")) if headers.get("Date") else datetime.now(UTC))
+        when = _time(text)
+        now = _time(headers.get("Date", "")) if headers.get("Date") else datetime.now(UTC)
     except (ValueError, TypeError, OverflowError):
         return 0.0
     return max(0.0, (when - now).total_seconds())

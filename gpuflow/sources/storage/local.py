@@ -151,7 +151,8 @@ class LocalStorage:
             return _reason(fault)
         if S_IFMT(status.st_mode) != S_IFREG:
             return "is a directory" if S_IFMT(status.st_mode) == S_IFDIR else "not a regular file"
-        stamp, made = str(status.st_mtime_ns), str(status.st_ctime_ns)
+        stamp = str(status.st_mtime_ns)
+        made = str(status.st_ctime_ns)
         return Shard(path=path, size=status.st_size, stamp=stamp, made=made)
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
@@ -187,7 +188,10 @@ class _OpenFile:
     __slots__ = ("_state", "address", "broken", "descriptor", "key", "users")
 
     def __init__(self, key: Shard, descriptor: int) -> None:
-        self.key, self.descriptor, self.users, self.broken = key, descriptor, 0, False
+        self.key = key
+        self.descriptor = descriptor
+        self.users = 0
+        self.broken = False
         self._state = np.array([descriptor, key.size, int(key.stamp)], np.int64)
         self.address = self._state.ctypes.data
 
@@ -200,7 +204,8 @@ class _FilePool:
     """
 
     def __init__(self, base: bytes, limit: int = 32) -> None:
-        self._base, self._limit = base, limit
+        self._base = base
+        self._limit = limit
         self._lock = threading.Lock()
         self._files: OrderedDict[Shard, _OpenFile] = OrderedDict()
 

@@ -33,7 +33,9 @@ from gpuflow.sources.storage.http import (
 )
 from gpuflow.sources.storage.local import PERMANENT
 
-_FIRST, _LEAST, _MOST = 16, 1, 128
+_FIRST = 16
+_LEAST = 1
+_MOST = 128
 _POLL_SECONDS = 0.1
 
 
@@ -52,8 +54,11 @@ class RequestLimit:
 
     def __init__(self) -> None:
         self._free = threading.Condition()
-        self._limit, self._under_way, self._answered = _FIRST, 0, 0
-        self._paused_until, self._closed = 0.0, False
+        self._limit = _FIRST
+        self._under_way = 0
+        self._answered = 0
+        self._paused_until = 0.0
+        self._closed = False
 
     @property
     def limit(self) -> int:
@@ -108,11 +113,13 @@ class RequestLimit:
 
     def _adjust(self, answered: int, *, overloaded: bool) -> None:
         if overloaded:
-            self._limit, self._answered = max(_LEAST, self._limit // 2), 0
+            self._limit = max(_LEAST, self._limit // 2)
+            self._answered = 0
             return
         self._answered += answered
         if self._answered >= self._limit:
-            self._limit, self._answered = min(_MOST, self._limit + 1), 0
+            self._limit = min(_MOST, self._limit + 1)
+            self._answered = 0
 
 
 T = TypeVar("T")
@@ -167,7 +174,8 @@ class RemoteStorage:
             raise MissingExtra(f"reading {url}", "fsspec", "remote") from absent
         if "::" in url:
             raise SourceError(f"{url} chains file systems by '::', which gpuflow does not read; copy the files first")
-        self._limits, self._limit = TimeLimits.current(), RequestLimit()
+        self._limits = TimeLimits.current()
+        self._limit = RequestLimit()
         self._over_http = is_over_http(url)
         self._down_since: float | None = None
         self._said = False
@@ -245,7 +253,8 @@ class RemoteStorage:
         waiting = list(range(len(items)))
         for attempt in count(1):
             found = self._attempt(function, [items[i] for i in waiting], begun + longest)
-            asked, rest = waiting[: len(found)], waiting[len(found) :]
+            asked = waiting[: len(found)]
+            rest = waiting[len(found) :]
             for i, answer in zip(asked, found, strict=True):
                 answers[i] = answer
             failed = [i for i in asked if _is_temporary(answers[i])]
@@ -261,12 +270,14 @@ class RemoteStorage:
 
     def _begun(self) -> float:
         """Return the time that attempts which begin now are counted from: a server is away for all threads."""
-        now, since = time.monotonic(), self._down_since
+        now = time.monotonic()
+        since = self._down_since
         return now if since is None else min(now, since)
 
     def _wait(self, attempt: int, begun: float, url: str, faults: Sequence[BaseException]) -> None:
         """Wait before the next attempt. Raises the fault of the last one if there is no time for another."""
-        now, begun = time.monotonic(), min(begun, self._begun())
+        now = time.monotonic()
+        begun = min(begun, self._begun())
         if self._down_since is None:
             self._down_since = begun
         left = begun + self._limits.tried - now
@@ -288,7 +299,8 @@ class RemoteStorage:
         """Return the error for a fault of the environment that every attempt met."""
         if is_system_fault(fault):
             return system_fault(fault, url)
-        reason, timeout = reason_of(fault, with_type=not isinstance(fault, Refusal)), self._limits.timeout
+        reason = reason_of(fault, with_type=not isinstance(fault, Refusal))
+        timeout = self._limits.timeout
         error = ServerFault(
             f"{_server_of(url)}: {reason}; tried for {seconds:.1f} s, as run.timeout_s = {timeout:g} allows; check "
             f"that it can be reached and allows this many requests, or raise run.timeout_s; it was asked for {url}"
@@ -474,7 +486,8 @@ def read_in_blocks(shard: Shard, read: Callable[[int, int], bytes | str], unit: 
 
     Raises SourceError, with that reason.
     """
-    start, data = 0, b""
+    start = 0
+    data = b""
 
     def read_at(offset: int, size: int) -> bytes:
         nonlocal start, data
