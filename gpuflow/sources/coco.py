@@ -21,7 +21,7 @@ from gpuflow.arrays import Ints
 from gpuflow.errors import Problem, SourceError, near_word, show
 from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.sources.directories import missing_path
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec
 from gpuflow.sources.files import FileSource, Listed
 from gpuflow.sources.labels import Locate
 from gpuflow.sources.listing_text import check_path, load, parsed_json, resolved
@@ -121,7 +121,7 @@ class Coco(Listed, Samples):
         return self.images
 
     @property
-    def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
+    def fields_in_full(self) -> FieldPairs:
         declared = self.declared or tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
         return tuple((name, replace(_with_column(field), labels=self.labels_of(field))) for name, field in declared)
 
@@ -226,7 +226,7 @@ def _or_empty(value: Any) -> Any:
     return [] if value is None else value
 
 
-def _default_fields(annotations: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, FieldSpec], ...]:
+def _default_fields(annotations: Sequence[Mapping[str, Any]]) -> FieldPairs:
     """Return boxes, and the masks and keypoints that annotations have."""
     fields = [("boxes", FieldSpec(type="boxes"))]
     kept = [annotation for annotation in annotations if not _is_crowd(annotation)]
@@ -278,7 +278,7 @@ def _empty_keypoints(document: Mapping[str, Any], place: str) -> list[float]:
 def _columns(
     images: Sequence[Mapping[str, Any]],
     annotations: Sequence[Sequence[Mapping[str, Any]]],
-    declared: Sequence[tuple[str, FieldSpec]],
+    declared: FieldPairs,
     empty_keypoints: Sequence[float],
     place: str,
 ) -> dict[str, list[Any]]:

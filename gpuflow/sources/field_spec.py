@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Annotated, Any, Literal, get_args
@@ -12,6 +12,8 @@ from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 
 Type = Literal["image", "label", "boxes", "mask", "keypoints", "number", "text", "any"]
 TYPES: tuple[Type, ...] = get_args(Type)
+GivenClasses = int | tuple[str, ...] | None
+"""How many classes there are, or their names; None if the labels say it."""
 MaskFormat = Literal["bmp", "gif", "jpeg", "pnm", "tiff"]
 
 
@@ -62,7 +64,9 @@ class FieldSpec:
         return self.type == "mask" and self.kind in (None, "file")
 
 
-Fields = Mapping[str, FieldSpec | None] | tuple[tuple[str, FieldSpec], ...]
+FieldPairs = tuple[tuple[str, FieldSpec], ...]
+"""Declared fields: the name and the spec of each."""
+Fields = Mapping[str, FieldSpec | None] | FieldPairs
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "image": ("column",),
@@ -78,9 +82,7 @@ _KINDS = {"label": ("class", "classes", "number", "vector"), "mask": ("file", "r
 _ONCE = ("image", "label", "boxes")
 
 
-def classes_of_boxes(
-    declared: Sequence[tuple[str, FieldSpec]], classes: int | tuple[str, ...] | None
-) -> int | tuple[str, ...] | None:
+def classes_of_boxes(declared: FieldPairs, classes: GivenClasses) -> GivenClasses:
     """Return the classes of the boxes' labels: the boxes' own, else those of the source if no label is declared.
 
     classes: those of the source.
@@ -89,12 +91,18 @@ def classes_of_boxes(
     return classes if own is None and all(field.type != "label" for _, field in declared) else own
 
 
-def label_field(declared: Sequence[tuple[str, FieldSpec]]) -> tuple[str, FieldSpec | None]:
-    """Return the column and the spec of the samples' labels; an empty name and None if no label is declared."""
-    return next(((field.column or name, field) for name, field in declared if field.type == "label"), ("", None))
+def label_field(declared: FieldPairs, classes: GivenClasses) -> tuple[str, FieldSpec | None, GivenClasses]:
+    """Return the column, the spec and the classes of the samples' labels; an empty name and None without a label.
+
+    classes: those of the source, by default also of the label.
+    """
+    for name, field in declared:
+        if field.type == "label":
+            return field.column or name, field, classes if field.classes is None else field.classes
+    return "", None, classes
 
 
-def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
+def pairs_of_fields(given: Fields) -> FieldPairs:
     """Return the fields as pairs of name and spec, each with its type where the name says it."""
     items: Iterable[tuple[str, Any]] = given.items() if isinstance(given, Mapping) else given
     pairs = []
@@ -112,9 +120,7 @@ def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
     return tuple(pairs)
 
 
-def field_problems(
-    pairs: Sequence[tuple[str, FieldSpec]], labels_of: Callable[[FieldSpec], str | None]
-) -> Iterator[Problem]:
+def field_problems(pairs: FieldPairs, labels_of: Callable[[FieldSpec], str | None]) -> Iterator[Problem]:
     """Yield a problem for each broken rule between the keys of fields, its path from the mapping of fields on.
 
     Args:

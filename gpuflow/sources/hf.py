@@ -20,7 +20,7 @@ from gpuflow.errors import Problem, SourceError, near_word
 from gpuflow.pipeline.records import MaskFile
 from gpuflow.sources.base import Source, fingerprint, relative
 from gpuflow.sources.directories import ancestors, identity_of, matching, missing_path, walk
-from gpuflow.sources.field_spec import Fields, FieldSpec, classes_of_boxes, label_field
+from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, classes_of_boxes, label_field
 from gpuflow.sources.hf_tables import (
     Cells,
     Table,
@@ -309,15 +309,15 @@ class _Reader:
         names = [table.shard.path for table in self._tables]
         if not declared:
             column = self._label_column()
-            classes, labels = self._labels(FieldSpec(type="label", column=column), column)
+            classes, labels = self._labels(FieldSpec(type="label", column=column), column, self._spec.classes)
             return HfSource(cells, names, labels, classes, splits)
         records = self._records()
-        column, label = label_field(self._spec.declared)
+        column, label, given = label_field(self._spec.declared, self._spec.classes)
         if label is None:
             classes = records.box_classes
             labels = np.zeros(int(self._rows.ends[-1]), np.int64)
         else:
-            classes, labels = self._labels(label, column)
+            classes, labels = self._labels(label, column, given)
         return HfSource(cells, names, labels, classes, splits, has_labels=label is not None, table=records)
 
     def _cells(self, column: str) -> Cells:
@@ -417,7 +417,7 @@ class _Reader:
         names = feature.get("names") if _type_of(feature) == "ClassLabel" else None
         return tuple(map(str, names)) if isinstance(names, list) else None
 
-    def _classes_of(self, column: str, given: int | Classes | None) -> int | Classes | None:
+    def _classes_of(self, column: str, given: GivenClasses) -> GivenClasses:
         """Return the classes that a column's values are of: what is given, else the names that `datasets` knows."""
         names = self._class_names(column)
         if names is None or isinstance(given, tuple):
@@ -426,8 +426,7 @@ class _Reader:
             raise SourceError(f"{self._where}: {column} has {len(names)} classes, and classes says {given}; remove it")
         return names
 
-    def _labels(self, field: FieldSpec, column: str) -> tuple[Classes, Array]:
-        classes = field.classes if field.classes is not None else self._spec.classes
+    def _labels(self, field: FieldSpec, column: str, classes: GivenClasses) -> tuple[Classes, Array]:
         self._check_column(column, "the column of labels")
         if field.kind in (None, "class") and column in self._schema.names:
             return self._class_labels(column, classes)
@@ -438,7 +437,7 @@ class _Reader:
             labels.add(columns[column])
         return labels.build()
 
-    def _class_labels(self, column: str, classes: int | Classes | None) -> tuple[Classes, Ints]:
+    def _class_labels(self, column: str, classes: GivenClasses) -> tuple[Classes, Ints]:
         """Read labels of one class each, from a column of numbers or of names."""
         pa = pyarrow()
         stored = self._schema.field(column).type
@@ -473,7 +472,7 @@ class _Reader:
         return found, lookup[numbers]
 
     def _records(self) -> RecordTable:
-        declared = [(name, replace(field, column=field.column or name)) for name, field in self._spec.declared]
+        declared = tuple((name, replace(field, column=field.column or name)) for name, field in self._spec.declared)
         boxes = next((field for _, field in declared if field.type == "boxes"), None)
         classes = classes_of_boxes(declared, self._spec.classes)
         labels = [boxes.labels] if boxes is not None and boxes.labels is not None else []

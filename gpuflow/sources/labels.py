@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpuflow.arrays import Array, Bools, Bytes, Ints
 from gpuflow.errors import SourceError, near_word, show
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import FieldSpec, GivenClasses
 
 _MAX_INFERRED = 1_000_000
 
@@ -29,14 +29,14 @@ class Codes(dict[object, int]):
         return code
 
 
-def texts_of(labels: Iterable[object], classes: int | tuple[str, ...] | None) -> list[str]:
+def texts_of(labels: Iterable[object], classes: GivenClasses) -> list[str]:
     """Return labels as texts for `resolve_labels`. Outer spaces stay if they belong to the name of a class."""
     names = frozenset(classes if isinstance(classes, tuple) else ())
     return [text if text in names else text.strip() for text in map(str, labels)]
 
 
 def resolve_labels(
-    values: Sequence[str], classes: int | tuple[str, ...] | None, locate: Callable[[int], str], place: str
+    values: Sequence[str], classes: GivenClasses, locate: Callable[[int], str], place: str
 ) -> tuple[tuple[str, ...], Ints]:
     """Return the class names, and the label of each distinct value.
 
@@ -194,7 +194,7 @@ class Labels:
         place: the place of the whole source, for messages.
     """
 
-    def __init__(self, classes: int | tuple[str, ...] | None, place: str) -> None:
+    def __init__(self, classes: GivenClasses, place: str) -> None:
         self._classes = classes
         self._place = place
         self._codes = Codes()
@@ -249,9 +249,7 @@ class SampleLabels(Protocol):
         """Build the names of the classes, and the labels: see `Source.labels`."""
 
 
-def sample_labels(
-    spec: FieldSpec, column: str, classes: int | tuple[str, ...] | None, place: str, locate: Locate
-) -> SampleLabels:
+def sample_labels(spec: FieldSpec, column: str, classes: GivenClasses, place: str, locate: Locate) -> SampleLabels:
     """Return the collector of the labels that a field declares.
 
     Args:

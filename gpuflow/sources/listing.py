@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from gpuflow.errors import SourceError, near_word, show
-from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.files import FileSource, Listed
 from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, sample_labels, texts_of
 from gpuflow.sources.listing_text import (
@@ -305,10 +305,9 @@ def _with_fields(spec: Listing, place: str, root: str, *, is_csv: bool) -> FileS
     """
     declared = dict(spec.declared)
     image = next((field.column or name for name, field in declared.items() if field.type == "image"), "path")
-    label_column, label = label_field(spec.declared)
+    label_column, label, label_classes = label_field(spec.declared, spec.classes)
     lines = _Lines(place)
     builder = RecordBuilder(spec.declared, classes_of_boxes(spec.declared, spec.classes), place, lines.locate)
-    label_classes = label.classes if label is not None and label.classes is not None else spec.classes
     labels = None if label is None else sample_labels(label, label_column, label_classes, place, lines.locate)
     masks = {name: field.column or name for name, field in declared.items() if field.is_mask_file}
     tables = {column: PathTableBuilder() for column in (image, *masks.values())}
@@ -398,7 +397,7 @@ def _parsed(texts: list[str], column: str, first: int, lines: _Lines, parser: _P
         raise
 
 
-def _parsers(declared: Sequence[tuple[str, FieldSpec]], place: str) -> dict[str, _Parser]:
+def _parsers(declared: FieldPairs, place: str) -> dict[str, _Parser]:
     """Return how the cells of columns become values.
 
     Raises SourceError if two fields would read one column differently.

@@ -24,7 +24,7 @@ from gpuflow.sources.base import (
     records_of,
     without_records,
 )
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import FieldPairs
 from gpuflow.sources.spec import SourceSpec, WithSplits
 from gpuflow.sources.storage import Allocate, Payload, Storage
 
@@ -276,11 +276,11 @@ class Mix(WithSplits):
         return " and ".join(entry.source.where for entry in self.mix)
 
     @property
-    def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
+    def declared(self) -> FieldPairs:
         return self.mix[0].source.declared
 
     @property
-    def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
+    def fields_in_full(self) -> FieldPairs:
         return self.mix[0].source.fields_in_full
 
 

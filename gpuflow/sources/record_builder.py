@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.pipeline.records import GEOMETRIC, Field, LeftOut, Ragged, Rle
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, GivenClasses
 from gpuflow.sources.labels import Labels, Locate
 from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTable, Rows, Store
 from gpuflow.sources.storage import Storage
@@ -74,8 +74,8 @@ class RecordBuilder:
 
     def __init__(
         self,
-        declared: Sequence[tuple[str, FieldSpec]],
-        classes: int | tuple[str, ...] | None,
+        declared: FieldPairs,
+        classes: GivenClasses,
         place: str,
         locate: Locate,
         *,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 from gpuflow.errors import ConfigError, Problem, SourceError, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.base import Source
-from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_of_fields
+from gpuflow.sources.field_spec import FieldPairs, Fields, FieldSpec, GivenClasses, field_problems, pairs_of_fields
 from gpuflow.sources.storage import CacheSpec, is_remote
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class SourceSpec(ABC):
         return (self,)
 
     @property
-    def classes(self) -> int | tuple[str, ...] | None:
+    def classes(self) -> GivenClasses:
         """Return how many classes there are, or their names; None where the source says it."""
         return None
 
@@ -188,13 +188,13 @@ class SourceSpec(ABC):
         return None
 
     @property
-    def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
+    def declared(self) -> FieldPairs:
         """Return the declared fields as pairs of name and spec; empty if a sample is an image and a label. Of a mix
         those of its first source, which all have."""
         return ()
 
     @property
-    def fields_in_full(self) -> tuple[tuple[str, FieldSpec], ...]:
+    def fields_in_full(self) -> FieldPairs:
         """As `declared`, with what the kind of source adds: fields that need no declaration, and their forms."""
         return self.declared
 
@@ -259,7 +259,7 @@ class Samples(SourceSpec):
         return replace(self, fields=(*files, (name, FieldSpec(type="number", column=column))), **unset)
 
     @property
-    def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
+    def declared(self) -> FieldPairs:
         return pairs_of_fields(self.fields)
 
 

@@ -26,7 +26,7 @@ from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word, redacted, show
 from gpuflow.sources.base import fingerprint, relative
 from gpuflow.sources.directories import missing_path
-from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes, label_field
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_builder import RecordBuilder
@@ -369,8 +369,7 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSou
         _check_present(index, suffix, arrays[f"text.{suffix}.ends"])
     for suffix in mask_suffixes:
         _check_present(index, suffix, arrays[f"mask.{suffix}.starts"])
-    label_column, label = label_field(declared)
-    label_classes = label.classes if label is not None and label.classes is not None else spec.classes
+    label_column, label, label_classes = label_field(declared, spec.classes)
     builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.where, index.locate)
     labels = None if label is None else sample_labels(label, label_column, label_classes, spec.where, index.locate)
     label_reader = _reader_of(index, label_column, declared)
@@ -395,7 +394,7 @@ def _default_column(name: str, field: FieldSpec) -> str:
     return {"text": ".txt", "label": _LABEL}.get(str(field.type), name)
 
 
-def _check_default_members(declared: Sequence[tuple[str, FieldSpec]], place: str) -> None:
+def _check_default_members(declared: FieldPairs, place: str) -> None:
     """Raise SourceError if two fields without a column would both read the member of their type, such as `.txt`."""
     first: dict[str, str] = {}
     for name, field in declared:
@@ -410,7 +409,7 @@ def _check_default_members(declared: Sequence[tuple[str, FieldSpec]], place: str
             )
 
 
-def _check_shared_members(declared: Sequence[tuple[str, FieldSpec]], columns: Mapping[str, str], place: str) -> None:
+def _check_shared_members(declared: FieldPairs, columns: Mapping[str, str], place: str) -> None:
     """Raise SourceError if two fields would read one member differently. Keys of a `.json` member may be shared."""
     first: dict[str, tuple[str, FieldSpec]] = {}
     for name, field in declared:
@@ -448,7 +447,7 @@ class _Rows:
 _Reader = Callable[[int, _Rows], Any]
 
 
-def _reader_of(index: _Index, column: str, declared: Sequence[tuple[str, FieldSpec]]) -> _Reader:
+def _reader_of(index: _Index, column: str, declared: FieldPairs) -> _Reader:
     """Return the function that reads a column of sample i."""
     owner = next((field for _, field in declared if field.column == column), None)
 
