@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Size, size_pair
+from gpuflow.pipeline.parameters import Size, of_size, size_pair
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -48,7 +48,7 @@ class CenterCrop(s.Geometry):
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
-        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+        return of_size(spec, self.size)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2

@@ -11,7 +11,8 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Fill, Size, check_fill, size_pair
+from gpuflow.pipeline.parameters import Fill, Size, check_fill, of_size, size_pair
+from gpuflow.pipeline.warp_parameters import Fill, check_fill, levels_of
 from gpuflow.stages.resize import Interpolation
 
 
@@ -52,13 +53,12 @@ class Letterbox(s.Geometry):
 
     @property
     def padding_fill(self) -> tuple[float, ...]:
-        levels = self.fill if isinstance(self.fill, tuple) else (self.fill,)
-        return levels if any(levels) else (0,)
+        return levels_of(self.fill)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
         check_fill(self.fill, spec)
-        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+        return of_size(spec, self.size)
 
     def torchvision(self) -> Any:
         return functools.partial(_by_torchvision, self)

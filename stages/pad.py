@@ -9,12 +9,12 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.moves import MIRRORS
-from gpuflow.pipeline.parameters import Border, Fill, Padding, check_fill, check_mirrors, levels_of, sides_of
+from gpuflow.pipeline.parameters import Border, Fill, Padding, check_fill, check_mirrors, sides_of
+from gpuflow.pipeline.warp_parameters import Border, Bordered, Fill, check_fill, check_mirrors
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Pad(s.Geometry):
+class Pad(Bordered):
     """Add rows and columns to an image, as torchvision's Pad does.
 
     Args:
@@ -41,22 +41,6 @@ class Pad(s.Geometry):
             cls(padding=5, fill=114),
             cls(padding=(4, 0, 3, 7), border="symmetric"),
         )
-
-    @property
-    def pads(self) -> bool:
-        return self.border == "constant"
-
-    @property
-    def padding_fill(self) -> tuple[float, ...]:
-        return levels_of(self.fill)
-
-    @property
-    def warps(self) -> s.Lookup | None:
-        return None if self.pads else s.Lookup("nearest", self.border, (0,))
-
-    @property
-    def mirrors(self) -> bool:
-        return self.border in MIRRORS
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -9,7 +9,6 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.moves import MIRRORS
 from gpuflow.pipeline.parameters import (
     Border,
     Fill,
@@ -17,14 +16,15 @@ from gpuflow.pipeline.parameters import (
     Size,
     check_fill,
     check_mirrors,
-    levels_of,
+    of_size,
     sides_of,
     size_pair,
 )
+from gpuflow.pipeline.warp_parameters import Border, Bordered, Fill, check_fill, check_mirrors
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RandomCrop(s.Geometry):
+class RandomCrop(Bordered):
     """Crop a box at a random place, as torchvision's RandomCrop does.
 
     An image that is smaller than the box even with padding is a bad sample, unless it is padded as needed.
@@ -67,24 +67,8 @@ class RandomCrop(s.Geometry):
         return True
 
     @property
-    def _may_pad(self) -> bool:
+    def adds_pixels(self) -> bool:
         return self.pad_if_needed or any(sides_of(self.padding))
-
-    @property
-    def pads(self) -> bool:
-        return self._may_pad and self.border == "constant"
-
-    @property
-    def padding_fill(self) -> tuple[float, ...]:
-        return levels_of(self.fill)
-
-    @property
-    def warps(self) -> s.Lookup | None:
-        return s.Lookup("nearest", self.border, (0,)) if self._may_pad and self.border != "constant" else None
-
-    @property
-    def mirrors(self) -> bool:
-        return self._may_pad and self.border in MIRRORS
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
@@ -92,7 +76,7 @@ class RandomCrop(s.Geometry):
         check_mirrors(self.border, self._padding_of(spec), spec)
         if not self.pad_if_needed:
             _check_fits(size_pair(self.size), spec, sides_of(self.padding))
-        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+        return of_size(spec, self.size)
 
     def _padding_of(self, spec: s.ImageSpec) -> tuple[int, int, int, int]:
         """Return left, top, right, bottom for images of this spec, without what unknown sides may need."""
@@ -123,7 +107,7 @@ class RandomCrop(s.Geometry):
         y = (place[:, 0] * (np.maximum(height + top + bottom - crop_height, 0) + 1)).astype(np.int64)
         x = (place[:, 1] * (np.maximum(width + left + right - crop_width, 0) + 1)).astype(np.int64)
         box = np.full_like(height, crop_height), np.full_like(width, crop_width)
-        if not self._may_pad:
+        if not self.adds_pixels:
             return (s.Crop(y, x, *box),)
         if isinstance(self.padding, int) and not self.pad_if_needed and self.pads and not any(self.padding_fill):
             return (s.Crop(y - top, x - left, *box, margin=self.padding),)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, Ratio
+from gpuflow.pipeline.parameters import Probability, Ratio, box_sides
 
 _ATTEMPTS = 10
 _IMAGENET = (124, 116, 104)
@@ -88,11 +88,7 @@ class RandomErasing(s.Pointwise):
     def _boxes(self, coefficients: Floats, height: Ints, width: Ints) -> tuple[Bools, Ints]:
         """Return for images of these sizes [N] whether a drawn box fits, [N], and the first that does, [N, 4]."""
         areas, ratios = coefficients[:, 6 : 6 + _ATTEMPTS], coefficients[:, 6 + _ATTEMPTS :]
-        low, high = self.scale
-        area = (height * width)[:, None] * (low + areas * (high - low))
-        log_low, log_high = np.log(self.ratio)
-        ratio = np.exp(log_low + ratios * (log_high - log_low))
-        tall, wide = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        tall, wide = box_sides((height * width)[:, None], areas, ratios, self.scale, self.ratio)
         fits = (tall < height[:, None]) & (wide < width[:, None])
         first = fits.argmax(axis=1)[:, None]
         size = np.concatenate([np.take_along_axis(side, first, 1) for side in (tall, wide)], axis=1)

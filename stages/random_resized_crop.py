@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Ratio, Size, size_pair
+from gpuflow.pipeline.parameters import Ratio, Size, box_sides, of_size, size_pair
 from gpuflow.stages.resize import Interpolation
 
 _ATTEMPTS = 10
@@ -54,7 +54,7 @@ class RandomResizedCrop(s.Geometry):
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
-        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+        return of_size(spec, self.size)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2
@@ -90,10 +90,7 @@ class RandomResizedCrop(s.Geometry):
         """
         H, W = height[:, None], width[:, None]
         areas, ratios = numbers[:, first:last], numbers[:, _ATTEMPTS + first : _ATTEMPTS + last]
-        area = H * W * (self.scale[0] + areas * (self.scale[1] - self.scale[0]))
-        low, high = np.log(self.ratio)
-        ratio = np.exp(low + ratios * (high - low))
-        box_w, box_h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        box_w, box_h = box_sides(H * W, areas, ratios, self.scale, self.ratio)
         fits = (box_w > 0) & (box_w <= W) & (box_h > 0) & (box_h <= H)
         rows, chosen = np.arange(len(height)), fits.argmax(axis=1)
         h, w = box_h[rows, chosen].astype(np.int64), box_w[rows, chosen].astype(np.int64)

@@ -11,8 +11,9 @@ import numpy as np
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Border, Fill, Size, WarpingStage, WarpInterpolation, size_pair
+from gpuflow.pipeline.parameters import Border, Fill, Size, WarpingStage, WarpInterpolation, of_size, size_pair
 from gpuflow.pipeline.records import LARGEST, independent
+from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation
 
 _Row = tuple[float, float, float]
 _Point = tuple[float, float]
@@ -91,7 +92,7 @@ class WarpAffine(WarpingStage):
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         spec = super().output(spec)
-        return spec if self.size is None else spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+        return spec if self.size is None else of_size(spec, self.size)
 
     def torchvision(self) -> Any:
         raise NotImplementedError("warp_affine is no transform of torchvision")

@@ -60,6 +60,11 @@ def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
+def of_size(spec: ImageSpec, size: int | tuple[int, int]) -> ImageSpec:
+    """Return a spec with this size of the image."""
+    return spec.replace(shape=(*size_pair(size), spec.shape[2]))
+
+
 def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     """Return left, top, right, bottom of a `Padding`."""
     if isinstance(padding, int):
@@ -87,6 +92,23 @@ def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, floa
     numbers = keys.uniform(2)
     low, high = bounds
     return np.array([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)]).T
+
+
+def box_sides(
+    pixels: Ints, areas: Floats, ratios: Floats, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Floats, Floats]:
+    """Return the longer and the shorter side of boxes of random areas, for ratios above 1; rounded, [N, K].
+
+    Args:
+        pixels: of the images, [N, 1].
+        areas, ratios: random numbers, [N, K].
+        scale: the range of the area as a fraction of the image's.
+        ratio: the range of the ratio of the sides, drawn uniformly in the logarithm.
+    """
+    area = pixels * (scale[0] + areas * (scale[1] - scale[0]))
+    low, high = np.log(ratio)
+    drawn = np.exp(low + ratios * (high - low))
+    return np.rint(np.sqrt(area * drawn)), np.rint(np.sqrt(area / drawn))
 
 
 def with_probability(transform: Any, probability: float) -> Any:
