@@ -75,7 +75,7 @@ def missing_library(names: Sequence[str]) -> MissingExtra | None:
 # --- Pillow -----------------------------------------------------------------------------------------------------------
 
 
-def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
+def _pillow(name: str, prefix: str) -> Callable[[], Any]:
     """Return a function that imports one of Pillow's classes of files, which reads one format, unlike Image.open."""
 
     def load() -> Any:
@@ -85,12 +85,12 @@ def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
 
         if int(PIL.__version__.partition(".")[0]) < _OLDEST_PILLOW:
             raise MissingExtra(f"decoding {LABELS[name]}", f"Pillow {_OLDEST_PILLOW} or newer", _EXTRA)
-        module: Any = importlib.import_module(f"PIL.{plugin}")
+        module: Any = importlib.import_module(f"PIL.{prefix}ImagePlugin")
         if not getattr(module, "SUPPORTED", True):
             raise MissingExtra(f"decoding {LABELS[name]}", "a Pillow that was built with it", _EXTRA)
         if name == "avif" and not module.DEFAULT_MAX_THREADS:
             module.DEFAULT_MAX_THREADS = 1  # gpuflow's threads decode several images at a time
-        return getattr(module, opener)
+        return getattr(module, f"{prefix}ImageFile")
 
     return load
 
@@ -172,19 +172,17 @@ def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> Bytes:
     return pixels if channels in (1, 3) or alpha else np.ascontiguousarray(pixels[..., : channels - 1])
 
 
+_PILLOW = {"tiff": "Tiff", "gif": "Gif", "avif": "Avif", "jp2": "Jpeg2K", "webp_animated": "WebP"}
+"""The formats that Pillow decodes, and how the names of their modules and classes begin."""
 _LIBRARIES: dict[str, Callable[[], Any]] = {
-    "tiff": _pillow("tiff", "TiffImagePlugin", "TiffImageFile"),
-    "gif": _pillow("gif", "GifImagePlugin", "GifImageFile"),
-    "avif": _pillow("avif", "AvifImagePlugin", "AvifImageFile"),
-    "jp2": _pillow("jp2", "Jpeg2KImagePlugin", "Jpeg2KImageFile"),
-    "webp_animated": _pillow("webp_animated", "WebPImagePlugin", "WebPImageFile"),
+    **{name: _pillow(name, prefix) for name, prefix in _PILLOW.items()},
     "heic": _pillow_heif,
     "jxl": _pylibjxl,
 }
 """What imports the library of each format. OpenCV, which is always there, decodes a PNG of 16 bits."""
 
 _DECODERS: dict[str, _Decoder] = {
-    **{name: _by_pillow(name) for name in ("tiff", "gif", "avif", "jp2", "webp_animated")},
+    **{name: _by_pillow(name) for name in _PILLOW},
     "heic": _by_pillow_heif,
     "jxl": _by_pylibjxl,
 }

@@ -336,17 +336,14 @@ def _random_resized_crop(state: _State, given: _Given) -> Iterator[_Part]:
     yield Entry("random_resized_crop", {"size": size_of(given["size"]), **keys, **filters})
 
 
-def _flip(side: str) -> _Make:
+def _by_chance(stage: str, key: str) -> _Make:
+    """Return what makes a stage whose only parameter, `key`, is a probability."""
+
     def make(state: _State, given: _Given) -> Iterator[_Part]:
         yield from _draws(given)
-        yield Entry("flip", {side: given["p"]})
+        yield Entry(stage, {key: given["p"]})
 
     return make
-
-
-def _invert(state: _State, given: _Given) -> Iterator[_Part]:
-    yield from _draws(given)
-    yield Entry("invert", {"probability": given["p"]})
 
 
 def _to_gray(state: _State, given: _Given) -> Iterator[_Part]:
@@ -500,11 +497,11 @@ _KNOWN: dict[str, tuple[tuple[str, ...], _Make]] = {
     "CenterCrop": (_CROP, _crop("center_crop", rounding="down")),
     "RandomCrop": (_CROP, _crop("random_crop")),
     "RandomResizedCrop": ((*_RESIZE, "size", "scale", "ratio"), _random_resized_crop),
-    "HorizontalFlip": ((), _flip("horizontal")),
-    "VerticalFlip": ((), _flip("vertical")),
+    "HorizontalFlip": ((), _by_chance("flip", "horizontal")),
+    "VerticalFlip": ((), _by_chance("flip", "vertical")),
     "ColorJitter": (("brightness", "contrast", "saturation", "hue"), _color_jitter),
     "ToGray": (("method", "num_output_channels"), _to_gray),
-    "InvertImg": ((), _invert),
+    "InvertImg": ((), _by_chance("invert", "probability")),
     "Posterize": (("num_bits",), _posterize),
     "Rotate": (("limit", "interpolation", "border_mode", "fill", "crop_border", "rotate_method"), _rotate),
     "Normalize": (("mean", "std", "max_pixel_value", "normalization"), _normalize),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,185 +124,203 @@ def read_huggingface(name: str) -> Imported:
     """
     path = Path(name)
     document = read_document(str(path / "preprocessor_config.json" if path.is_dir() else path))
-    return _Reader(document, f"hf:{name}").read()
+    problems = list(document.unknown((), document.data, (*_KEYS, *_IGNORED), "an image processor"))
+    processor = _class_of(document)
+    if isinstance(processor, Problem):
+        problems.append(processor)
+        processor = PROCESSORS["ViTImageProcessor"]
+    file = _File(document=document, processor=processor)
+    converts = bool(file.get("do_convert_rgb", processor.convert))
+    entries = [Entry("decode", {"color": "rgb", "background": [255, 255, 255]}) if converts else decode()]
+    for part in _parts(file):
+        if isinstance(part, Entry):
+            entries.append(part)
+        else:
+            problems.append(part)
+    matches = f"{_MATCHES}{_CONVERTS if converts else _TAKES_RGB}"
+    return Imported(source=f"hf:{name}", matches=(matches,), pipelines={"val": entries}, gaps=tuple(problems))
 
 
-class _Reader:
-    """Reads one file, and gathers what no stage equals."""
-
-    def __init__(self, document: Document, source: str) -> None:
-        self._document, self._source, self._keys = document, source, document.data
-        self._gaps: list[Problem] = list(document.unknown((), document.data, (*_KEYS, *_IGNORED), "an image processor"))
-        self._processor = self._class()
-
-    def read(self) -> Imported:
-        processor = self._processor
-        converts = bool(self._get("do_convert_rgb", processor.convert))
-        entries = [Entry("decode", {"color": "rgb", "background": [255, 255, 255]}) if converts else decode()]
-        if self._get("do_resize", True):
-            entries += self._resize()
-        if self._get("do_center_crop", processor.crop is not None):
-            height, width = self._pair("crop_size", self._get("crop_size", processor.crop or _224))
-            entries.append(_crop(height, width))
-        if self._get("do_pad", False):
-            entries += self._pad()
-        entries += self._scale()
-        matches = f"{_MATCHES}{_CONVERTS if converts else _TAKES_RGB}"
-        return Imported(source=self._source, matches=(matches,), pipelines={"val": entries}, gaps=tuple(self._gaps))
-
-    def _pad(self) -> list[Entry]:
-        """Return the crop of a size that is padded to, which centres smaller images on black."""
-        rule = "pads at the bottom and right, to pad_size or the batch's largest image"
-        if (size := self._get("pad_size", None)) is None:
-            self._gap("do_pad", rule, "leave it out: images of one size need no padding")
-            return []
-        crop = _crop(*self._pair("pad_size", size))
-        self._gap("do_pad", rule, f"center_crop: {{size: {crop.parameters['size']}}}, which centres them on black")
-        return [crop]
-
-    def _class(self) -> Processor:
-        """Return the defaults of the file's class."""
-        key = "image_processor_type" if self._keys.get("image_processor_type") else "feature_extractor_type"
-        name = self._keys.get(key)
-        if not isinstance(name, str):
-            action = "write down the class that you load it with, such as image_processor_type: ViTImageProcessor"
-            raise self._document.error("needs the key 'image_processor_type'", action=action)
-        cut = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-        if cut not in PROCESSORS:
-            nearest = "the stages of ViTImageProcessor with these keys"
-            rule = f"is {name}, which may do more than resize, crop and normalize; known: {', '.join(PROCESSORS)}"
-            self._gap(key, rule, nearest)
-            return PROCESSORS["ViTImageProcessor"]
+def _class_of(document: Document) -> Processor | Problem:
+    """Return the defaults of the file's class; the gap of a class that is not known."""
+    key = "image_processor_type" if document.data.get("image_processor_type") else "feature_extractor_type"
+    name = document.data.get(key)
+    if not isinstance(name, str):
+        action = "write down the class that you load it with, such as image_processor_type: ViTImageProcessor"
+        raise document.error("needs the key 'image_processor_type'", action=action)
+    cut = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    if cut in PROCESSORS:
         return PROCESSORS[cut]
+    rule = f"is {name}, which may do more than resize, crop and normalize; known: {', '.join(PROCESSORS)}"
+    return gap(document.place(key), rule, nearest="the stages of ViTImageProcessor with these keys", path=(key,))
 
-    def _resize(self) -> list[Entry]:
-        processor, filters = self._processor, self._filters()
-        size = self._get("size", processor.size)
-        if self._get("keep_aspect_ratio", False):
-            self._gap("keep_aspect_ratio", "resizes by one scale to about this size", "resize, to exactly this size")
-        multiple, edges = self._positive("ensure_multiple_of", 1), [size]
-        if isinstance(size, Mapping):
-            edges = list(size.values())
-        if any(isinstance(side, int) and side % multiple for side in edges):
-            self._gap("ensure_multiple_of", f"rounds sides to multiples of {multiple:g}", "resize, without rounding")
-        if self._get("use_square_size", False):
-            self._gap("use_square_size", "makes images square, of the side that the class has without 'size'", "resize")
-        if isinstance(size, int):
-            square = self._get("default_to_square", processor.square)
-            size = _square(size) if square else {"shortest_edge": size}
-        if not isinstance(size, Mapping):
-            raise self._document.error("must be a number or a mapping", "size", value=size)
-        sides = {key: value for key, value in size.items() if value is not None}
-        match sides:
-            case {"shortest_edge": int(side), **rest} if processor.crop_pct is not None and not rest:
-                return self._convnext(side, filters)
-            case {"height": int(height), "width": int(width), **rest} if not rest:
-                return [Entry("resize", {"height": height, "width": width, **filters})]
-            case {"shortest_edge": int(side), **rest} if set(rest) <= {"longest_edge"}:
-                return [Entry("resize", {**self._limited(side, rest.get("longest_edge")), **filters})]
-            case {"longest_edge": int(side), **rest} if not rest:
-                self._gap("size", "limits the longer side, by rules of the class", f"resize: {{longer: {side}}}")
-                return [Entry("resize", {"longer": side, **filters})]
-            case {"max_height": int(height), "max_width": int(width), **rest} if not rest:
-                self._gap(
-                    "size",
-                    "fits images into a box",
-                    f"resize: {{longer: {max(height, width)}}}",
-                    "up to one pixel apart",
-                )
-                return [Entry("resize", {"longer": max(height, width), **filters})]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """A file and the defaults of its class."""
+
+    document: Document
+    processor: Processor
+
+    def get(self, key: str, default: Any) -> Any:
+        """Return the value of a key, or the class's default. A switch that is null is off, as in transformers."""
+        keys = self.document.data
+        value = keys.get(key)
+        if value is not None:
+            return value
+        if key in keys and key in _NEVER_NULL:
+            raise self.document.error("must not be null", key, action="write a value, or leave the key out")
+        return False if key in keys and key.startswith("do_") else default
+
+    def positive(self, key: str, default: float | None) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise self.document.error("must be a number above 0", key, value=value)
+        return float(value)
+
+    def numbers(self, key: str, default: tuple[float, ...]) -> list[float]:
+        value = self.get(key, default)
+        value = [value] * 3 if isinstance(value, (int, float)) else list(value)
+        if len(value) != 3 or not all(isinstance(x, (int, float)) for x in value):
+            raise self.document.error("must be three numbers", key, value=value)
+        return value
+
+    def crop(self, key: str, value: Any) -> Entry:
+        """Return the crop of the size that a key has."""
+        match value:
+            case int(side):
+                return _crop(side, side)
+            case {"height": int(height), "width": int(width)}:
+                return _crop(height, width)
             case _:
-                rule = "must give whole numbers: height and width, or shortest_edge, or max_height and max_width"
-                raise self._document.error(rule, "size", value=dict(size))
+                raise self.document.error("must be a number, or height and width", key, value=value)
 
-    def _limited(self, side: int, most: Any) -> dict[str, int]:
-        """Return the size of an image whose shorter side is `side`, or less to keep the longer one within `most`.
+    def gap(self, key: str, rule: str, nearest: str, measured: str = "") -> Problem:
+        return gap(self.document.place(key), rule, nearest=nearest, apart=measured, path=(key,))
 
-        There the processors round the shorter side to the nearest number, and `resize` rounds it down. They also leave
-        an image as it is if its shorter side has that length already.
-        """
-        if most is None:
-            return {"shorter": side}
+
+_Parts = Iterator[Entry | Problem]
+"""The stages of an image processor after decode, in their order, and the gaps that they leave."""
+
+
+def _parts(file: _File) -> _Parts:
+    if file.get("do_resize", True):
+        yield from _resize(file)
+    if file.get("do_center_crop", file.processor.crop is not None):
+        yield file.crop("crop_size", file.get("crop_size", file.processor.crop or _224))
+    if file.get("do_pad", False):
+        yield from _pad(file)
+    yield from _scale(file)
+
+
+def _pad(file: _File) -> _Parts:
+    """Yield the crop of a size that is padded to, which centres smaller images on black."""
+    rule = "pads at the bottom and right, to pad_size or the batch's largest image"
+    if (size := file.get("pad_size", None)) is None:
+        yield file.gap("do_pad", rule, "leave it out: images of one size need no padding")
+        return
+    crop = file.crop("pad_size", size)
+    yield file.gap("do_pad", rule, f"center_crop: {{size: {crop.parameters['size']}}}, which centres them on black")
+    yield crop
+
+
+def _resize(file: _File) -> _Parts:
+    processor = file.processor
+    filters, problems = _filters(file)
+    yield from problems
+    size = file.get("size", processor.size)
+    if file.get("keep_aspect_ratio", False):
+        yield file.gap("keep_aspect_ratio", "resizes by one scale to about this size", "resize, to exactly this size")
+    multiple, edges = file.positive("ensure_multiple_of", 1), [size]
+    if isinstance(size, Mapping):
+        edges = list(size.values())
+    if any(isinstance(side, int) and side % multiple for side in edges):
+        yield file.gap("ensure_multiple_of", f"rounds sides to multiples of {multiple:g}", "resize, without rounding")
+    if file.get("use_square_size", False):
+        yield file.gap(
+            "use_square_size", "makes images square, of the side that the class has without 'size'", "resize"
+        )
+    if isinstance(size, int):
+        size = _square(size) if file.get("default_to_square", processor.square) else {"shortest_edge": size}
+    if not isinstance(size, Mapping):
+        raise file.document.error("must be a number or a mapping", "size", value=size)
+    sides = {key: value for key, value in size.items() if value is not None}
+    match sides:
+        case {"shortest_edge": int(side), **rest} if processor.crop_pct is not None and not rest:
+            yield from _convnext(file, side, filters)
+        case {"height": int(height), "width": int(width), **rest} if not rest:
+            yield Entry("resize", {"height": height, "width": width, **filters})
+        case {"shortest_edge": int(side), **rest} if set(rest) <= {"longest_edge"}:
+            yield from _limited(file, side, rest.get("longest_edge"), filters)
+        case {"longest_edge": int(side), **rest} if not rest:
+            yield file.gap("size", "limits the longer side, by rules of the class", f"resize: {{longer: {side}}}")
+            yield Entry("resize", {"longer": side, **filters})
+        case {"max_height": int(height), "max_width": int(width), **rest} if not rest:
+            longer = max(height, width)
+            yield file.gap("size", "fits images into a box", f"resize: {{longer: {longer}}}", "up to one pixel apart")
+            yield Entry("resize", {"longer": longer, **filters})
+        case _:
+            rule = "must give whole numbers: height and width, or shortest_edge, or max_height and max_width"
+            raise file.document.error(rule, "size", value=dict(size))
+
+
+def _limited(file: _File, side: int, most: Any, filters: Mapping[str, Any]) -> _Parts:
+    """Yield the resize of a shorter side to `side`, or to less where the longer one would be more than `most`.
+
+    There the processors round the shorter side to the nearest number, and `resize` rounds it down. They also leave
+    an image as it is if its shorter side has that length already.
+    """
+    keys = {"shorter": side}
+    if most is not None:
         if not isinstance(most, int):
-            raise self._document.error("must be a whole number", "size", "longest_edge", value=most)
+            raise file.document.error("must be a whole number", "size", "longest_edge", value=most)
         keys = {"shorter": side, "max_size": most} if most > side else {"longer": most}
         shown = ", ".join(f"{key}: {value}" for key, value in keys.items())
         rule = "limits both sides, and rounds the shorter one to the nearest number where the longer one is too long"
-        self._gap("size", rule, f"resize: {{{shown}}}", "of what is resized, sides are at most one pixel apart")
-        return keys
+        yield file.gap("size", rule, f"resize: {{{shown}}}", "of what is resized, sides are at most one pixel apart")
+    yield Entry("resize", {**keys, **filters})
 
-    def _convnext(self, side: int, filters: dict[str, Any]) -> list[Entry]:
-        """Return a resize and a crop below 384 pixels, and a resize to a square from there on."""
-        if side >= 384:
-            return [Entry("resize", {"height": side, "width": side, **filters})]
-        share = self._positive("crop_pct", self._processor.crop_pct)
-        resize = Entry("resize", {"shorter": int(side / share), **filters}, f"{side} / crop_pct {share:g}")
-        return [resize, _crop(side, side)]
 
-    def _filters(self) -> dict[str, Any]:
-        """Return the key `interpolation`, unless it is the default."""
-        resample = self._get("resample", self._processor.resample)
-        if type(resample) is not int or resample not in range(len(_NAMES)):
-            raise self._document.error("must be a filter of Pillow, 0 to 5", "resample", value=resample)
-        if resample in (_BILINEAR, _BICUBIC):
-            return {} if resample == _BILINEAR else {"interpolation": "bicubic"}
-        from PIL import Image
+def _convnext(file: _File, side: int, filters: Mapping[str, Any]) -> Iterator[Entry]:
+    """Yield a resize and a crop below 384 pixels, and a resize to a square from there on."""
+    if side >= 384:
+        yield Entry("resize", {**_square(side), **filters})
+        return
+    share = file.positive("crop_pct", file.processor.crop_pct)
+    yield Entry("resize", {"shorter": int(side / share), **filters}, f"{side} / crop_pct {share:g}")
+    yield _crop(side, side)
 
-        ours = "bicubic" if resample == _LANCZOS else "bilinear"
-        measured = apart(
-            lambda image: image.resize((224, 224), Image.Resampling(resample)),
-            lambda image: image.resize((224, 224), getattr(Image.Resampling, ours.upper())),
-        )
-        if resample == _LANCZOS:
-            measured += "; the fast processor takes bicubic itself with torchvision below 0.27"
-        name = _NAMES[resample]
-        self._gap("resample", f"is {name}, which the stage resize does not have", f"interpolation: {ours}", measured)
-        return {} if ours == "bilinear" else {"interpolation": ours}
 
-    def _scale(self) -> list[Entry]:
-        """Return the rescaling and normalization (pixel * factor - mean) / std, in units of 0 to 1."""
-        factor = self._positive("rescale_factor", _EIGHT_BITS) if self._get("do_rescale", True) else 1.0
-        if not self._get("do_normalize", self._processor.normalizes):
-            if factor == 1:
-                return []
-            return [normalize(std=[_EIGHT_BITS / factor] * 3)]
-        mean, std = (self._numbers(f"image_{key}", getattr(self._processor, key)) for key in ("mean", "std"))
-        unit = _EIGHT_BITS / factor
-        return [normalize([x * unit for x in mean], [x * unit for x in std])]
+def _filters(file: _File) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the key `interpolation`, unless it is the default, and the gap of a filter that `resize` does not have."""
+    resample = file.get("resample", file.processor.resample)
+    if type(resample) is not int or resample not in range(len(_NAMES)):
+        raise file.document.error("must be a filter of Pillow, 0 to 5", "resample", value=resample)
+    ours = "bicubic" if resample in (_BICUBIC, _LANCZOS) else "bilinear"
+    keys = {} if ours == "bilinear" else {"interpolation": ours}
+    if resample in (_BILINEAR, _BICUBIC):
+        return keys, []
+    from PIL import Image
 
-    def _positive(self, key: str, default: float | None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise self._document.error("must be a number above 0", key, value=value)
-        return float(value)
+    measured = apart(
+        lambda image: image.resize((224, 224), Image.Resampling(resample)),
+        lambda image: image.resize((224, 224), getattr(Image.Resampling, ours.upper())),
+    )
+    if resample == _LANCZOS:
+        measured += "; the fast processor takes bicubic itself with torchvision below 0.27"
+    rule = f"is {_NAMES[resample]}, which the stage resize does not have"
+    return keys, [file.gap("resample", rule, f"interpolation: {ours}", measured)]
 
-    def _numbers(self, key: str, default: tuple[float, ...]) -> list[float]:
-        value = self._get(key, default)
-        value = [value] * 3 if isinstance(value, (int, float)) else list(value)
-        if len(value) != 3 or not all(isinstance(x, (int, float)) for x in value):
-            raise self._document.error("must be three numbers", key, value=value)
-        return value
 
-    def _pair(self, key: str, value: Any) -> tuple[int, int]:
-        match value:
-            case int(side):
-                return side, side
-            case {"height": int(height), "width": int(width)}:
-                return height, width
-            case _:
-                raise self._document.error("must be a number, or height and width", key, value=value)
-
-    def _get(self, key: str, default: Any) -> Any:
-        """Return the value of a key, or the class's default. A switch that is null is off, as in transformers."""
-        value = self._keys.get(key)
-        if value is not None:
-            return value
-        if key in self._keys and key in _NEVER_NULL:
-            raise self._document.error("must not be null", key, action="write a value, or leave the key out")
-        return False if key in self._keys and key.startswith("do_") else default
-
-    def _gap(self, key: str, rule: str, nearest: str, measured: str = "") -> None:
-        self._gaps.append(gap(self._document.place(key), rule, nearest=nearest, apart=measured, path=(key,)))
+def _scale(file: _File) -> Iterator[Entry]:
+    """Yield the rescaling and normalization (pixel * factor - mean) / std, in units of 0 to 1."""
+    factor = file.positive("rescale_factor", _EIGHT_BITS) if file.get("do_rescale", True) else 1.0
+    unit = _EIGHT_BITS / factor
+    if file.get("do_normalize", file.processor.normalizes):
+        mean, std = (file.numbers(f"image_{key}", getattr(file.processor, key)) for key in ("mean", "std"))
+        yield normalize([x * unit for x in mean], [x * unit for x in std])
+    elif factor != 1:
+        yield normalize(std=[unit] * 3)
 
 
 def _crop(height: int, width: int) -> Entry:

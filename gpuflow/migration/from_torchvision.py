@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from gpuflow.config.stage_entries import make_stage
-from gpuflow.errors import Problem
 from gpuflow.migration.imported import (
     IMAGENET_MEAN,
     PILLOW_13,
@@ -166,7 +165,7 @@ def _random_apply(state: _State, transform: Any) -> _Step:
     names = ", ".join(type(part).__name__ for part in transform.transforms)
     rule = f"RandomApply of {names} with p={transform.p:g} has no equal stage"
     change = "which changes all images" if transform.p < 1 else ""
-    return _with_gap(step, gap(f"{state.place}:", rule, nearest="its transforms without RandomApply", apart=change))
+    return _with_gap(step, f"{state.place}:", rule, nearest="its transforms without RandomApply", apart=change)
 
 
 def _random_choice(state: _State, transform: Any) -> _Step:
@@ -185,12 +184,11 @@ def _random_order(state: _State, transform: Any) -> _Step:
 def _unlike(step: _Step, state: _State, container: Any) -> _Step:
     """Add the gap of a container to what stands for it."""
     name = type(container).__name__
-    rule, nearest = f"{name} {_REFUSED[name]}", _NEAREST[name]
-    return _with_gap(step, gap(f"{state.place}:", rule, nearest=nearest, apart=_DRAWS))
+    return _with_gap(step, f"{state.place}:", f"{name} {_REFUSED[name]}", nearest=_NEAREST[name], apart=_DRAWS)
 
 
-def _with_gap(step: _Step, problem: Problem) -> _Step:
-    return replace(step, gaps=(problem, *step.gaps))
+def _with_gap(step: _Step, place: str, rule: str, *, nearest: str, apart: str) -> _Step:
+    return replace(step, gaps=(gap(place, rule, nearest=nearest, apart=apart), *step.gaps))
 
 
 # --- single transforms ------------------------------------------------------------------------------------------------
@@ -223,8 +221,8 @@ def _carried_over(state: _State, transform: Any, found: _Equal) -> _Step:
         return _on_levels(after, found)
     stage = make_stage(found.entry.as_yaml, state.table)
     measured = apart(lambda image: transform(_input(state, image)), lambda image: _run(stage, image))
-    problem = gap(f"{state.place}:", found.rule, nearest=repr(stage), apart=measured)
-    return _with_gap(_on_levels(after, found.entry), problem)
+    step = _on_levels(after, found.entry)
+    return _with_gap(step, f"{state.place}:", found.rule, nearest=repr(stage), apart=measured)
 
 
 def _on_levels(state: _State, entry: Entry) -> _Step:
@@ -266,11 +264,11 @@ def _refused(state: _State, transform: Any, reason: str = "is not a transform th
         return _holder(state, place, rule, held)
     if (like := _LIKE_TIMM.get(name)) is not None and type(transform).__module__.startswith("timm."):
         nearest, entry = like
-        return _with_gap(Step(state=state, entries=(entry,)), gap(place, rule, nearest=nearest, apart=_DRAWS))
+        return _with_gap(Step(state=state, entries=(entry,)), place, rule, nearest=nearest, apart=_DRAWS)
     if (likely := _NEAREST.get(name)) is not None:
-        return _with_gap(Step(state=state), gap(place, rule, nearest=likely, apart=_DRAWS))
+        return _with_gap(Step(state=state), place, rule, nearest=likely, apart=_DRAWS)
     measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
-    return _with_gap(Step(state=state), gap(place, rule, nearest="leave it out", apart=measured))
+    return _with_gap(Step(state=state), place, rule, nearest="leave it out", apart=measured)
 
 
 def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _Step:
@@ -278,10 +276,10 @@ def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _S
     names = ", ".join(held)
     if len(held) > 1:
         nearest, about = f"its attributes {names}, each a Compose", "views of one image are written as views"
-        return _with_gap(Step(state=state), gap(place, rule, nearest=nearest, apart=about))
+        return _with_gap(Step(state=state), place, rule, nearest=nearest, apart=about)
     step = _read(held[names], replace(state, place=f"{state.place}.{names}"))
     nearest, about = f"its attribute {names}, a Compose", "what else its code does is not known"
-    return _with_gap(step, gap(place, rule, nearest=nearest, apart=about))
+    return _with_gap(step, place, rule, nearest=nearest, apart=about)
 
 
 # --- what changes the type of an image --------------------------------------------------------------------------------

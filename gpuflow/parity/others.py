@@ -102,8 +102,7 @@ class Reference(Way):
 
         transforms = [stage.torchvision() for stage in prefix.program.pipeline.stages[1:]]
         for data in images:
-            with warnings.catch_warnings():  # on large images, unusual palettes, filters that PIL lacks
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):  # on large images, unusual palettes, filters that PIL lacks
                 try:
                     result: Result = self._image(data, prefix.program.decoder, transforms)
                 except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
@@ -446,8 +445,7 @@ class Library(Way):
 
     def _given(self, image: Image) -> Image:
         """Return what the library is given of an opened image."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return image if self.transform.converts else image.convert("RGB")
 
     def _result(self, data: Encoded) -> Result:
@@ -458,8 +456,7 @@ class Library(Way):
         return self._run(image)
 
     def _run(self, image: Image) -> Result:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 return self.transform.run(image)
             except Exception as error:  # the library's code raises anything
@@ -469,11 +466,9 @@ class Library(Way):
 def _opened(data: Encoded) -> Image:
     from PIL import Image
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Image.open(io.BytesIO(data.tobytes()), formats=FORMATS) as image:
-            image.load()
-            return image
+    with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data.tobytes()), formats=FORMATS) as image:
+        image.load()
+        return image
 
 
 def _bad(error: Exception) -> BadSampleError:

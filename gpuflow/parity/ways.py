@@ -248,8 +248,8 @@ class Training(Way):
             with build_loader(config, self.name, rank=0, world_size=1, device=self.device, whole=source) as loader:
                 batches, done = iter(loader), 0
                 while done < len(images):
-                    with warnings.catch_warnings():  # many samples are bad on purpose
-                        warnings.simplefilter("ignore", UserWarning)
+                    # Many samples are bad on purpose, and each is warned of.
+                    with warnings.catch_warnings(action="ignore", category=UserWarning):
                         batch = next(batches)
                     for i, index in enumerate(batch.indices.tolist(), start=done):
                         yield batch.images[i - done] if index == i else _fault(listed, i)
