@@ -1,4 +1,7 @@
-"""`gpuflow predict`: runs a model over all samples of a source, and writes a row for each to files of a folder."""
+"""Runs a model over all samples of a source.
+
+`gpuflow predict` writes a row for each to files of a folder; `gpuflow evaluate` says how often the model is right.
+"""
 
 from __future__ import annotations
 
@@ -255,6 +258,7 @@ def write_predictions(
     samples, size = len(predictor.source), math.ceil(part_rows / predictor.batch) * predictor.batch
     starts = range(0, samples, size)[predictor.ranks.rank :: predictor.ranks.world_size]
     parts = {range(start, min(start + size, samples)): out / f"part-{start // size:05}.{form}" for start in starts}
+    out.mkdir(parents=True, exist_ok=True)  # a rank that does not lock it may come first
     try:
         with nullcontext() if predictor.ranks.rank else locked_folder(out):
             _claim(out, f"{predictor.identity}files of {size} rows as {form}\n")
@@ -309,7 +313,7 @@ def _as_text(cell: Any) -> Any:
     return cell.encode(errors="backslashreplace").decode() if isinstance(cell, str) else cell
 
 
-# --- evaluate ---
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 _WORST = 5
 
