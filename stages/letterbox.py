@@ -11,8 +11,7 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Fill, Size, check_fill, of_size, size_pair
-from gpuflow.pipeline.warp_parameters import Fill, check_fill, levels_of
+from gpuflow.pipeline.parameters import Fill, Size, check_fill, levels_of, of_size, size_pair
 from gpuflow.stages.resize import Interpolation
 
 

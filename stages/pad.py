@@ -9,8 +9,7 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Border, Fill, Padding, check_fill, check_mirrors, sides_of
-from gpuflow.pipeline.warp_parameters import Border, Bordered, Fill, check_fill, check_mirrors
+from gpuflow.pipeline.parameters import Border, Bordered, Fill, Padding, check_fill, check_mirrors, sides_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -11,6 +11,7 @@ from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import (
     Border,
+    Bordered,
     Fill,
     Padding,
     Size,
@@ -20,7 +21,6 @@ from gpuflow.pipeline.parameters import (
     sides_of,
     size_pair,
 )
-from gpuflow.pipeline.warp_parameters import Border, Bordered, Fill, check_fill, check_mirrors
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -94,4 +94,4 @@ class RandomErasing(s.Pointwise):
         size = np.concatenate([np.take_along_axis(side, first, 1) for side in (tall, wide)], axis=1)
         room = np.array([height, width]).T - size + 1
         boxes = np.concatenate([np.floor(coefficients[:, 1:3] * room), size], axis=1)
-        return fits.any(axis=1), boxes.astype(np.int64)
+        return np.asarray(fits.any(axis=1)), boxes.astype(np.int64)

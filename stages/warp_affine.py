@@ -13,7 +13,6 @@ from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Border, Fill, Size, WarpingStage, WarpInterpolation, of_size, size_pair
 from gpuflow.pipeline.records import LARGEST, independent
-from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation
 
 _Row = tuple[float, float, float]
 _Point = tuple[float, float]

@@ -259,8 +259,7 @@ def closed_loop(predict: Predict, requests: Sequence[Request], *, clients: int, 
     for that thread, which takes longer than many answers.
     """
     from gpuflow.tools.load_test import Latency
-    from gpuflow.tools.machine import GpuUtilization, load_nvml
-    from gpuflow.tools.usage import usage_of
+    from gpuflow.tools.machine import GpuUtilization, load_nvml, usage_of
 
     begin = end = 0.0
     latencies: list[list[float]] = [[] for _ in range(clients)]

@@ -60,7 +60,7 @@ def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def of_size(spec: ImageSpec, size: int | tuple[int, int]) -> ImageSpec:
+def of_size(spec: s.ImageSpec, size: int | tuple[int, int]) -> s.ImageSpec:
     """Return a spec with this size of the image."""
     return spec.replace(shape=(*size_pair(size), spec.shape[2]))
 
@@ -160,6 +160,34 @@ class WarpingStage(s.Geometry):
         s.require_pixels(self, spec)
         check_fill(self.fill, spec)
         return spec
+
+
+class Bordered(s.Geometry):
+    """A stage that may add pixels around an image: constant levels, or pixels of the image by a nearest warp."""
+
+    border: Border
+    fill: Fill
+
+    @property
+    def adds_pixels(self) -> bool:
+        """Return False if its parameters add none."""
+        return True
+
+    @property
+    def pads(self) -> bool:
+        return self.adds_pixels and self.border == "constant"
+
+    @property
+    def padding_fill(self) -> tuple[float, ...]:
+        return levels_of(self.fill)
+
+    @property
+    def warps(self) -> s.Lookup | None:
+        return s.Lookup("nearest", self.border, (0,)) if self.adds_pixels and not self.pads else None
+
+    @property
+    def mirrors(self) -> bool:
+        return self.adds_pixels and self.border in MIRRORS
 
 
 def check_fill(fill: int | tuple[int, int, int], spec: s.ImageSpec) -> None:

@@ -29,7 +29,7 @@ import psutil
 
 from gpuflow.errors import GpuflowError, LoaderError, did_you_mean, is_system_fault
 from gpuflow.runtime.files import atomic_write
-from gpuflow.tools.usage import usage_of
+from gpuflow.tools.machine import usage_of
 
 if TYPE_CHECKING:
     from rich.table import Table

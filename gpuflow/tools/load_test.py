@@ -170,7 +170,7 @@ def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = No
     Raises:
         GpuflowError: the service does not answer a first request, or a process of clients failed.
     """
-    from gpuflow.tools.usage import listeners
+    from gpuflow.tools.machine import listeners
 
     _check(load, files)
     return asyncio.run(_measure(load, files, listeners(load.host, load.port) if pids is None else tuple(pids)))
@@ -259,8 +259,7 @@ async def _result(process: Process) -> dict[str, Any]:
 
 async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
     """Return the service's use of the machine from `begin` to `end`: cpu_percent, pss_mb or rss_mb, and gpu_percent."""
-    from gpuflow.tools.machine import GpuUtilization, load_nvml
-    from gpuflow.tools.usage import usage_of
+    from gpuflow.tools.machine import GpuUtilization, load_nvml, usage_of
 
     with closing(GpuUtilization(load_nvml())) as gpus:
         await asyncio.sleep(begin - time.monotonic())

@@ -1,6 +1,7 @@
-"""Inspects this machine for `gpuflow doctor`: software, GPUs (by NVML), cores, limits and measured rates.
+"""Inspects this machine: software, GPUs (by NVML), cores and limits, and what processes use of it.
 
-`gather` collects the values and calls `rates` for the measurements. `doctor` judges them.
+For `gpuflow doctor`, `gather` collects the values and calls `rates` for the measurements; `doctor` judges them. The
+commands that measure ask for the processor time and memory of processes, and how busy the GPUs are.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import importlib.metadata
 import os
 import platform
 import resource
+import socket
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -26,7 +29,7 @@ from gpuflow.sources import NotMeasuredError, SourceSpec
 from gpuflow.sources.storage import is_remote
 
 if TYPE_CHECKING:
-    from gpuflow.tools.rates import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines  # which need OpenCV
+    from gpuflow.tools.rates import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
 
 
 def load_nvml() -> Any | None:
@@ -63,42 +66,6 @@ def nvidia_driver(nvml: Any | None) -> Driver | None:
         return Driver(error=nvml.nvmlErrorString(error.value))
     finally:
         nvml.nvmlShutdown()
-
-
-class GpuUtilization:
-    """How busy each NVIDIA GPU of this machine is. Without nvidia-ml-py, a driver or a GPU there are no figures.
-
-    Args:
-        nvml: what `load_nvml` returns.
-    """
-
-    def __init__(self, nvml: Any | None) -> None:
-        self._nvml: Any = nvml
-        self._handles: list[Any] = []
-        if nvml is None:
-            return
-        try:
-            nvml.nvmlInit()
-        except nvml.NVMLError:
-            self._nvml = None
-            return
-        with suppress(nvml.NVMLError):
-            for index in range(nvml.nvmlDeviceGetCount()):
-                with suppress(nvml.NVMLError):  # a GPU that other users hold, or that is lost
-                    self._handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
-
-    def percents(self) -> list[int]:
-        """Return for each GPU that answers the share of the last 1/6 to 1 s in which a kernel ran."""
-        found = []
-        for handle in self._handles:
-            with suppress(self._nvml.NVMLError):
-                found.append(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        return found
-
-    def close(self) -> None:
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-        self._nvml, self._handles = None, []
 
 
 MODULES = {
@@ -361,3 +328,118 @@ def _shared_memory(path: str = "/dev/shm") -> Memory | None:
     except OSError:
         return None
     return Memory(size_bytes=status.f_blocks * status.f_frsize, free_bytes=status.f_bavail * status.f_frsize)
+
+
+# --- what is in use ---------------------------------------------------------------------------------------------------
+
+
+class GpuUtilization:
+    """How busy each NVIDIA GPU of this machine is. Without nvidia-ml-py, a driver or a GPU there are no figures.
+
+    Args:
+        nvml: what `load_nvml` returns.
+    """
+
+    def __init__(self, nvml: Any | None) -> None:
+        self._nvml: Any = nvml
+        self._handles: list[Any] = []
+        if nvml is None:
+            return
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError:
+            self._nvml = None
+            return
+        with suppress(nvml.NVMLError):
+            for index in range(nvml.nvmlDeviceGetCount()):
+                with suppress(nvml.NVMLError):  # a GPU that other users hold, or that is lost
+                    self._handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
+
+    def percents(self) -> list[int]:
+        """Return for each GPU that answers the share of the last 1/6 to 1 s in which a kernel ran."""
+        found = []
+        for handle in self._handles:
+            with suppress(self._nvml.NVMLError):
+                found.append(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        return found
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+        self._nvml, self._handles = None, []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Of several processes together. cpu_s: processor seconds since they began.
+
+    rss_bytes: resident memory now, in which pages that processes share count for each of them. pss_bytes: the same with
+    each page divided among all processes that share it; None if it was not asked for, or is not known of one of them.
+    """
+
+    cpu_s: float
+    rss_bytes: int
+    pss_bytes: int | None = None
+
+
+def usage_of(pids: Iterable[int], *, pss: bool = False) -> Usage | None:
+    """Return the processor time and memory of these processes and their children; None if one of them has ended.
+
+    pss: also read `pss_bytes`, for which the system looks at every page.
+    """
+    try:
+        named = {psutil.Process(pid) for pid in pids}
+        started = {child for process in named for child in process.children(recursive=True)} - named
+        used = [_usage(process, pss=pss) for process in named]
+    except psutil.NoSuchProcess:
+        return None
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            used.append(_usage(process, pss=pss))
+    shares = [one.pss_bytes for one in used if one.pss_bytes is not None]
+    return Usage(
+        cpu_s=sum(one.cpu_s for one in used),
+        rss_bytes=sum(one.rss_bytes for one in used),
+        pss_bytes=sum(shares) if pss and len(shares) == len(used) else None,
+    )
+
+
+def _usage(process: psutil.Process, *, pss: bool) -> Usage:
+    times = process.cpu_times()
+    return Usage(
+        cpu_s=times.user + times.system,
+        rss_bytes=process.memory_info().rss,
+        pss_bytes=_pss(process) if pss else None,
+    )
+
+
+def _pss(process: psutil.Process) -> int | None:
+    """Return the proportional memory; None for a process of another user, and where the kernel does not count it."""
+    try:
+        return getattr(process.memory_full_info(), "pss", None)
+    except psutil.AccessDenied:
+        return None
+
+
+def listeners(host: str, port: int) -> tuple[int, ...]:
+    """Return the processes of this user that listen on a TCP port; none if the host is not this machine."""
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ()
+    if not any(ip_address(address).is_loopback for address in addresses):
+        return ()
+    return tuple(sorted(process.pid for process in psutil.process_iter() if _listens(process, port)))
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    """Return True if a process has a listening socket on a port. False for processes of other users, which do not say.
+
+    Each process is asked by itself, because several may share one socket, and a list of the machine's sockets names
+    only one process for each.
+    """
+    try:
+        sockets = process.net_connections(kind="tcp")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in sockets)

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from gpuflow.tools.usage import listeners, usage_of
+from gpuflow.tools.machine import listeners, usage_of
 
 
 def test_processor_time_and_memory_of_this_process() -> None:
