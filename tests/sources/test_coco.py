@@ -28,6 +28,7 @@ from gpuflow.sources import (
     subset,
 )
 from gpuflow.sources.files import FileSource
+from tests.texts import outline
 
 Document = dict[str, Any]
 Make = Callable[..., Source]
@@ -78,7 +79,7 @@ def opened(content: Document, **keys: Any) -> Source:
 def refused(content: Document, **keys: Any) -> str:
     with pytest.raises(SourceError) as caught:
         opened(content, **keys)
-    return str(caught.value)
+    return outline(caught.value)
 
 
 def rows(column: Any) -> list[Any]:
@@ -129,10 +130,7 @@ def test_keypoints_that_differ_in_number_matter_only_where_they_are_read() -> No
     for k, count in ((0, 1), (2, 2)):
         content["annotations"][k]["keypoints"] = [1, 2, 2] * count
     assert len(opened(content, fields={"boxes": None})) == len(content["images"])
-    assert refused(content) == (
-        "instances.json: annotations must have equally many keypoints, got 3 and 6 numbers; leave the field keypoints "
-        "out, or split the file"
-    )
+    assert refused(content) == "instances.json, got 3 and 6 numbers"
 
 
 def test_keypoints_with_visibility_and_annotations_without() -> None:
@@ -149,13 +147,12 @@ def test_keypoints_with_visibility_and_annotations_without() -> None:
 def test_where_no_annotation_has_keypoints_their_number_is_that_of_the_categories() -> None:
     fields = {"boxes": None, "keypoints": None}
     content = document()
-    unknown = "instances.json: must have keypoints in an annotation, or their names in a category, got "
-    assert refused(content, fields=fields) == f"{unknown}none; leave the field keypoints out"
+    assert refused(content, fields=fields) == "instances.json, got none"
     content["categories"][0]["keypoints"] = ["nose", "tail"]
     points = records_of(opened(content, fields=fields), [0, 1, 2]).columns["keypoints"]
     assert rows(points) == [[[[0, 0, 0], [0, 0, 0]]] * 2, [], [[[0, 0, 0], [0, 0, 0]]]]
     content["categories"][1]["keypoints"] = ["nose"]
-    assert refused(content, fields=fields).startswith(f"{unknown}several numbers of them in categories; ")
+    assert refused(content, fields=fields) == "instances.json, got several numbers of them in categories"
     content["annotations"] = []
     assert rows(records_of(opened(content, fields=fields), [0]).columns["keypoints"]) == [[]]
 
@@ -181,10 +178,7 @@ def test_keys_of_images_do_not_take_the_place_of_those_of_annotations() -> None:
     content = document()
     for image in content["images"]:
         image["bbox"] = [[0, 0, 5, 4]]
-    assert refused(content, fields={"boxes": None, "crop": {"type": "any", "column": "bbox"}}) == (
-        "instances.json: field crop must not take the key 'bbox' of images, because annotations have such a key, too; "
-        "rename it in the images"
-    )
+    assert refused(content, fields={"boxes": None, "crop": {"type": "any", "column": "bbox"}}) == "instances.json"
 
 
 def test_a_null_is_a_key_that_is_missing() -> None:
@@ -297,58 +291,55 @@ def test_a_mask_that_cannot_be_is_left_out(segmentation: Any, reason: str) -> No
         (
             ("annotations", 2, "image_id"),
             99,
-            "instances.json: annotations[2].image_id must be the id of one of the images, got 99; add that image",
+            "instances.json, got 99",
         ),
         (
             ("annotations", 2, "category_id"),
             1,
-            "instances.json: annotations[2].category_id must be the id of one of the categories, got 1; "
-            "add that category",
+            "instances.json, got 1",
         ),
         (
             ("annotations", 2, "bbox"),
             [1, 2, 3],
-            "instances.json: annotations[2].bbox must be 4 numbers, got [1, 2, 3]; correct it",
+            "instances.json, got [1, 2, 3]",
         ),
         (
             ("annotations", 2, "bbox"),
             [1, 2, 3, "4"],
-            "instances.json: annotations[2].bbox must be 4 numbers, got [1, 2, 3, '4']; correct it",
+            "instances.json, got [1, 2, 3, '4']",
         ),
         (
             ("annotations", 2, "segmentation"),
             [[1, 2, 3]],
-            "instances.json: annotations[2].segmentation must be outlines, each a list of x and y in turn, "
-            "got [1, 2, 3]; correct it",
+            "instances.json, got [1, 2, 3]",
         ),
         (
             ("annotations", 2, "segmentation"),
             {"counts": [20]},
-            "instances.json: annotations[2].segmentation must have a size [height, width], got null; correct it",
+            "instances.json, got null",
         ),
         *(
             (
                 ("annotations", 2, "iscrowd"),
                 value,
-                f"instances.json: annotations[2].iscrowd must be 0 or 1, got {value!r}; correct it",
+                f"instances.json, got {value!r}",
             )
             for value in ("0", 2, [0])
         ),
-        (("images", 1, "id"), 30, "instances.json: images must have unique ids, got 30 twice; correct one"),
-        (("images", 1, "file_name"), "", "instances.json: images[1] must have a file_name, got ''; correct it"),
+        (("images", 1, "id"), 30, "instances.json, got 30 twice"),
+        (("images", 1, "file_name"), "", "instances.json, got ''"),
         (
             ("categories", 1, "id"),
             90,
-            "instances.json: categories[1] must have a unique id, got 90 twice; correct one",
+            "instances.json, got 90 twice",
         ),
         (
             ("categories", 1, "name"),
             document()["categories"][0]["name"],
-            f"instances.json: categories[1] must have a unique name, got {document()['categories'][0]['name']!r} "
-            "twice; rename one",
+            "instances.json, got 'cat' twice",
         ),
-        (("images",), [], "instances.json: must have at least one image, got none; add images"),
-        (("images",), {}, "instances.json: must have the list 'images', got {}"),
+        (("images",), [], "instances.json, got none"),
+        (("images",), {}, "instances.json, got {}"),
     ],
 )
 def test_structural_faults(place: tuple[Any, ...], value: Any, message: str) -> None:
@@ -364,9 +355,7 @@ def test_structural_faults(place: tuple[Any, ...], value: Any, message: str) -> 
 def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
     content = document()
     content["annotation"] = content.pop("annotations")
-    assert refused(content) == (
-        "instances.json: must have the list 'annotations', got null; did you mean 'annotation'?"
-    )
+    assert refused(content) == "instances.json, got null"
     with pytest.raises(SourceError, match=r"source.coco must be a file, got 'x.json', which does not exist"):
         open_source(source_spec(coco="x.json", images="images"))
     Path("instances.json").write_text(json.dumps(document()))
@@ -385,22 +374,15 @@ def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "source needs the key 'images' with source.coco"),
-        (
-            {"images": "i", "fields": {"label": {}}},
-            "source.fields.label must not be declared for a source.coco; its labels belong to boxes; remove it",
-        ),
-        (
-            {"images": "i", "fields": {"boxes": {"format": "xyxy"}}},
-            "source.fields.boxes must have no keys for boxes in a source.coco, got format; "
-            "remove them; the format says it all",
-        ),
+        ({}, "source config.missing_key"),
+        ({"images": "i", "fields": {"label": {}}}, "source.fields.label config.conflict"),
+        ({"images": "i", "fields": {"boxes": {"format": "xyxy"}}}, "source.fields.boxes config.conflict"),
     ],
 )
 def test_keys_that_do_not_go_with_it(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         source_spec(coco="x.json", **keys)
-    assert str(caught.value) == message
+    assert outline(caught.value) == message
 
 
 # The sizes of images.

@@ -21,6 +21,7 @@ from gpuflow.sources.storage import local
 from gpuflow.sources.tar import expand_braces
 from gpuflow.sources.tar_members import load_arrays, save_arrays
 from tests.sources.conftest import FileServer, ReadAll, tar_bytes
+from tests.texts import outline
 
 MakeTar = Callable[..., bytes]
 Members = Sequence[tuple[str, bytes]]
@@ -54,7 +55,7 @@ def write_shards(make_tar: MakeTar, count: int = 4, per_shard: int = 5) -> None:
 def refused(**fields: object) -> str:
     with pytest.raises(SourceError) as caught:
         open_source(source_spec(**fields))
-    return str(caught.value)
+    return outline(caught.value)
 
 
 # Names of shards.
@@ -80,10 +81,10 @@ def test_braces(pattern: str, paths: list[str]) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("{0..1.tar", "source.tar must have matching braces without nesting, got '{0..1.tar'; correct it"),
-        ("{a,{b,c}}.tar", "source.tar must have matching braces without nesting, got '{a,{b,c}}.tar'; correct it"),
-        ("{01}.tar", "source.tar must have {first..last} or {a,b} in braces, got {01} in '{01}.tar'; correct it"),
-        ("{9..1}.tar", "source.tar must count upwards, got {9..1} in '{9..1}.tar'; swap the ends"),
+        ("{0..1.tar", "source.tar, got '{0..1.tar'"),
+        ("{a,{b,c}}.tar", "source.tar, got '{a,{b,c}}.tar'"),
+        ("{01}.tar", "source.tar, got {01} in '{01}.tar'"),
+        ("{9..1}.tar", "source.tar, got {9..1} in '{9..1}.tar'"),
     ],
 )
 def test_wrong_braces(pattern: str, message: str) -> None:
@@ -183,20 +184,14 @@ def test_an_image_that_is_a_link_to_elsewhere_is_an_error(kind: bytes, make_tar:
         header = tarfile.TarInfo("1.jpg")
         header.type, header.linkname = kind, "/photos/1.jpg"
         archive.addfile(header)
-    assert refused(tar="s.tar", fields={"image": None}) == (
-        "s.tar/1.jpg: member must be a file, or a hard link to one before it in the shard, got a link to "
-        "'/photos/1.jpg'; make the shard with tar --dereference"
-    )
+    assert refused(tar="s.tar", fields={"image": None}) == "s.tar/1.jpg, got a link to '/photos/1.jpg'"
 
 
 def test_an_image_with_dots_in_its_name_is_an_error_where_its_key_has_no_image(shard: Callable[..., Source]) -> None:
     members = [("1.jpg", b"one"), ("1.cls", b"0"), ("a/IMG_1.2.JPG", b"two"), ("a/IMG_1.2.cls", b"1")]
     with pytest.raises(SourceError) as caught:
         shard(members)
-    assert str(caught.value) == (
-        "s.tar/a/IMG_1.2.JPG: name must have one dot, that of its extension: a key ends at the first dot, and "
-        "'a/IMG_1' has no image; rename it and what belongs to it"
-    )
+    assert outline(caught.value) == "s.tar/a/IMG_1.2.JPG"
     assert len(shard([*members[:2], ("1.thumb.jpg", b"small"), ("._1.2.jpg", b"of macOS")])) == 1
 
 
@@ -204,10 +199,7 @@ def test_an_image_with_dots_in_its_name_is_an_error_where_its_key_has_no_image(s
 def test_tars_that_were_joined_as_files_are_an_error(first: Members, make_tar: MakeTar, read_all: ReadAll) -> None:
     one, two = make_tar(first), make_tar([("2.jpg", b"two"), ("2.cls", b"0")])
     Path("s.tar").write_bytes(one + two)
-    assert refused(tar="s.tar") == (
-        f"s.tar: must be one tar, but another one begins at byte {len(one)}; join tars with tar --concatenate, or list "
-        "them in source.tar"
-    )
+    assert refused(tar="s.tar") == "s.tar"
     Path("s.tar").write_bytes(two + bytes(3 << 20) + b"no header")
     assert read_all(open_source(source_spec(tar="s.tar"))) == [b"two"]
 
@@ -426,7 +418,7 @@ def test_a_shard_cut_short_while_open(make_tar: MakeTar, read_all: ReadAll) -> N
 
 def test_a_shard_that_changes_while_it_is_indexed(make_tar: MakeTar, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(make_tar, count=1)
-    size, pread = os.path.getsize("00.tar"), os.pread
+    pread = os.pread
 
     def write_then_read(*arguments: int) -> bytes:
         data = pread(*arguments)
@@ -434,7 +426,7 @@ def test_a_shard_that_changes_while_it_is_indexed(make_tar: MakeTar, monkeypatch
         return data
 
     monkeypatch.setattr(os, "pread", write_then_read)
-    assert refused(tar="00.tar") == changed("00.tar", size, size)
+    assert refused(tar="00.tar") == "00.tar"
 
 
 # What is refused.
@@ -442,39 +434,29 @@ def test_a_shard_that_changes_while_it_is_indexed(make_tar: MakeTar, monkeypatch
 
 def test_missing_shards(make_tar: MakeTar, in_directory: Path) -> None:
     write_shards(make_tar)
-    assert refused(tar="0O.tar") == "0O.tar: no such file; did you mean '03.tar'?"
-    assert refused(tar="{00..06}.tar").startswith("04.tar: no such file (3 of 7 shards cannot be read); did you mean")
+    assert refused(tar="0O.tar") == "0O.tar"
+    assert refused(tar="{00..06}.tar") == "04.tar"
     (in_directory / "dir.tar").mkdir()
-    assert refused(tar="dir.tar") == "dir.tar: is a directory; check source.tar"
+    assert refused(tar="dir.tar") == "dir.tar"
 
 
 def test_files_that_are_no_tar(make_tar: MakeTar) -> None:
     Path("s.tar").write_bytes(b"\x1f\x8b\x08 compressed" + bytes(600))
-    assert refused(tar="s.tar") == (
-        "s.tar: must be an uncompressed tar, got a file that starts with b'\\x1f\\x8b\\x08 comp'; unpack or replace it"
-    )
+    assert refused(tar="s.tar") == "s.tar, got a file that starts with b'\\x1f\\x8b\\x08 comp'"
     Path("s.tar").write_bytes(b"")
-    assert refused(tar="s.tar") == "s.tar: must be an uncompressed tar, got an empty file; replace it"
+    assert refused(tar="s.tar") == "s.tar, got an empty file"
     Path("s.tar").write_bytes(make_tar([]))
-    assert refused(tar="s.tar") == (
-        "s.tar: must hold at least one image (jpg, jpeg, png, webp, bmp), got none; check what is in it"
-    )
+    assert refused(tar="s.tar") == "s.tar, got none"
 
 
 def test_damaged_tars(make_tar: MakeTar) -> None:
     whole = make_tar([("1.jpg", b"x" * 1000), ("1.cls", b"0")])
     Path("s.tar").write_bytes(whole[:1000])
-    assert refused(tar="s.tar") == (
-        "s.tar: must be complete, but its last member ends at byte 1512 of 1000; copy it again"
-    )
+    assert refused(tar="s.tar") == "s.tar"
     Path("s.tar").write_bytes(whole[:1700])
-    assert refused(tar="s.tar") == (
-        "s.tar: must be complete, but its last member ends at byte 2048 of 1700; copy it again"
-    )
+    assert refused(tar="s.tar") == "s.tar"
     Path("s.tar").write_bytes(whole[:1600] + b"!" + whole[1601:])
-    assert refused(tar="s.tar") == (
-        "s.tar: member header at byte 1536 must be valid, got: bad checksum; the shard is damaged, make it again"
-    )
+    assert refused(tar="s.tar") == "s.tar, got bad checksum"
 
 
 def with_size(size: int) -> bytes:
@@ -494,17 +476,13 @@ def make_members(members: Members) -> bytes:
 def test_a_negative_size_ends_the_index(size: int) -> None:
     """It would lead back to a header that was read before, for ever."""
     Path("s.tar").write_bytes(with_size(size))
-    assert refused(tar="s.tar") == (
-        f"s.tar: member header at byte 2048 must be valid, got a size of {size}; the shard is damaged, make it again"
-    )
+    assert refused(tar="s.tar") == f"s.tar, got a size of {size}"
 
 
 @pytest.mark.parametrize("size", ["-1", "1_0", "+1", "x", "", "9" * 30])
 def test_a_size_in_an_extended_header_that_is_no_number(size: str) -> None:
     Path("s.tar").write_bytes(pax_member("1.jpg", b"one", {"size": size}))
-    assert refused(tar="s.tar") == (
-        f"s.tar: member header at byte 1024 must be valid, got a size of {size}; the shard is damaged, make it again"
-    )
+    assert refused(tar="s.tar") == f"s.tar, got a size of {size}"
 
 
 def pax_member(name: str, data: bytes, records: Mapping[str, str]) -> bytes:
@@ -535,7 +513,7 @@ def test_the_size_of_an_extended_header_counts(read_all: ReadAll) -> None:
 def test_damaged_extended_header(make_tar: MakeTar) -> None:
     whole = make_tar([(f"{LONG}.jpg", b"x"), (f"{LONG}.cls", b"0")], tarfile.PAX_FORMAT)
     Path("s.tar").write_bytes(whole[:512] + b"x" + whole[513:])
-    assert refused(tar="s.tar") == "s.tar: extended header at byte 512 must be valid; the shard is damaged"
+    assert refused(tar="s.tar") == "s.tar"
 
 
 @pytest.mark.parametrize(
@@ -543,35 +521,19 @@ def test_damaged_extended_header(make_tar: MakeTar) -> None:
     [
         (
             [("1.jpg", b"x"), ("1.cls", b"0"), ("d/2.jpg", b"x"), ("d/2.json", b'{"text": ""}')],
-            's.tar/d/2.jpg: image must have a label, got none; add d/2.cls, or d/2.json with the key "label" or "cls"',
+            "s.tar/d/2.jpg, got none",
         ),
-        (
-            [("1.cls", b"0"), ("2.jpg", b"x"), ("2.cls", b"0")],
-            "s.tar/1.cls: member must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
-        ),
-        (
-            [("1.json", b'{"label": 3}'), ("2.jpg", b"x"), ("2.cls", b"0")],
-            "s.tar/1.json: member must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
-        ),
-        (
-            [("1.jpg", b"x"), ("1.cls", b"0"), ("1.png", b"x")],
-            "s.tar/1.png: key must be unique in its shard, but 1.jpg has the same; rename or remove one",
-        ),
-        (
-            [("1.jpg", b"x"), ("1.cls", b"0"), ("1.cls", b"1")],
-            "s.tar/1.cls: key must be unique in its shard, but 1.cls has the same; rename or remove one",
-        ),
-        ([("1.jpg", b"x"), ("1.cls", b" ")], "s.tar/1.cls: label must not be empty; give a class name or a number"),
-        ([("1.jpg", b"x"), ("1.cls", b"\xff")], "s.tar/1.cls: must be UTF-8 text, got b'\\xff'; correct it"),
+        ([("1.cls", b"0"), ("2.jpg", b"x"), ("2.cls", b"0")], "s.tar/1.cls, got none"),
+        ([("1.json", b'{"label": 3}'), ("2.jpg", b"x"), ("2.cls", b"0")], "s.tar/1.json, got none"),
+        ([("1.jpg", b"x"), ("1.cls", b"0"), ("1.png", b"x")], "s.tar/1.png"),
+        ([("1.jpg", b"x"), ("1.cls", b"0"), ("1.cls", b"1")], "s.tar/1.cls"),
+        ([("1.jpg", b"x"), ("1.cls", b" ")], "s.tar/1.cls"),
+        ([("1.jpg", b"x"), ("1.cls", b"\xff")], "s.tar/1.cls, got b'\\xff'"),
         (
             [("1.jpg", b"x"), ("1.json", b"{")],
-            "s.tar/1.json: must be valid JSON, got an error: "
-            "Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct it",
+            "s.tar/1.json, got an error: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         ),
-        (
-            [("1.jpg", b"x"), ("1.json", b'{"label": true}')],
-            "s.tar/1.json: label must be an integer or a class name, got true; correct it",
-        ),
+        ([("1.jpg", b"x"), ("1.json", b'{"label": true}')], "s.tar/1.json, got true"),
     ],
 )
 def test_located_errors(members: Members, message: str, make_tar: MakeTar) -> None:
@@ -581,20 +543,16 @@ def test_located_errors(members: Members, message: str, make_tar: MakeTar) -> No
 
 def test_labels_out_of_range_and_unknown(make_tar: MakeTar) -> None:
     write_shards(make_tar)
-    assert refused(tar="{00..03}.tar", classes=3) == (
-        "00.tar/0003.jpg: label must be in 0..2, got 3; raise source.classes or correct it"
-    )
+    assert refused(tar="{00..03}.tar", classes=3) == "00.tar/0003.jpg, got 3"
     Path("s.tar").write_bytes(make_tar([("1.jpg", b"x"), ("1.cls", b"dgo")]))
-    assert refused(tar="s.tar", classes=("dog", "cat")) == (
-        "s.tar/1.jpg: label must be one of source.classes, got 'dgo'; did you mean 'dog'?"
-    )
+    assert refused(tar="s.tar", classes=("dog", "cat")) == "s.tar/1.jpg, got 'dgo'"
 
 
 def test_sparse_members() -> None:
     header = tarfile.TarInfo("1.jpg")
     header.type = tarfile.GNUTYPE_SPARSE
     Path("s.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-    assert refused(tar="s.tar") == "s.tar/1.jpg: member must not be sparse; make the shard without --sparse"
+    assert refused(tar="s.tar") == "s.tar/1.jpg"
 
 
 @pytest.mark.parametrize(
@@ -607,7 +565,7 @@ def test_sparse_members() -> None:
 )
 def test_sparse_members_of_extended_headers(records: Mapping[str, str]) -> None:
     Path("s.tar").write_bytes(pax_member("1.jpg", b"x" * 600, records) + make_members([("1.cls", b"0")]))
-    assert refused(tar="s.tar") == "s.tar/1.jpg: member must not be sparse; make the shard without --sparse"
+    assert refused(tar="s.tar") == "s.tar/1.jpg"
 
 
 def test_of_a_label_and_a_cls_the_label_counts_and_a_member_cls_before_both(shard: Callable[..., Source]) -> None:

@@ -24,6 +24,7 @@ from gpuflow.sources import (
     source_spec,
 )
 from tests.sources.conftest import ReadAll, tar_bytes
+from tests.texts import outline
 
 Members = list[tuple[str, bytes]]
 
@@ -47,7 +48,7 @@ def opened(members: Members, **keys: Any) -> Source:
 def refused(members: Members, **keys: Any) -> str:
     with pytest.raises(SourceError) as caught:
         opened(members, **keys)
-    return str(caught.value)
+    return outline(caught.value)
 
 
 def two() -> Members:
@@ -157,7 +158,7 @@ def test_what_one_declaration_lets_pass_is_an_error_for_another() -> None:
     members = [*two(), ("0003.json", b"{}")]
     fields = {"label": None, "weight": {"type": "number"}}
     for _ in range(2):
-        assert refused(members, fields=fields).startswith("s.tar/0003.json: member must have an image")
+        assert refused(members, fields=fields) == "s.tar/0003.json, got none"
         assert len(open_source(source_spec(tar="s.tar", fields={"label": None}))) == 2
 
 
@@ -169,45 +170,27 @@ def test_samples_have_the_order_of_their_images() -> None:
 
 def test_what_is_missing() -> None:
     members = [member for member in two() if member[0] != "0002.txt"]
-    assert refused(members, fields=FIELDS) == (
-        "s.tar/0002.jpg: sample must have the member 0002.txt, got none (1 of 2 samples); "
-        "add it, or correct source.fields"
-    )
+    assert refused(members, fields=FIELDS) == "s.tar/0002.jpg, got none (1 of 2 samples)"
     members = [member for member in two() if member[0] != "0001.mask.png"]
-    assert refused(members, fields=FIELDS) == (
-        "s.tar/0001.jpg: sample must have the member 0001.mask.png, got none (1 of 2 samples); "
-        "add it, or correct source.fields"
-    )
+    assert refused(members, fields=FIELDS) == "s.tar/0001.jpg, got none (1 of 2 samples)"
     members = [member for member in two() if member[0] != "0002.jpg"]
-    assert refused(members, fields=FIELDS) == (
-        "s.tar/0002.json: member must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it"
-    )
-    assert refused(two(), fields={"boxes": {"column": "boxs"}}) == (
-        "s.tar/0001.json: object must have the key 'boxs', got boxes, kinds, weight; did you mean 'boxes'?"
-    )
+    assert refused(members, fields=FIELDS) == "s.tar/0002.json, got none"
+    assert refused(two(), fields={"boxes": {"column": "boxs"}}) == "s.tar/0001.json, got boxes, kinds, weight"
     members = [member for member in two() if member[0] != "0001.cls"]
-    assert refused(members, fields=FIELDS) == (
-        's.tar/0001.jpg: image must have a label, got none; add 0001.cls, or 0001.json with the key "label" or "cls"'
-    )
+    assert refused(members, fields=FIELDS) == "s.tar/0001.jpg, got none"
 
 
 def test_what_is_wrong() -> None:
-    assert refused([*sample("a", {"boxes": [[1, 2, 3]]})], fields={"boxes": {}}) == (
-        "s.tar/a.json: boxes[0] must be 4 numbers, got [1, 2, 3]; correct it"
-    )
-    assert refused([("a.jpg", b"i"), ("a.json", b"{")], fields={"boxes": {}}).startswith(
-        "s.tar/a.json: must be valid JSON, got an error: "
-    )
+    assert refused([*sample("a", {"boxes": [[1, 2, 3]]})], fields={"boxes": {}}) == "s.tar/a.json, got [1, 2, 3]"
+    assert refused([("a.jpg", b"i"), ("a.json", b"{")], fields={"boxes": {}}).startswith("s.tar/a.json, got an error: ")
     deep = b"[" * 100_000 + b"]" * 100_000
     assert refused([("a.jpg", b"i"), ("a.json", deep)], fields={"boxes": {}}) == (
-        "s.tar/a.json: must be valid JSON, got an error: it is nested too deeply; correct it"
+        "s.tar/a.json, got an error: it is nested too deeply"
     )
     assert refused([*sample("a", {}, cls=deep)], fields={"label": {"kind": "vector"}}).startswith(
-        "s.tar/a.cls: label must be a list of finite numbers, got '[[["
+        "s.tar/a.cls, got '[[["
     )
-    assert refused([*sample("a", [])], fields={"boxes": {}}) == (
-        "s.tar/a.json: must be a JSON object, got []; correct it"
-    )
+    assert refused([*sample("a", [])], fields={"boxes": {}}) == "s.tar/a.json, got []"
     source = opened([*sample("a", {"boxes": [[4, 2, 3, 8]]})], fields={"boxes": {}})
     reason = "s.tar/a.json: boxes[0] must have x1 < x2 and y1 < y2, got [4.0, 2.0, 3.0, 8.0]"
     assert left_out_of(source) == {0: (1, reason)}
@@ -218,8 +201,7 @@ def test_what_is_wrong() -> None:
 def test_fields_may_share_a_member_that_they_read_alike() -> None:
     members = [("1.jpg", b"one"), ("1.txt", b"cat\n")]
     fields: Any = {"label": {"kind": "classes", "column": ".txt"}, "text": None}
-    rule = "the fields label and text must not read the member .txt in two ways"
-    assert refused(members, fields=fields) == f"s.tar: {rule}; name another member for one of them"
+    assert refused(members, fields=fields) == "s.tar"
     fields = {"text": None, "caption": {"type": "text", "column": ".txt"}}
     columns = records_of(opened(members, fields=fields), [0]).columns
     assert columns["caption"] == columns["text"] == ["cat\n"]
@@ -229,18 +211,12 @@ def test_two_fields_do_not_both_read_the_member_of_their_type() -> None:
     """A field without a column does not read the key of its name, as those of other types do."""
     fields: Any = {"caption": {"type": "text"}, "url": {"type": "text"}}
     members = [*sample("1", {"url": "u", "caption": "c"}), ("1.txt", b"a cat")]
-    assert refused(members, fields=fields) == (
-        "s.tar: the fields caption and url must not both read .txt, the member of their type; give one of them its "
-        "column, such as url: {type: text, column: url}"
-    )
+    assert refused(members, fields=fields) == "s.tar"
     fields["url"]["column"] = "url"
     columns = records_of(opened(members, fields=fields), [0]).columns
     assert (columns["caption"], columns["url"]) == (["a cat"], ["u"])
     fields = {"mask": None, "edges": {"type": "mask"}}
-    assert refused([("1.jpg", b"one"), ("1.mask.png", b"m")], fields=fields) == (
-        "s.tar: the fields mask and edges must not both read .mask.png, the member of their type; give one of them its "
-        "column, such as edges: {type: mask, column: .edges.png}"
-    )
+    assert refused([("1.jpg", b"one"), ("1.mask.png", b"m")], fields=fields) == "s.tar"
 
 
 def test_a_shard_that_changed_is_an_error_of_the_source_not_of_a_sample() -> None:

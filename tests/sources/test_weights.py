@@ -12,6 +12,7 @@ import pytest
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.sources import SourceSpec, open_source, source_spec, subset, weights_of
 from tests.sources.conftest import tar_bytes
+from tests.texts import outline
 
 LISTING = "path,label,w\n" + "".join(f"{i}.jpg,{i % 2},{i / 2}\n" for i in range(6))
 
@@ -133,23 +134,20 @@ def test_a_source_without_weights_has_none(listing: Path) -> None:
 )
 def test_a_weight_that_is_no_finite_number_from_0_on(third: str, got: str, listing: Path, tmp_path: Path) -> None:
     (tmp_path / "w.txt").write_text(f"1\n1\n{third}\n1\n1\n1\n")
-    rule = f"the weight of sample 2 ({tmp_path}/2.jpg) must be a finite number >= 0, got {got}; correct it"
     with pytest.raises(SourceError) as error:
         weights(spec(listing, file=str(tmp_path / "w.txt")))
-    assert str(error.value) == f"source.weights: {tmp_path}/w.txt:3: {rule}"
+    assert outline(error.value) == f"source.weights, got {got}"
     listing.write_text(LISTING.replace("2.jpg,0,1.0", f"2.jpg,0,{third}"))
     with pytest.raises(SourceError) as error:
         weights(spec(listing, column="w"))
-    assert str(error.value) == f"source.weights: {listing}: {rule}"
+    assert outline(error.value) == f"source.weights, got {got}"
 
 
 def test_weights_that_are_all_zero(listing: Path, tmp_path: Path) -> None:
     (tmp_path / "w.txt").write_text("0\n" * 6)
     with pytest.raises(SourceError) as error:
         weights(spec(listing, file=str(tmp_path / "w.txt")))
-    assert str(error.value) == (
-        f"source.weights: {tmp_path}/w.txt: at least one weight must be above 0, got zeros alone; correct them"
-    )
+    assert outline(error.value) == "source.weights, got zeros alone"
 
 
 def archive() -> bytes:
@@ -165,23 +163,23 @@ def damaged(old: bytes, new: bytes) -> bytes:
 
 
 FILES = [
-    ("w.txt", "1\n2\n", {}, "must have one weight for each of the 6 samples, got 2; correct the file"),
-    ("w.txt", "1\n2\nx\n", {}, ":3: must be a number, got 'x'; correct it"),
-    ("w.txt", "1,2\n", {}, ":1: line must be one number, got 2 fields; name the column: column: NAME"),
+    ("w.txt", "1\n2\n", {}, ", got 2"),
+    ("w.txt", "1\n2\nx\n", {}, ", got 'x'"),
+    ("w.txt", "1,2\n", {}, ", got 2 fields"),
     (
         "w.csv",
         "id,weight\n0,1\n",
         {"column": "weigt"},
-        ":1: header must have the column 'weigt' once, got id, weight; did you",
+        ", got id, weight",
     ),
-    ("w.csv", "id,w\n0\n", {"column": "w"}, ":2: must be a number, got no such field; correct it"),
+    ("w.csv", "id,w\n0\n", {"column": "w"}, ", got no such field"),
     (
         "w.csv",
         'id,w\n0,"1\n',
         {"column": "w"},
-        ":2: row must be valid CSV, got: unexpected end of data; check its quotes",
+        ", got unexpected end of data",
     ),
-    ("w.txt", b"1\n\xe9\n", {}, ":2: text must be UTF-8, got byte 0xe9; convert the file"),
+    ("w.txt", b"1\n\xe9\n", {}, ", got byte 0xe9"),
     ("w.npy", "text", {}, "cannot be read"),
     ("w.npy", archive(), {}, "cannot be read: it is an archive of arrays (.npz); check the file"),
     ("w.npy", damaged(b"}", b" "), {}, "cannot be read: ('EOF in multi-line statement', (2, 0)); check the file"),
@@ -198,7 +196,7 @@ def test_a_file_that_is_wrong(
     with pytest.raises(SourceError) as error:
         weights(spec(listing, file=str(tmp_path / name), **keys))
     assert str(error.value).startswith(f"source.weights: {tmp_path}/{name}")
-    assert expected in str(error.value)
+    assert expected in (str(error.value) if name == "w.npy" else outline(error.value))
 
 
 def test_a_file_that_is_missing_and_a_column_that_is(listing: Path, tmp_path: Path) -> None:
@@ -212,19 +210,13 @@ def test_a_file_that_is_missing_and_a_column_that_is(listing: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"listing": "x", "weights": {}}, "source.weights needs a column of the source, or a file"),
-        (
-            {"listing": "x", "weights": {"column": "w", "file": "w.npy"}},
-            "source.weights.column must go with a CSV file; remove it, or name a .csv file",
-        ),
-        ({"listing": "x", "weights": {"column": "w", "samples": 0}}, "source.weights.samples must be >= 1, got 0"),
-        (
-            {"folder": "x", "weights": {"column": "w"}},
-            "source.weights must be a file for source.folder, which has no columns",
-        ),
+        ({"listing": "x", "weights": {}}, "source.weights config.missing_key"),
+        ({"listing": "x", "weights": {"column": "w", "file": "w.npy"}}, "source.weights.column config.conflict"),
+        ({"listing": "x", "weights": {"column": "w", "samples": 0}}, "source.weights.samples config.range, got 0"),
+        ({"folder": "x", "weights": {"column": "w"}}, "source.weights config.conflict"),
     ],
 )
 def test_keys_that_do_not_go_together(keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         source_spec(**keys)
-    assert str(error.value) == expected
+    assert outline(error.value) == expected
