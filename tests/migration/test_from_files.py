@@ -16,6 +16,7 @@ from gpuflow.migration import Imported, read_source
 from gpuflow.migration.imported import MissingLibrary
 from gpuflow.stages import STAGES, Resize
 from tests.migration.their_configs import VIT
+from tests.texts import outline
 
 HALF = {"normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
 IMAGENET = {"normalize": {"mean": "imagenet", "std": "imagenet"}}
@@ -208,39 +209,30 @@ def sizes_of_transformers(height: Any, width: Any, shorter: int, most: int) -> A
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("[1]", "x.json: must be a mapping with keys, got [1]"),
+        ("[1]", "x.json: config.type, got [1]"),
         (
             {**VIT, "size": {"shortest_edge": 800, "longest_edge": "x"}},
-            "x.json:20: size.longest_edge must be a whole number, got 'x'",
+            "x.json:20: size.longest_edge import.source, got 'x'",
         ),
-        (
-            {key: value for key, value in VIT.items() if key != "image_processor_type"},
-            "x.json: needs the key 'image_processor_type'; write down the class that you load it with, such as "
-            "image_processor_type: ViTImageProcessor",
-        ),
-        ({**VIT, "resample": 9}, "x.json:16: resample must be a filter of Pillow, 0 to 5, got 9"),
-        ({**VIT, "resample": 0.0}, "x.json:16: resample must be a filter of Pillow, 0 to 5, got 0.0"),
-        ({**VIT, "image_mean": [0.5]}, "x.json:5: image_mean must be three numbers, got [0.5]"),
-        (
-            {**VIT, "size": {"width": 3}},
-            "x.json:18: size must give whole numbers: height and width, or shortest_edge, or max_height and max_width, "
-            "got {'width': 3}",
-        ),
-        ({**VIT, "rescale_factor": 0}, "x.json:17: rescale_factor must be a number above 0, got 0"),
-        ({**VIT, "rescale_factor": "x"}, "x.json:17: rescale_factor must be a number above 0, got 'x'"),
-        ({**VIT, **CONVNEXT, "crop_pct": "x"}, "x.json:21: crop_pct must be a number above 0, got 'x'"),
-        ({**VIT, **CONVNEXT, "crop_pct": 0}, "x.json:21: crop_pct must be a number above 0, got 0"),
+        ({key: value for key, value in VIT.items() if key != "image_processor_type"}, "x.json: import.source"),
+        ({**VIT, "resample": 9}, "x.json:16: resample import.source, got 9"),
+        ({**VIT, "resample": 0.0}, "x.json:16: resample import.source, got 0.0"),
+        ({**VIT, "image_mean": [0.5]}, "x.json:5: image_mean import.source, got [0.5]"),
+        ({**VIT, "size": {"width": 3}}, "x.json:18: size import.source, got {'width': 3}"),
+        ({**VIT, "rescale_factor": 0}, "x.json:17: rescale_factor import.source, got 0"),
+        ({**VIT, "rescale_factor": "x"}, "x.json:17: rescale_factor import.source, got 'x'"),
+        ({**VIT, **CONVNEXT, "crop_pct": "x"}, "x.json:21: crop_pct import.source, got 'x'"),
+        ({**VIT, **CONVNEXT, "crop_pct": 0}, "x.json:21: crop_pct import.source, got 0"),
         (
             {**VIT, **CONVNEXT, "size": {"shortest_edge": "224"}},
-            "x.json:18: size must give whole numbers: height and width, or shortest_edge, or max_height and max_width, "
-            "got {'shortest_edge': '224'}",
+            "x.json:18: size import.source, got {'shortest_edge': '224'}",
         ),
     ],
 )
 def test_a_file_that_is_no_image_processor(tmp_path: Path, value: Any, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(tmp_path, "hf", value)
-    assert str(error.value).replace(f"{tmp_path}/", "") == text
+    assert outline(error.value).replace(f"{tmp_path}/", "") == text
 
 
 # --- timm -------------------------------------------------------------------------------------------------------------
@@ -533,17 +525,14 @@ def test_a_file_that_is_not_serialised_albumentations(tmp_path: Path) -> None:
         read(tmp_path, "albumentations", serialised({"name": "Resize"}))
 
 
-NO_TRANSFORM = "must be a transform as A.save writes it, with __class_fullname__"
-
-
 @pytest.mark.parametrize(
     ("transforms", "text"),
     [
-        ([5], f"x.json:7: transform.transforms[0] {NO_TRANSFORM}, got 5"),
-        ([None], f"x.json:7: transform.transforms[0] {NO_TRANSFORM}, got null"),
-        ([{}], f"x.json:7: transform.transforms[0] {NO_TRANSFORM}, got {{}}"),
-        (None, "x.json:6: transform.transforms must be a list of transforms, got null"),
-        ({"a": 1}, "x.json:6: transform.transforms must be a list of transforms, got {'a': 1}"),
+        ([5], "x.json:7: transform.transforms[0] import.source, got 5"),
+        ([None], "x.json:7: transform.transforms[0] import.source, got null"),
+        ([{}], "x.json:7: transform.transforms[0] import.source, got {}"),
+        (None, "x.json:6: transform.transforms import.source, got null"),
+        ({"a": 1}, "x.json:6: transform.transforms import.source, got {'a': 1}"),
     ],
 )
 def test_a_list_that_holds_no_transforms(tmp_path: Path, transforms: Any, text: str) -> None:
@@ -551,7 +540,7 @@ def test_a_list_that_holds_no_transforms(tmp_path: Path, transforms: Any, text: 
     document["transform"]["transforms"] = transforms
     with pytest.raises(ConfigError) as error:
         read(tmp_path, "albumentations", document)
-    assert str(error.value).replace(f"{tmp_path}/", "") == text
+    assert outline(error.value).replace(f"{tmp_path}/", "") == text
 
 
 # --- torchpipe --------------------------------------------------------------------------------------------------------
@@ -608,31 +597,31 @@ def test_what_a_toml_has_and_no_preset_equals(tmp_path: Path, before: str, after
 @pytest.mark.parametrize(
     ("toml", "text"),
     [
-        ("a = [", "x.toml: is not valid TOML: "),
-        ("[a]\nbackend = 'TensorrtTensor'", "x.toml: has no node that decodes by DecodeTensor or DecodeMat"),
-        (
-            "[a]\nbackend = 'DecodeMat'\nnext = 'b'\n[b]\nresize_h = 8",
-            "x.toml: [a] leads to no node with resize_w; write it there or in a node that follows by next",
-        ),
+        ("[a]\nbackend = 'TensorrtTensor'", "x.toml: import.source"),
+        ("[a]\nbackend = 'DecodeMat'\nnext = 'b'\n[b]\nresize_h = 8", "x.toml: [a] import.source"),
         (
             "[a]\nbackend = 'DecodeMat'\nnext = 'b'\n[b]\nresize_h = 'all'",
-            "x.toml: [b] resize_h must be a whole number of pixels, got 'all'",
+            "x.toml: [b] resize_h import.source, got 'all'",
         ),
         (
             TOML + MODEL.replace('"123.675, 116.28, 103.53"', "[123, 116, 103]"),
-            "x.toml: [resnet18] mean must be numbers separated by commas, such as "
-            '"123.675, 116.28, 103.53", got [123, 116, 103]',
+            "x.toml: [resnet18] mean import.source, got [123, 116, 103]",
         ),
         (
             TOML + MODEL.replace("instance_num = 2", 'instance_num = "two"'),
-            "x.toml: [resnet18] instance_num must be a whole number, got 'two'",
+            "x.toml: [resnet18] instance_num import.source, got 'two'",
         ),
     ],
 )
 def test_a_toml_that_cannot_be_read(tmp_path: Path, toml: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(tmp_path, "torchpipe", toml, "x.toml")
-    assert str(error.value).replace(f"{tmp_path}/", "").startswith(text)
+    assert outline(error.value).replace(f"{tmp_path}/", "") == text
+
+
+def test_a_text_that_is_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"x\.toml: .*TOML"):
+        read(tmp_path, "torchpipe", "a = [", "x.toml")
 
 
 @pytest.mark.parametrize(
@@ -702,16 +691,16 @@ def test_nodes_that_next_joins_are_one_chain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        ('"resizer"', '"resiser"', "x.toml: [decoder] next 'resiser' names no node; did you mean 'resizer'?"),
-        ('"resizer"', '"cpu_posprocess"', "x.toml: [decoder] next 'cpu_posprocess' names no node; known: net, resizer"),
-        ('"net"', '"decoder"', "x.toml: [resizer] next 'decoder' leads back to a node before it"),
-        ('"net"', '"net,nett"', "x.toml: [resizer] next 'nett' names no node; did you mean 'net'?"),
+        ('"resizer"', '"resiser"', "x.toml: [decoder] next import.source"),
+        ('"resizer"', '"cpu_posprocess"', "x.toml: [decoder] next import.source"),
+        ('"net"', '"decoder"', "x.toml: [resizer] next import.source"),
+        ('"net"', '"net,nett"', "x.toml: [resizer] next import.source"),
     ],
 )
 def test_a_next_that_leads_nowhere(tmp_path: Path, before: str, after: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(tmp_path, "torchpipe", GUIDE.replace(before, after), "x.toml")
-    assert str(error.value).replace(f"{tmp_path}/", "") == text
+    assert outline(error.value).replace(f"{tmp_path}/", "") == text
 
 
 @pytest.mark.parametrize(
