@@ -151,14 +151,8 @@ def test_a_spec_is_a_value() -> None:
         ({"folder": "a", "split": {"val": 0}}, "source.split.val config.range, got 0"),
         ({"folder": "a", "split": {"val": -0.5}}, "source.split.val config.range, got -0.5"),
         ({"folder": "a", "split": {"val": float("nan")}}, "source.split.val config.range, got nan"),
-        (
-            {"folder": "a", "split": {"train": 0.9, "val": 0.2}},
-            "source.split config.conflict",
-        ),
-        (
-            {"folder": "a", "split": (("val", 0.1), ("val", 0.2))},
-            "source.split config.conflict, got ['val', 'val']",
-        ),
+        ({"folder": "a", "split": {"train": 0.9, "val": 0.2}}, "source.split config.conflict"),
+        ({"folder": "a", "split": (("val", 0.1), ("val", 0.2))}, "source.split config.conflict, got ['val', 'val']"),
     ],
 )
 def test_rules_of_a_spec(fields: dict[str, object], message: str) -> None:
