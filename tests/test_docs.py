@@ -610,7 +610,7 @@ def commands_of(folder: Path) -> str:
 
 def test_the_tree_in_the_architecture_names_every_module() -> None:
     """`kernels/` and the stages, which have their own table, stand there as folders."""
-    (tree,) = blocks((ROOT / "ARCHITECTURE.md").read_text(), "text")
+    tree = blocks((ROOT / "ARCHITECTURE.md").read_text(), "text")[0]
     names = re.findall(r"[\w*]+\.py", tree)
     modules = [path for path in (ROOT / "gpuflow").rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     shown = [path for path in modules if path.parent.name not in ("kernels", "stages", "plots")]
