@@ -54,7 +54,7 @@ MODULES = {
     ],
     "stages": ["stages/*.py"],
     "sources": ["gpuflow/sources/*.py", "gpuflow/sources/storage/*.py"],
-    "workers": ["gpuflow/runtime/worker_pool.py", "gpuflow/loader/*_workers.py", "gpuflow/execute/cpu/workers.py"],
+    "workers": ["gpuflow/runtime/worker_pool.py", "gpuflow/loader/decode.py", "gpuflow/execute/cpu/workers.py"],
     "distributed": ["gpuflow/runtime/ranks.py"],
     "service": [f"gpuflow/serve/http/{name}.py" for name in ("body", "app", "server", "limits", "connections")],
 }
