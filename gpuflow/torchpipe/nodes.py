@@ -446,7 +446,7 @@ class CpuPreprocessor:
 
         Raises what preprocessing one of them raises besides that.
         """
-        payload = Payload.of(files, self._bytes.acquire)
+        payload = Payload.of([memoryview(file) for file in files], self._bytes.acquire)
         slots = self._slots.acquire(len(files))
         parts = _parts(len(files), max(1, self._pool.counts()["at_work"]))
         requests = [(part, self._begin(payload, part, slots)) for part in parts]
@@ -547,7 +547,7 @@ class GpuPreprocessor:
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         """Return each file's image [1, C, H, W], ready for any stream, or why it is bad. Wait for the GPU."""
-        payload = Payload.of(files, self._pool.acquire)
+        payload = Payload.of([memoryview(file) for file in files], self._pool.acquire)
         slots = self._runner.slots(len(files))
         try:
             prepared = self._runner.prepare(payload, _keys(len(files)))

@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def others() -> set[int]:
+def others(python_with_torch: Python) -> set[int]:
     """The processes that are not those of `shared_loader`."""
     return children()
 

@@ -92,7 +92,7 @@ class Payload:
             object.__setattr__(self, name, values)
 
     @classmethod
-    def of(cls, files: Sequence[bytes | Bytes | str], allocate: Allocate | None = None) -> Self:
+    def of(cls, files: Sequence[bytes | memoryview | Bytes | str], allocate: Allocate | None = None) -> Self:
         """Copy files that are in memory into a buffer from `allocate`, by default into new memory.
 
         files: the bytes of each, or why it cannot be read.
