@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from gpuflow.arrays import Bytes
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import GpuflowError
-from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.cpu.runner import run_files
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.stage import Keys, Pointwise
-from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
-from gpuflow.sources import Payload
+from gpuflow.pipeline.stage import Pointwise
 
 Differences = Bytes | NDArray[np.float32]
 
@@ -98,16 +96,13 @@ class Scale:
             return cls._between(results.double().T[..., None, None], program)
         side = 2 * max(height, width)
         samples = [cv2.imencode(".png", np.full((side, side, 3), level, np.uint8))[1] for level in (0, 255)]
-        slots = np.empty((2, *slot_shape(program.result)), STORAGE[program.result.dtype])
         if isinstance(program.decoder, Preset):  # all presets give the same result for a plain image
             program = replace(program, decoder=replace(program.decoder, name="torchpipe_cpu"))
-        faults = CpuRunner(program).run(Payload.of(samples), Keys(0, 0, np.arange(2)), slots)
+        images, faults = run_files(program, samples)
         for fault in faults:
             if fault is not None:  # by a stage that takes no image of this size or of one level
                 raise GpuflowError(f"parity: a plain image of {side}x{side} pixels cannot be preprocessed: {fault}")
-        return cls._between(
-            as_batch(slots, program.result).double().flatten(2).median(dim=2).values[..., None, None], program
-        )
+        return cls._between(images.double().flatten(2).median(dim=2).values[..., None, None], program)
 
     @classmethod
     def _between(cls, plain: torch.Tensor, program: Program) -> Scale:

@@ -37,14 +37,12 @@ from gpuflow.errors import (
     reason_of,
     system_fault,
 )
-from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.cpu.runner import run_files
 from gpuflow.loader.assemble import open_split
 from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.stage import ImageSpec, Keys, Pipeline
+from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.pipeline.validate import trace
-from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.runtime.files import atomic_write, replaced_file
-from gpuflow.sources import Payload
 from gpuflow.sources.base import spread
 from gpuflow.sources.folder import images_below
 
@@ -302,10 +300,9 @@ def _samples(config: Config, program: Program, data: Path | None, classes: Seque
 
 def _pixels(program: Program, samples: list[Bytes]) -> tuple[torch.Tensor, list[int]]:
     """Return the images [N, C, H, W] of the samples that can be decoded, and the indices of these samples."""
-    slots = np.zeros((len(samples), *slot_shape(program.result)), STORAGE[program.result.dtype])
-    faults = CpuRunner(program).run(Payload.of(samples), Keys(0, 0, np.arange(len(samples))), slots)
+    images, faults = run_files(program, samples)
     good = [i for i, fault in enumerate(faults) if fault is None]
-    return as_batch(slots, program.result)[good], good
+    return images[good], good
 
 
 def _check(

@@ -52,7 +52,7 @@ from gpuflow.pipeline.program import (
     misfits_of,
     too_large,
 )
-from gpuflow.pipeline.views import STORAGE, AnyProgram, as_batch, outputs_of, programs_of, split
+from gpuflow.pipeline.views import STORAGE, AnyProgram, as_batch, outputs_of, programs_of, slot_shape, split
 from gpuflow.runtime.threads import DaemonPool, stop_flag, use_stop_flag, use_torch_threads
 from gpuflow.sources import Payload
 
@@ -379,6 +379,16 @@ class CpuRunner:
             origin = (0, 0)
         if image is not slot:
             np.copyto(slot, image.reshape(slot.shape))
+
+
+def run_files(program: Program, files: Sequence[bytes | Bytes]) -> tuple[torch.Tensor, _Faults]:
+    """Return the images [N, C, H, W] of encoded files with the random keys of epoch 0, and None or the fault of each.
+
+    The image of a file with a fault is undefined.
+    """
+    slots = np.zeros((len(files), *slot_shape(program.result)), STORAGE[program.result.dtype])
+    faults = CpuRunner(program).run(Payload.of(files), s.Keys(0, 0, np.arange(len(files))), slots)
+    return as_batch(slots, program.result), faults
 
 
 def _misfit(outputs: Sequence[_Drawn]) -> Bools:
