@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Return a block in which tensors without a named device are on the CPU, whatever default a program set."""
+    """Return a block in which tensors without a named device are on the CPU, also where a program has set a default."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 

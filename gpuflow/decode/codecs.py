@@ -184,7 +184,7 @@ _OTHERS = {
 }
 """Other formats of images: the mark that a file begins with, and what people call them."""
 _OTHERS_WITHIN = ((128, b"DICM", "DICOM"), (4, b"ftyp", "AVIF/HEIF of an unknown kind"))
-"""The same of marks that stand elsewhere in a file."""
+"""Formats whose mark stands later in a file: the offset of the mark, the mark, and what people call the format."""
 
 
 def _is_tga(view: memoryview) -> bool:

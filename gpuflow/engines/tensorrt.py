@@ -44,7 +44,7 @@ class Platform:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How an engine is built.
+    """Settings for building an engine.
 
     shape: (C, H, W) of an image. low, high: the smallest and largest batch; best: the batch that it is tuned for.
     maker: `python` or `torchpipe`, whose engines differ in their profiles. instances: profiles that torchpipe makes.

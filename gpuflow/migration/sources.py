@@ -237,7 +237,7 @@ class LibraryTransform:
 
     converts: whether it converts images to RGB itself, so that it gets what Image.open gives; else it gets what
     Image.open(path).convert("RGB") gives, as the loaders of torchvision and timm do.
-    other: another implementation of it, with the name that tells them apart, such as `slow`.
+    other: another implementation of the same transform, and its name, such as `slow`.
     """
 
     run: Callable[[Any], torch.Tensor]

@@ -127,7 +127,7 @@ def _open_native_nodes(graph: Graph, nodes: Mapping[str, dict[str, str]], sessio
 
 class NativeNodes:
     """Nodes of which some run torchpipe's own operators. These answer no requests, and an error reaches only the thread
-    that waits in the call. So each image is a call of its own.
+    that waits in the call. So each image gets a separate call.
 
     queue: takes requests, one by one.
     """

@@ -185,12 +185,12 @@ def draw_instance(mask: Instance, bit: int, down: Bytes) -> None:
 _apply = function("gpuflow_apply_mask_map", POINTER, POINTER, INTEGER, POINTER)
 _warp = function("gpuflow_warp_mask_map", POINTER, POINTER, INTEGER, INTEGER, POINTER, INTEGER, INTEGER, POINTER)
 _KINDS = {np.int32: 1, np.int64: 2}
-"""What C calls the types of places."""
+"""Numbers of the types of places, as in mask.c."""
 _MOST_IN_INT32 = 2**31
 
 
 class MaskMap:
-    """Which pixel of one sample's mask each pixel of the result shows.
+    """Maps each pixel of the result to the pixel of one sample's mask that it shows.
 
     Crops, flips, resizes and pads move rows and columns separately, so two vectors describe them: the row of each row,
     and the column of each column. A warp makes a place for each pixel, its number in the mask, and of these places two
