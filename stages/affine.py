@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -46,10 +46,10 @@ class Affine(WarpingStage):
         fill: the level of a constant border, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "affine"
-    late_fields: ClassVar[tuple[str, ...]] = ("center",)
-    other_names: ClassVar[tuple[str, ...]] = ("RandomAffine", "ShiftScaleRotate", "Shear", "Translate")
-    other_keys: ClassVar[Mapping[str, str]] = {"rotate": "degrees", "scale_limit": "scale", "shift_limit": "translate"}
+    stage_name = "affine"
+    late_fields = ("center",)
+    other_names = ("RandomAffine", "ShiftScaleRotate", "Shear", "Translate")
+    other_keys = {"rotate": "degrees", "scale_limit": "scale", "shift_limit": "translate"}
 
     degrees: Angle = 0.0
     translate: Annotated[tuple[float, float], s.Bounds(least=0, most=1, words="fractions within [0, 1]")] = (0.0, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -73,8 +73,8 @@ class AutoAugment(AugmentPolicy):
         fill: the level outside the image, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "auto_augment"
-    magnitudes: ClassVar[Magnitudes] = Magnitudes(_SPACE)
+    stage_name = "auto_augment"
+    magnitudes = Magnitudes(_SPACE)
 
     interpolation: WarpInterpolation = "nearest"
     fill: Fill = 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability
-from gpuflow.stages.adjustment import Adjustment
+from gpuflow.pipeline.parameters import Adjustment, Probability
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -18,17 +16,12 @@ class Autocontrast(Adjustment):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "autocontrast"
-    operation: ClassVar[s.Operation] = s.Operation.AUTOCONTRAST
-    other_names: ClassVar[tuple[str, ...]] = ("RandomAutocontrast",)
+    stage_name = "autocontrast"
+    operation = s.Operation.AUTOCONTRAST
+    other_names = ("RandomAutocontrast",)
 
     probability: Probability = 1.0
 
     @classmethod
     def examples(cls) -> tuple[Autocontrast, ...]:
         return (cls(), cls(probability=0.5))
-
-    def torchvision(self) -> Any:
-        from torchvision.transforms import v2
-
-        return v2.RandomAutocontrast(self.probability)

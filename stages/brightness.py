@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Probability
-from gpuflow.stages.adjustment import FactorAdjustment
+from gpuflow.pipeline.parameters import Factor, FactorAdjustment, Probability
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -20,10 +17,10 @@ class Brightness(FactorAdjustment):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "brightness"
-    operation: ClassVar[s.Operation] = s.Operation.BRIGHTNESS
-    other_names: ClassVar[tuple[str, ...]] = ("RandomBrightness", "AdjustBrightness")
-    other_keys: ClassVar[Mapping[str, str]] = {"brightness": "amount", "brightness_factor": "amount"}
+    stage_name = "brightness"
+    operation = s.Operation.BRIGHTNESS
+    other_names = ("RandomBrightness", "AdjustBrightness")
+    other_keys = {"brightness": "amount", "brightness_factor": "amount"}
 
     amount: Factor
     probability: Probability = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,8 +23,8 @@ class CenterCrop(s.Geometry):
             top and the left, as torchvision and timm do, or `down`, as transformers and Albumentations do.
     """
 
-    stage_name: ClassVar[str] = "center_crop"
-    late_fields: ClassVar[tuple[str, ...]] = ("rounding",)
+    stage_name = "center_crop"
+    late_fields = ("rounding",)
 
     size: Size
     rounding: Literal["nearest", "down"] = "nearest"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -31,10 +31,10 @@ class ColorJitter(s.Pointwise):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "color_jitter"
-    tolerance: ClassVar[float] = 1.0
-    late_fields: ClassVar[tuple[str, ...]] = ("probability",)
-    other_names: ClassVar[tuple[str, ...]] = ("RandomBrightnessContrast", "HueSaturationValue")
+    stage_name = "color_jitter"
+    tolerance = 1.0
+    late_fields = ("probability",)
+    other_names = ("RandomBrightnessContrast", "HueSaturationValue")
 
     brightness: Factor = 0.0
     contrast: Factor = 0.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from gpuflow.arrays import Bools
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.mixture import MixMode, draw_mixture
 from gpuflow.pipeline.parameters import Probability
+from gpuflow.stages.mixup import MixMode, Mixup
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,8 +28,8 @@ class Cutmix(s.Mixing):
         correct_lambda: whether the label's share is that of the pixels outside a box that the image's edge cuts.
     """
 
-    stage_name: ClassVar[str] = "cutmix"
-    other_keys: ClassVar[Mapping[str, str]] = {"cutmix_alpha": "alpha"}
+    stage_name = "cutmix"
+    other_keys = {"cutmix_alpha": "alpha"}
 
     alpha: Annotated[float, s.Bounds(above=0, limit=1000)] = 1.0
     probability: Probability = 1.0
@@ -59,15 +58,12 @@ class Cutmix(s.Mixing):
         raise NotImplementedError("torchvision's CutMix takes another partner and the number of classes")
 
     def draw(self, keys: s.StageKeys, height: int, width: int, valid: Bools) -> s.Mixture:
-        return draw_mixture(
-            keys,
-            height,
-            width,
-            valid,
-            mode=self.mode,
+        boxes_alone = Mixup(
+            alpha=self.alpha,
+            cutmix_alpha=self.alpha,
+            switch_probability=1.0,
             probability=self.probability,
-            blend_alpha=self.alpha,
-            box_alpha=self.alpha,
-            box_probability=1.0,
-            share_of_area=self.correct_lambda,
+            mode=self.mode,
+            correct_lambda=self.correct_lambda,
         )
+        return boxes_alone.draw(keys, height, width, valid)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from gpuflow.pipeline.stage import Bounds, Decoder, ImageSpec
 
@@ -30,11 +30,11 @@ class Decode(Decoder):
             each is one more library that reads what strangers send. Of GIF, TIFF and animated WebP, the first image.
     """
 
-    stage_name: ClassVar[str] = "decode"
-    tolerance: ClassVar[float] = 1.0
-    where_fields: ClassVar[tuple[str, ...]] = ("backend", "cpu_share", "max_scans")
-    late_fields: ClassVar[tuple[str, ...]] = ("background", "formats")
-    other_names: ClassVar[tuple[str, ...]] = ("DecodeImage", "LoadImage")
+    stage_name = "decode"
+    tolerance = 1.0
+    where_fields = ("backend", "cpu_share", "max_scans")
+    late_fields = ("background", "formats")
+    other_names = ("DecodeImage", "LoadImage")
 
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"

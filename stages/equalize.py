@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability
-from gpuflow.stages.adjustment import Adjustment
+from gpuflow.pipeline.parameters import Adjustment, Probability
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -18,17 +16,12 @@ class Equalize(Adjustment):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "equalize"
-    operation: ClassVar[s.Operation] = s.Operation.EQUALIZE
-    other_names: ClassVar[tuple[str, ...]] = ("RandomEqualize",)
+    stage_name = "equalize"
+    operation = s.Operation.EQUALIZE
+    other_names = ("RandomEqualize",)
 
     probability: Probability = 1.0
 
     @classmethod
     def examples(cls) -> tuple[Equalize, ...]:
         return (cls(), cls(probability=0.5))
-
-    def torchvision(self) -> Any:
-        from torchvision.transforms import v2
-
-        return v2.RandomEqualize(self.probability)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
@@ -20,8 +19,8 @@ class Flip(s.Geometry):
         vertical: the probability of mirroring top and bottom.
     """
 
-    stage_name: ClassVar[str] = "flip"
-    other_names: ClassVar[tuple[str, ...]] = (
+    stage_name = "flip"
+    other_names = (
         "RandomHorizontalFlip",
         "RandomVerticalFlip",
         "HorizontalFlip",
@@ -29,7 +28,7 @@ class Flip(s.Geometry):
         "HFlip",
         "VFlip",
     )
-    other_keys: ClassVar[Mapping[str, str]] = {"p": "horizontal"}
+    other_keys = {"p": "horizontal"}
 
     horizontal: Probability = 0.0
     vertical: Probability = 0.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -28,9 +28,9 @@ class GaussianBlur(s.Local):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "gaussian_blur"
-    tolerance: ClassVar[float] = 1.0
-    other_keys: ClassVar[Mapping[str, str]] = {"blur_limit": "kernel_size", "sigma_limit": "sigma"}
+    stage_name = "gaussian_blur"
+    tolerance = 1.0
+    other_keys = {"blur_limit": "kernel_size", "sigma_limit": "sigma"}
 
     kernel_size: Annotated[int | tuple[int, int], s.Bounds(least=1, limit=1023)]
     sigma: (

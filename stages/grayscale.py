@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability
-from gpuflow.stages.adjustment import Adjustment
+from gpuflow.pipeline.parameters import Adjustment, Probability
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -20,19 +18,14 @@ class Grayscale(Adjustment):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "grayscale"
-    tolerance: ClassVar[float] = 1.0
-    operation: ClassVar[s.Operation] = s.Operation.GRAYSCALE
-    weighs_colors: ClassVar[bool] = True
-    other_names: ClassVar[tuple[str, ...]] = ("RandomGrayscale", "ToGray", "Greyscale")
+    stage_name = "grayscale"
+    tolerance = 1.0
+    operation = s.Operation.GRAYSCALE
+    weighs_colors = True
+    other_names = ("RandomGrayscale", "ToGray", "Greyscale")
 
     probability: Probability = 1.0
 
     @classmethod
     def examples(cls) -> tuple[Grayscale, ...]:
         return (cls(), cls(probability=0.5))
-
-    def torchvision(self) -> Any:
-        from torchvision.transforms import v2
-
-        return v2.RandomGrayscale(self.probability)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, Shift
-from gpuflow.stages.adjustment import FactorAdjustment
+from gpuflow.pipeline.parameters import FactorAdjustment, Probability, Shift
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -20,12 +17,12 @@ class Hue(FactorAdjustment):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "hue"
-    operation: ClassVar[s.Operation] = s.Operation.HUE
-    weighs_colors: ClassVar[bool] = True
-    neutral: ClassVar[float] = 0.0
-    other_names: ClassVar[tuple[str, ...]] = ("AdjustHue",)
-    other_keys: ClassVar[Mapping[str, str]] = {"hue": "amount", "hue_factor": "amount"}
+    stage_name = "hue"
+    operation = s.Operation.HUE
+    weighs_colors = True
+    neutral = 0.0
+    other_names = ("AdjustHue",)
+    other_keys = {"hue": "amount", "hue_factor": "amount"}
 
     amount: Shift
     probability: Probability = 1.0

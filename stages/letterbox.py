@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -28,10 +27,10 @@ class Letterbox(s.Geometry):
         antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
     """
 
-    stage_name: ClassVar[str] = "letterbox"
-    tolerance: ClassVar[float] = 1.0
-    resizes: ClassVar[bool] = True
-    other_keys: ClassVar[Mapping[str, str]] = {"new_shape": "size"}
+    stage_name = "letterbox"
+    tolerance = 1.0
+    resizes = True
+    other_keys = {"new_shape": "size"}
 
     size: Size
     fill: Fill = 114

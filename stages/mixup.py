@@ -1,15 +1,21 @@
-"""mixup: blends each sample of a batch with another one, or replaces a box of it by the other's, as timm does."""
+"""mixup: blends each sample of a batch with another one, or replaces a box of it by the other's, as timm does.
+
+The draw is that of timm's `timm.data.Mixup`, from counter-based numbers instead of numpy's generator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, Literal, assert_never
 
-from gpuflow.arrays import Bools
+import numpy as np
+
+from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.mixture import MixMode, draw_mixture
 from gpuflow.pipeline.parameters import Probability
+
+MixMode = Literal["batch", "pair", "elem"]
+"""Which samples share their random numbers: all of a batch, a sample and its partner, or none."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,8 +35,8 @@ class Mixup(s.Mixing):
         correct_lambda: whether the label's share is that of the pixels outside a box that the image's edge cuts.
     """
 
-    stage_name: ClassVar[str] = "mixup"
-    other_keys: ClassVar[Mapping[str, str]] = {"mixup_alpha": "alpha", "switch_prob": "switch_probability"}
+    stage_name = "mixup"
+    other_keys = {"mixup_alpha": "alpha", "switch_prob": "switch_probability"}
 
     alpha: Annotated[float, s.Bounds(above=0, limit=1000)] = 1.0
     cutmix_alpha: Annotated[float, s.Bounds(least=0, limit=1000)] = 0.0
@@ -63,15 +69,60 @@ class Mixup(s.Mixing):
         raise NotImplementedError("torchvision's MixUp takes another partner and the number of classes")
 
     def draw(self, keys: s.StageKeys, height: int, width: int, valid: Bools) -> s.Mixture:
-        return draw_mixture(
-            keys,
-            height,
-            width,
-            valid,
-            mode=self.mode,
-            probability=self.probability,
-            blend_alpha=self.alpha,
-            box_alpha=self.cutmix_alpha,
-            box_probability=self.switch_probability if self.cutmix_alpha > 0 else 0.0,
-            share_of_area=self.correct_lambda,
+        own = np.arange(len(valid))
+        partners = np.arange(len(valid))
+        rows = np.flatnonzero(valid)
+        partners[rows] = rows[::-1]
+        numbers = keys.uniform(6)[self._drawn_by(own, partners)]
+        mixed = (numbers[:, 0] < self.probability) & (partners != own)
+        boxed = (numbers[:, 1] < self.switch_probability) & (self.cutmix_alpha > 0)
+        drawn = symmetric_beta(np.where(boxed, self.cutmix_alpha, self.alpha), numbers[:, 2], numbers[:, 3])
+        weights = np.where(mixed, drawn.astype(np.float32).astype(np.float64), 1.0)
+        boxed &= mixed
+        boxes = np.where(boxed[:, None], _boxes(weights, height, width, numbers[:, 4], numbers[:, 5]), 0)
+        outside = 1 - boxes[:, 2] * boxes[:, 3] / (height * width)
+        return s.Mixture(
+            partners=np.where(mixed, partners, own),
+            weights=np.where(boxed, 1.0, weights),
+            boxes=boxes,
+            shares=np.where(boxed & self.correct_lambda, outside, weights),
         )
+
+    def _drawn_by(self, own: Ints, partners: Ints) -> Ints:
+        """Return the row whose random numbers each sample uses: the first one of those that share them."""
+        match self.mode:
+            case "batch":
+                return np.zeros_like(own)
+            case "pair":
+                return np.minimum(own, partners)
+            case "elem":
+                return own
+            case _:
+                assert_never(self.mode)
+
+
+def symmetric_beta(alpha: Floats, first: Floats, second: Floats) -> Floats:
+    """Draw numbers from Beta(alpha, alpha) for any alpha > 0, each from two uniform numbers in [0, 1).
+
+    Exact, without rejection: if T has Student's distribution with 2 * alpha degrees of freedom, which Bailey's polar
+    method gives, then (1 + T / sqrt(2 * alpha + T^2)) / 2 has the distribution Beta(alpha, alpha) (Devroye, "Random
+    variate generation in one line of code", WSC 1996).
+    """
+    cosine = np.cos(2 * np.pi * second)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        square = np.expm1(-np.log1p(-first) / alpha) * cosine**2
+        distance: Floats = np.sqrt(1 / (1 + 1 / square))
+    signed: Floats = np.copysign(distance, cosine)
+    return signed / 2 + 0.5
+
+
+def _boxes(shares: Floats, height: int, width: int, row: Floats, column: Floats) -> Ints:
+    """Return boxes [N, 4] that cover 1 - share of the image, around a uniform pixel, clipped to the image."""
+    side = np.sqrt(1 - shares)
+    ends = []
+    for size, number in ((height, row), (width, column)):
+        length = (size * side).astype(np.int64)
+        centre = (number * size).astype(np.int64)
+        ends.append((np.maximum(centre - length // 2, 0), np.minimum(centre + (length + 1) // 2, size)))
+    (top, bottom), (left, right) = ends
+    return np.stack([top, left, bottom - top, right - left], axis=1)

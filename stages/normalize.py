@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
@@ -36,9 +36,9 @@ class Normalize(s.Pointwise):
         layout: `nchw`, or `nhwc` for channels_last memory; the tensor's axes are N, C, H, W in both.
     """
 
-    stage_name: ClassVar[str] = "normalize"
-    tolerance: ClassVar[float] = 0.0
-    other_names: ClassVar[tuple[str, ...]] = (
+    stage_name = "normalize"
+    tolerance = 0.0
+    other_names = (
         "ToTensor",
         "ToImage",
         "ToDtype",
@@ -98,7 +98,7 @@ class Normalize(s.Pointwise):
         """Return a part of a model: uint8 [N, C, H, W] on any device to the dtype, bit for bit equal on a CPU."""
         import torch
 
-        from gpuflow.stages.normalize_module import NormalizeModule
+        from gpuflow.stages.torch_parts import NormalizeModule
 
         return NormalizeModule(self._values("mean"), self._values("std"), getattr(torch, self.dtype))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class Pad(Bordered):
         fill: the level of a constant border, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "pad"
+    stage_name = "pad"
 
     padding: Padding
     border: Border = "constant"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -32,8 +32,8 @@ class Perspective(WarpingStage):
         fill: the level of a constant border, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "perspective"
-    other_names: ClassVar[tuple[str, ...]] = ("RandomPerspective",)
+    stage_name = "perspective"
+    other_names = ("RandomPerspective",)
 
     distortion_scale: Annotated[float, s.Bounds(least=0, most=1)] = 0.5
     probability: Probability = 0.5

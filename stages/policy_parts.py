@@ -17,8 +17,11 @@ import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.pipeline.parameters import Fill, TableAdjustment, WarpInterpolation, check_fill, lookup_of
+from gpuflow.stages.invert import Invert
+from gpuflow.stages.posterize import Posterize
 from gpuflow.stages.sharpness import Sharpness
+from gpuflow.stages.solarize import Solarize
 
 OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast"),
@@ -149,7 +152,7 @@ class Magnitudes:
 class AugmentPolicy(s.Policy):
     """A policy of torchvision's operations, in rounds of one operation for each sample."""
 
-    tolerance: ClassVar[float] = 1.0
+    tolerance = 1.0
     magnitudes: ClassVar[Magnitudes]
     """Of its operations."""
 
@@ -207,8 +210,8 @@ class _Part(s.Stage):
 class _Moving(_Part, s.Geometry):
     """The geometric operations of one round."""
 
-    stage_name: ClassVar[str] = "policy_moves"
-    folds: ClassVar[bool] = False
+    stage_name = "policy_moves"
+    folds = False
 
     @property
     def warps(self) -> s.Lookup:
@@ -264,7 +267,7 @@ def _map_of(operation: int, magnitude: float, height: int, width: int) -> tuple[
 class _Colouring(_Part, s.Pointwise):
     """The pointwise operations of one round. Coefficients of a sample [2]: its operation and magnitude."""
 
-    stage_name: ClassVar[str] = "policy_colours"
+    stage_name = "policy_colours"
 
     def draw(self, keys: s.StageKeys) -> Floats:
         drawn = self.policy.drawn(keys, self.turn)
@@ -289,18 +292,17 @@ class _Colouring(_Part, s.Pointwise):
 @lru_cache(maxsize=4096)
 def _table(operation: int, magnitude: float) -> Bytes:
     """Return the level for each level, uint8 [3, 256], of an operation that looks levels up."""
-    levels = np.arange(256)
+    stage: TableAdjustment
     match OPERATIONS[operation]:
         case "Posterize":
-            dropped = 8 - min(max(int(magnitude), 0), 8)
-            levels = levels >> dropped << dropped
+            stage = Posterize(bits=min(max(int(magnitude), 0), 8))
         case "Solarize":
-            levels = np.where(levels < np.float32(255.0 * magnitude), levels, 255 - levels)  # torch compares in float32
+            stage = Solarize(threshold=float(np.float32(255.0 * magnitude)))  # torch compares in float32
         case "Invert":
-            levels = 255 - levels
+            stage = Invert()
         case other:
             raise ValueError(f"{other} has no table")
-    table = np.repeat(levels[None].astype(np.uint8), 3, axis=0)
+    table = np.tile(stage.levels(), (3, 1))
     table.flags.writeable = False
     return table
 
@@ -309,7 +311,7 @@ def _table(operation: int, magnitude: float) -> Bytes:
 class _Sharpening(_Part, s.Local):
     """The sharpening of one round. Coefficients of a sample [2]: whether it is sharpened, and its factor."""
 
-    stage_name: ClassVar[str] = "policy_sharpness"
+    stage_name = "policy_sharpness"
 
     def draw(self, keys: s.StageKeys) -> Floats:
         drawn = self.policy.drawn(keys, self.turn)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -59,9 +59,9 @@ class RandAugment(AugmentPolicy):
         fill: the level outside the image, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "rand_augment"
-    magnitudes: ClassVar[Magnitudes] = Magnitudes(_SPACE)
-    other_keys: ClassVar[Mapping[str, str]] = {"num_ops": "operations", "num_magnitude_bins": "bins"}
+    stage_name = "rand_augment"
+    magnitudes = Magnitudes(_SPACE)
+    other_keys = {"num_ops": "operations", "num_magnitude_bins": "bins"}
 
     operations: Annotated[int, s.Bounds(least=1, limit=16)] = 2
     magnitude: Annotated[int, s.Bounds(least=0, limit=999)] = 9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +41,8 @@ class RandomCrop(Bordered):
         fill: the level of a constant border, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "random_crop"
-    late_fields: ClassVar[tuple[str, ...]] = ("pad_if_needed", "border", "fill")
+    stage_name = "random_crop"
+    late_fields = ("pad_if_needed", "border", "fill")
 
     size: Size
     padding: Padding = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -31,8 +31,8 @@ class RandomErasing(s.Pointwise):
         value: the level, or one for each channel; `imagenet`: the mean colour of ImageNet; `random`: drawn.
     """
 
-    stage_name: ClassVar[str] = "random_erasing"
-    other_names: ClassVar[tuple[str, ...]] = ("Erasing", "CoarseDropout", "Cutout")
+    stage_name = "random_erasing"
+    other_names = ("Erasing", "CoarseDropout", "Cutout")
 
     probability: Probability = 0.5
     scale: Annotated[tuple[float, float], s.Bounds(least=0, most=1, ascending=True)] = (0.02, 0.33)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -30,10 +30,10 @@ class RandomResizedCrop(s.Geometry):
         antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
     """
 
-    stage_name: ClassVar[str] = "random_resized_crop"
-    tolerance: ClassVar[float] = 1.0
-    resizes: ClassVar[bool] = True
-    other_names: ClassVar[tuple[str, ...]] = ("RandomSizedCrop", "RandomResizedCropAndInterpolation")
+    stage_name = "random_resized_crop"
+    tolerance = 1.0
+    resizes = True
+    other_names = ("RandomSizedCrop", "RandomResizedCropAndInterpolation")
 
     size: Size
     scale: Annotated[tuple[float, float], s.Bounds(above=0, most=1, ascending=True)] = (0.08, 1.0)

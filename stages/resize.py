@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,12 +34,12 @@ class Resize(s.Geometry):
             number, as Albumentations and timm's ResizeKeepRatio do.
     """
 
-    stage_name: ClassVar[str] = "resize"
-    tolerance: ClassVar[float] = 1.0
-    resizes: ClassVar[bool] = True
-    late_fields: ClassVar[tuple[str, ...]] = ("rounding", "max_size")
-    other_names: ClassVar[tuple[str, ...]] = ("SmallestMaxSize", "LongestMaxSize")
-    other_keys: ClassVar[Mapping[str, str]] = {"size": "shorter", "min_size": "shorter"}
+    stage_name = "resize"
+    tolerance = 1.0
+    resizes = True
+    late_fields = ("rounding", "max_size")
+    other_names = ("SmallestMaxSize", "LongestMaxSize")
+    other_keys = {"size": "shorter", "min_size": "shorter"}
 
     height: Side | None = None
     width: Side | None = None

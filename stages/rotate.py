@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +41,9 @@ class Rotate(WarpingStage):
         fill: the level of a constant border, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "rotate"
-    late_fields: ClassVar[tuple[str, ...]] = ("center", "expand")
-    other_names: ClassVar[tuple[str, ...]] = ("RandomRotation", "SafeRotate")
+    stage_name = "rotate"
+    late_fields = ("center", "expand")
+    other_names = ("RandomRotation", "SafeRotate")
 
     degrees: Angle
     center: Center | None = None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Probability
-from gpuflow.stages.adjustment import FactorAdjustment
+from gpuflow.pipeline.parameters import Factor, FactorAdjustment, Probability
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -20,12 +17,12 @@ class Saturation(FactorAdjustment):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "saturation"
-    tolerance: ClassVar[float] = 1.0
-    operation: ClassVar[s.Operation] = s.Operation.SATURATION
-    weighs_colors: ClassVar[bool] = True
-    other_names: ClassVar[tuple[str, ...]] = ("Color", "AdjustSaturation")
-    other_keys: ClassVar[Mapping[str, str]] = {"saturation": "amount", "saturation_factor": "amount"}
+    stage_name = "saturation"
+    tolerance = 1.0
+    operation = s.Operation.SATURATION
+    weighs_colors = True
+    other_names = ("Color", "AdjustSaturation")
+    other_keys = {"saturation": "amount", "saturation_factor": "amount"}
 
     amount: Factor
     probability: Probability = 1.0

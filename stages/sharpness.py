@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +25,9 @@ class Sharpness(s.Local):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "sharpness"
-    other_names: ClassVar[tuple[str, ...]] = ("RandomAdjustSharpness", "AdjustSharpness", "Sharpen")
-    other_keys: ClassVar[Mapping[str, str]] = {"sharpness": "amount", "sharpness_factor": "amount"}
+    stage_name = "sharpness"
+    other_names = ("RandomAdjustSharpness", "AdjustSharpness", "Sharpen")
+    other_keys = {"sharpness": "amount", "sharpness_factor": "amount"}
 
     amount: Factor
     probability: Probability = 1.0

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import numpy as np
 
-from gpuflow.arrays import Floats, Ints
+from gpuflow.arrays import Bytes
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+from gpuflow.pipeline.parameters import Probability, TableAdjustment
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Solarize(s.Pointwise):
+class Solarize(TableAdjustment):
     """Invert the levels that are not below a threshold, as torchvision's RandomSolarize does.
 
     Args:
@@ -21,8 +21,8 @@ class Solarize(s.Pointwise):
         probability: the probability of changing an image.
     """
 
-    stage_name: ClassVar[str] = "solarize"
-    other_names: ClassVar[tuple[str, ...]] = ("RandomSolarize",)
+    stage_name = "solarize"
+    other_names = ("RandomSolarize",)
 
     threshold: Annotated[float, s.Bounds(least=0, most=255)] = 128.0
     probability: Probability = 1.0
@@ -31,19 +31,6 @@ class Solarize(s.Pointwise):
     def examples(cls) -> tuple[Solarize, ...]:
         return (cls(), cls(threshold=60.5), cls(probability=0.5))
 
-    @property
-    def random(self) -> bool:
-        return is_random(self.probability)
-
-    def torchvision(self) -> Any:
-        from torchvision.transforms import v2
-
-        return v2.RandomSolarize(self.threshold, self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability)
-
-    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
+    def levels(self) -> Bytes:
         levels = np.arange(256, dtype=np.uint8)
-        table = np.where(levels >= self.threshold, 255 - levels, levels)
-        return s.Operations.table(coefficients[:, 0] > 0, table[None, None])
+        return np.where(levels >= self.threshold, 255 - levels, levels)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from gpuflow.errors import Problem, reason_of, suggest
 from gpuflow.pipeline import stage as s
@@ -53,8 +53,8 @@ class Torchvision(s.Opaque):
         parameters: its keyword arguments; `interpolation` and `dtype` by name.
     """
 
-    stage_name: ClassVar[str] = "torchvision"
-    open_field: ClassVar[str | None] = "parameters"
+    stage_name = "torchvision"
+    open_field = "parameters"
 
     name: str
     parameters: tuple[tuple[str, Any], ...] = ()
@@ -137,7 +137,7 @@ class Torchvision(s.Opaque):
         return _build(self.name, self.parameters)
 
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
-        from gpuflow.stages.sample_generator import SampleGenerator
+        from gpuflow.stages.torch_parts import SampleGenerator
 
         transform = _build(self.name, self.parameters)
         with SampleGenerator(seed):
@@ -168,7 +168,7 @@ def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Any:
     import torch
     from torchvision.transforms import InterpolationMode, v2
 
-    from gpuflow.stages.sample_generator import on_cpu
+    from gpuflow.stages.torch_parts import on_cpu
 
     arguments: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters}
     if "interpolation" in arguments:
@@ -189,7 +189,7 @@ def _probe(
     """
     import torch
 
-    from gpuflow.stages.sample_generator import SampleGenerator
+    from gpuflow.stages.torch_parts import SampleGenerator
 
     shapes: set[tuple[int, ...]] = set()
     out_dtype, drew = dtype, False

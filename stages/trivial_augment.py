@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Fill, WarpInterpolation
@@ -43,10 +42,10 @@ class TrivialAugment(AugmentPolicy):
         fill: the level outside the image, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "trivial_augment"
-    magnitudes: ClassVar[Magnitudes] = Magnitudes(_SPACE)
-    other_names: ClassVar[tuple[str, ...]] = ("TrivialAugmentWide",)
-    other_keys: ClassVar[Mapping[str, str]] = {"num_magnitude_bins": "bins"}
+    stage_name = "trivial_augment"
+    magnitudes = Magnitudes(_SPACE)
+    other_names = ("TrivialAugmentWide",)
+    other_keys = {"num_magnitude_bins": "bins"}
 
     bins: Annotated[int, s.Bounds(least=2, limit=1000)] = 31
     interpolation: WarpInterpolation = "nearest"

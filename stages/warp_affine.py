@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class WarpAffine(WarpingStage):
         fill: the level of a constant border, or [red, green, blue].
     """
 
-    stage_name: ClassVar[str] = "warp_affine"
+    stage_name = "warp_affine"
 
     matrix: Matrix | s.FromRecord | None = None
     source: Points | s.FromRecord | None = None

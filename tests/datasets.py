@@ -34,10 +34,9 @@ from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import Order, ShuffledOrder
-from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.targets import TargetRules
-from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram, programs_of
 from gpuflow.sources import Allocate, Payload, Source, fields_of
 from gpuflow.sources.storage import Storage

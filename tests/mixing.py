@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.execute.mixing import mix_images, mix_labels, soft_labels
-from gpuflow.pipeline.mixture import Mixture
-from gpuflow.pipeline.stage import Mixing
+from gpuflow.pipeline.stage import Mixing, Mixture
 
 CLASSES = 7
 Box = tuple[int, int, int, int]

@@ -15,8 +15,7 @@ from torchvision.transforms.v2 import functional as tv
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.sources import Payload
 from gpuflow.stages import Decode

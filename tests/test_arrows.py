@@ -49,10 +49,10 @@ def importers(files: list[Path], package: str) -> set[str]:
 
 def test_the_files_are_found() -> None:
     assert len(ENGINE) > 100
-    shared = {"__init__", "adjustment", "policy_parts", "normalize_module", "sample_generator"}
+    shared = {"__init__", "policy_parts", "torch_parts"}
     assert {path.stem for path in STAGE_FILES} >= shared
     assert len(STAGE_FILES) == len(STAGES) + len(shared), (
-        "a file a stage, the table, what adjustments and policies share, and torch's part"
+        "a file a stage, the table, what policies share, and torch's part"
     )
     assert PLOTS and EXPERIMENTS
 

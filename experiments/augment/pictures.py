@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuflow.execute import packing
-from gpuflow.pipeline.mixture import Mixture
-from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.stage import Keys, Mixing, Pipeline
-from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.program import Program, fold, trace
+from gpuflow.pipeline.stage import Keys, Mixing, Mixture, Pipeline
 from gpuflow.stages import STAGES, CenterCrop, Decode
 from gpuflow.tools.samples import load_photos
 

@@ -24,11 +24,10 @@ from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.config.words import fits, meant_key, problems_of, type_in_words
 from gpuflow.config.yaml_file import Overrides, read_yaml
 from gpuflow.errors import ConfigError, Key, Problem, show
-from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.records import GEOMETRIC, Field
 from gpuflow.pipeline.stage import Decoder, Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
-from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec, all_kinds, spec_class
 

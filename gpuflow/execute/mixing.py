@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.arrays import Ints
-from gpuflow.pipeline.mixture import Mixture
+from gpuflow.pipeline.stage import Mixture
 
 
 def soft_labels(labels: Ints, classes: int) -> NDArray[np.float32]:

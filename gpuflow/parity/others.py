@@ -48,8 +48,8 @@ from gpuflow.pipeline.program import (
     ResamplingStep,
     WarpStep,
     fold,
+    trace,
 )
-from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import as_batch, slot_shape
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from gpuflow.parity.others import NAIVE, libraries_of, ways_of
 from gpuflow.parity.pairs import Classifier, PairComparison, find_model, missing_stage, pairs_of
 from gpuflow.parity.report import Report, WayNote
 from gpuflow.parity.ways import Prefix, Result, Way, prefixes_of
-from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.program import fold, trace
 from gpuflow.pipeline.stage import Mixing, Pipeline
-from gpuflow.pipeline.validate import trace
 
 _LIMITS = ("max_pixels", "max_scans")
 

@@ -32,8 +32,7 @@ from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.parity.images import Encoded, InMemory
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, ResamplingStep, WarpStep, fold
-from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, ResamplingStep, WarpStep, fold, trace
 from gpuflow.sources import Folder
 from gpuflow.torchpipe.adapter import missing_operators, missing_scheduler
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from gpuflow.arrays import Floats, Ints
+from gpuflow.arrays import Bytes, Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.moves import MIRRORS
@@ -146,7 +147,7 @@ def lookup_of(interpolation: str, border: str, fill: int | tuple[int, int, int])
 class WarpingStage(s.Geometry):
     """A stage that warps, by default to images of the same size: what is seen outside them, and how it resamples."""
 
-    tolerance: ClassVar[float] = 1.0
+    tolerance = 1.0
 
     interpolation: WarpInterpolation
     border: Border
@@ -188,6 +189,78 @@ class Bordered(s.Geometry):
     @property
     def mirrors(self) -> bool:
         return self.adds_pixels and self.border in MIRRORS
+
+
+class Adjustment(s.Pointwise):
+    """Runs one operation of torchvision on the images that are drawn with a probability.
+
+    weighs_colors: whether it weighs red, green and blue, and so refuses the order blue, green, red.
+    neutral: the factor that changes nothing.
+    """
+
+    operation: ClassVar[s.Operation]
+    weighs_colors = False
+    neutral = 1.0
+
+    probability: Probability
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Return the range that the factor is drawn from; None for an operation without one."""
+        return None
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.probability, self.bounds, neutral=self.neutral)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        if self.weighs_colors:
+            s.require_rgb(self, spec)
+        return super().output(spec)
+
+    def torchvision(self) -> Any:
+        """Return the transform that `other_names` names first, which takes the same parameters in the same order."""
+        from torchvision.transforms import v2
+
+        return getattr(v2, self.other_names[0])(*self.params().values())
+
+    def draw(self, keys: s.StageKeys) -> Floats:
+        return drawn_factors(keys, self.probability, self.bounds or (0, 0))
+
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
+        return s.Operations.one(self.operation, coefficients[:, 0] > 0, coefficients[:, 1])
+
+
+class TableAdjustment(Adjustment):
+    """Looks each level up in one table for all channels."""
+
+    operation = s.Operation.TABLE
+
+    def levels(self) -> Bytes:
+        """Return the result for each level, uint8 [256]."""
+        raise NotImplementedError
+
+    def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
+        return s.Operations.table(coefficients[:, 0] > 0, self.levels()[None, None])
+
+
+class FactorAdjustment(Adjustment):
+    """Runs an operation by a factor, as torchvision's function adjust_<stage_name> does."""
+
+    amount: Factor | Shift
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return range_of(self.amount, neutral=self.neutral)
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        name, (low, high) = self.stage_name, self.bounds
+        adjust = functools.partial(getattr(v2.functional, f"adjust_{name}"), **{f"{name}_factor": low})
+        # ColorJitter rounds a factor to float32, which a fixed one is not here
+        transform = v2.Lambda(adjust) if low == high else v2.ColorJitter(**{name: self.bounds})
+        return with_probability(transform, self.probability)
 
 
 def check_fill(fill: int | tuple[int, int, int], spec: s.ImageSpec) -> None:

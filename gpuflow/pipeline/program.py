@@ -1,5 +1,6 @@
-"""Folds a pipeline into a program of few steps: a resampling or warp for each run of geometry stages, a pass for each
-run of pointwise ones.
+"""Checks a pipeline before anything runs (`trace`), and folds it into a program of few steps (`fold`).
+
+A run of geometry stages becomes one resampling or warp, and a run of pointwise stages one pass.
 
 Crops, flips and one resize become one resampling. A crop before the resize clamps the filter at the crop's edge; a crop
 after it does not, and only selects from the resized grid. A second resize, or a resize after a crop that may pad,
@@ -19,14 +20,14 @@ they run on whole batches: the loader runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import numpy as np
 
 from gpuflow.arrays import Array, Bools, Floats, Ints
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, Code, ConfigError, Key, Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS, forward
 
@@ -156,21 +157,8 @@ class ResamplingStep:
 
     def draw(self, keys: s.Keys, height: Ints, width: Ints) -> Resampling:
         """Draw the resampling for samples whose images have these sizes [N]."""
-        builder = _ResamplingBuilder(height, width)
-        for stage, move in _draw_moves(self, keys, builder):
-            match move:
-                case s.Crop():
-                    builder.crop(move, stage.key_name)
-                case s.Flip():
-                    builder.flip(move)
-                case s.Resize():
-                    builder.resize(move, stage.key_name, self.max_pixels)
-                case s.Pad():
-                    builder.pad(move, stage.key_name, self.max_pixels)
-                case s.Warp():
-                    raise TypeError(f"{stage!r} returns a warp, which its `warps` does not declare")
-                case _:
-                    assert_never(move)
+        builder = _ResamplingBuilder(height, width, self.max_pixels)
+        _add_moves(self, keys, builder)
         return builder.resampling()
 
 
@@ -185,21 +173,8 @@ class WarpStep:
 
     def draw(self, keys: s.Keys, height: Ints, width: Ints) -> Warping:
         """Draw the warp for samples whose images have these sizes [N]."""
-        builder = _WarpBuilder(height, width)
-        for stage, move in _draw_moves(self, keys, builder):
-            match move:
-                case s.Crop():
-                    builder.crop(move, stage.key_name)
-                case s.Flip():
-                    builder.move(move)
-                case s.Pad():
-                    builder.pad(move, stage.key_name, self.max_pixels)
-                case s.Warp():
-                    builder.warp(move, stage.key_name, self.max_pixels)
-                case s.Resize():
-                    raise TypeError(f"{stage!r} returns a resize and warps, which no one step can do")
-                case _:
-                    assert_never(move)
+        builder = _WarpBuilder(height, width, self.max_pixels)
+        _add_moves(self, keys, builder)
         return builder.warping(self.lookup)
 
 
@@ -290,24 +265,66 @@ NativeStep = ResamplingStep | WarpStep | PointwiseStep | LocalStep
 """Steps that C code runs on the CPU, for all images of a chunk by one call."""
 
 
-def _draw_moves(
-    step: ResamplingStep | WarpStep, keys: s.Keys, builder: _ResamplingBuilder | _WarpBuilder
-) -> Iterator[tuple[s.Geometry, s.Move]]:
-    """Yield each stage's moves in order. A stage draws once the builder has taken all moves before its own."""
+def _add_moves(step: ResamplingStep | WarpStep, keys: s.Keys, builder: _ResamplingBuilder | _WarpBuilder) -> None:
+    """Draw the moves of a step's stages in order, each stage's for the sizes that the moves before it leave."""
     for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
         for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
-            yield stage, move
+            match move:
+                case s.Crop():
+                    builder.crop(move, stage)
+                case s.Flip():
+                    builder.flip(move)
+                case s.Resize():
+                    builder.resize(move, stage)
+                case s.Pad():
+                    builder.pad(move, stage)
+                case s.Warp():
+                    builder.warp(move, stage)
+                case _:
+                    assert_never(move)
 
 
-class _ResamplingBuilder:
-    """Combines the moves of N samples into one resampling. Every [N, 4] is y, x, height, width."""
+class _Builder:
+    """Combines the moves of N samples into one step, and notes the samples that do not fit. Every [N, 4] is y, x,
+    height, width."""
 
-    def __init__(self, height: Ints, width: Ints) -> None:
+    def __init__(self, max_pixels: int) -> None:
+        self._max_pixels = max_pixels
+        self._misfits: list[Misfit] = []
+
+    def _refuse(self, where: Bools, stage: s.Geometry, height: Ints, width: Ints, **reason: Any) -> None:
+        """Note where [N] samples do not fit a stage. reason: fields of `Misfit`."""
+        if where.any():
+            self._misfits.append(Misfit(stage.key_name, where, np.array([height, width]).T, **reason))
+
+    def _refuse_large(self, stage: s.Geometry, height: Ints, width: Ints) -> None:
+        """Note the samples whose results of these sizes [N] have more pixels than allowed."""
+        large = height.astype(np.float64) * width > self._max_pixels
+        self._refuse(large, stage, height, width, max_pixels=self._max_pixels)
+
+    def _refuse_outside(self, move: s.Crop, stage: s.Geometry, height: Ints, width: Ints) -> None:
+        """Note the samples whose images, of these sizes [N], are too small for a crop."""
+        outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
+        outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
+        self._refuse(outside_y | outside_x, stage, height, width)
+
+    def _as_crop(self, move: s.Pad, stage: s.Geometry, height: Ints, width: Ints) -> s.Crop:
+        """Return the crop, which extends outside images of these sizes [N], that equals a padding of them."""
+        margin = max(int(side.max(initial=1)) for side in (move.top, move.bottom, move.left, move.right))
+        size = height + move.top + move.bottom, width + move.left + move.right
+        self._refuse_large(stage, *size)
+        return s.Crop(-move.top, -move.left, *size, margin=margin)
+
+
+class _ResamplingBuilder(_Builder):
+    """Combines the moves of N samples into one resampling."""
+
+    def __init__(self, height: Ints, width: Ints, max_pixels: int) -> None:
+        super().__init__(max_pixels)
         self._box = _whole(height, width)
         self._grid: Ints | None = None
         self._shown = self._window = self._box
         self._mirrors = self._flips = np.zeros((len(height), 2), bool)
-        self._misfits: list[Misfit] = []
         self._filter = ("bilinear", True)
         self._fill: tuple[float, ...] = (0,)
 
@@ -315,9 +332,9 @@ class _ResamplingBuilder:
     def size(self) -> tuple[Ints, Ints]:
         return self._window[:, 2], self._window[:, 3]
 
-    def crop(self, move: s.Crop, stage: str) -> None:
+    def crop(self, move: s.Crop, stage: s.Geometry) -> None:
         height, width = self.size
-        self._misfits += _outside(move, stage, height, width)
+        self._refuse_outside(move, stage, height, width)
         if move.margin and self._grid is None:
             self._fix_grid(height, width)
         y = np.where(self._flips[:, 0], height - move.y - move.height, move.y)
@@ -331,21 +348,22 @@ class _ResamplingBuilder:
     def flip(self, move: s.Flip) -> None:
         self._flips = self._flips ^ np.array([move.vertical, move.horizontal]).T
 
-    def resize(self, move: s.Resize, stage: str, max_pixels: int) -> None:
+    def resize(self, move: s.Resize, stage: s.Geometry) -> None:
         assert self._grid is None, "a second resize starts a new resampling"
-        self._misfits += _too_large(stage, move.height, move.width, max_pixels)
+        self._refuse_large(stage, move.height, move.width)
         self._filter = (move.interpolation, move.antialias)
         if move.interpolation == "nearest":
             self._mirrors = self._flips
             self._flips = np.zeros_like(self._flips)
         self._fix_grid(move.height, move.width)
 
-    def pad(self, move: s.Pad, stage: str, max_pixels: int) -> None:
+    def pad(self, move: s.Pad, stage: s.Geometry) -> None:
         assert move.border == "constant", "a Pad of another border is a warp"
-        crop = _as_crop(move, *self.size)
-        self._misfits += _too_large(stage, crop.height, crop.width, max_pixels)
-        self.crop(crop, stage)
+        self.crop(self._as_crop(move, stage, *self.size), stage)
         self._fill = move.fill
+
+    def warp(self, move: s.Warp, stage: s.Geometry) -> None:
+        raise TypeError(f"{stage!r} returns a warp, which its `warps` does not declare")
 
     def _fix_grid(self, height: Ints, width: Ints) -> Ints:
         self._grid = grid = np.array([height, width]).T
@@ -369,17 +387,17 @@ class _ResamplingBuilder:
         )
 
 
-class _WarpBuilder:
+class _WarpBuilder(_Builder):
     """Combines the moves of N samples into one warp."""
 
-    def __init__(self, height: Ints, width: Ints) -> None:
+    def __init__(self, height: Ints, width: Ints, max_pixels: int) -> None:
+        super().__init__(max_pixels)
         self.size = height, width
         self._matrix: s.Matrices | None = None  # no move so far
         self._shown = _whole(height, width)
         self._box: Ints | None = None
-        self._misfits: list[Misfit] = []
 
-    def move(self, move: s.Crop | s.Flip) -> None:
+    def _select(self, move: s.Crop | s.Flip) -> None:
         """Select or mirror pixels; what crops have padded so far moves with them."""
         moved, height, width = forward(move, *self.size)
         self.size = height, width
@@ -387,29 +405,32 @@ class _WarpBuilder:
         self._matrix = back if self._matrix is None else self._matrix @ back
         self._shown = _overlap(_moved(self._shown, moved), _whole(height, width))
 
-    def crop(self, move: s.Crop, stage: str) -> None:
-        self._misfits += _outside(move, stage, *self.size)
-        self.move(move)
+    def crop(self, move: s.Crop, stage: s.Geometry) -> None:
+        self._refuse_outside(move, stage, *self.size)
+        self._select(move)
 
-    def pad(self, move: s.Pad, stage: str, max_pixels: int) -> None:
+    def flip(self, move: s.Flip) -> None:
+        self._select(move)
+
+    def resize(self, move: s.Resize, stage: s.Geometry) -> None:
+        raise TypeError(f"{stage!r} returns a resize and warps, which no one step can do")
+
+    def pad(self, move: s.Pad, stage: s.Geometry) -> None:
         height, width = self.size
         if move.border == "constant":
             assert not any(move.fill), "a Pad of another fill starts a new resampling"
-            crop = _as_crop(move, height, width)
-            self._misfits += _too_large(stage, crop.height, crop.width, max_pixels)
-            self.move(crop)
+            self.crop(self._as_crop(move, stage, height, width), stage)
             return
         if move.border in MIRRORS:
             rows, columns = height - MIRRORS[move.border], width - MIRRORS[move.border]
             short = (np.maximum(move.top, move.bottom) > rows) | (np.maximum(move.left, move.right) > columns)
-            if short.any():
-                self._misfits.append(Misfit(stage, short, np.array([height, width]).T, larger="padding"))
+            self._refuse(short, stage, height, width, larger="padding")
         moved, height, width = forward(move, *self.size)
         back: s.Matrices = np.linalg.inv(moved).round().astype(np.float64)
-        self.warp(s.Warp(back, height, width), stage, max_pixels)
+        self.warp(s.Warp(back, height, width), stage)
 
-    def warp(self, move: s.Warp, stage: str, max_pixels: int) -> None:
-        self._misfits += _too_large(stage, move.height, move.width, max_pixels)
+    def warp(self, move: s.Warp, stage: s.Geometry) -> None:
+        self._refuse_large(stage, move.height, move.width)
         self._fix_box()
         before = self._matrices()
         matrix = np.ascontiguousarray(move.matrix, np.float64)  # one layout, so that products round in one way
@@ -427,8 +448,7 @@ class _WarpBuilder:
         return np.broadcast_to(np.eye(3), (len(self._shown), 3, 3)) if self._matrix is None else self._matrix
 
     def _fix_box(self) -> Ints:
-        """Fix the region that was cropped before the first warp, and return it. The matrix refers to it from then on.
-        Fix the region that was cropped before the first warp, and return it. The matrix refers to it from then on."""
+        """Return the region that was cropped before the first warp; the matrix refers to it from the first call on."""
         if self._box is None:
             self._box = _whole(*self.size)
             if self._matrix is not None:
@@ -462,28 +482,6 @@ def _moved(boxes: Ints, matrix: s.Matrices) -> Ints:
     ends = np.sort(np.einsum("nij,jkn->nik", matrix, corners).astype(np.int64), axis=2)
     starts = ends[:, 1::-1, 0]
     return np.concatenate([starts, ends[:, 1::-1, 1] - starts], axis=1)
-
-
-def _as_crop(move: s.Pad, height: Ints, width: Ints) -> s.Crop:
-    """Return the crop, which extends outside images of these sizes [N], that equals a padding of them."""
-    sides = (move.top, move.bottom, move.left, move.right)
-    margin = max(int(side.max(initial=0)) for side in sides)
-    size = height + move.top + move.bottom, width + move.left + move.right
-    return s.Crop(-move.top, -move.left, *size, margin=max(margin, 1))
-
-
-def _outside(move: s.Crop, stage: str, height: Ints, width: Ints) -> list[Misfit]:
-    """Return the samples whose images are too small for a crop."""
-    outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
-    outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
-    outside = outside_y | outside_x
-    return [Misfit(stage, outside, np.array([height, width]).T)] if outside.any() else []
-
-
-def _too_large(stage: str, height: Ints, width: Ints, max_pixels: int) -> list[Misfit]:
-    """Return the samples whose results have more than `max_pixels` pixels."""
-    large = height.astype(np.float64) * width > max_pixels
-    return [Misfit(stage, large, np.array([height, width]).T, max_pixels)] if large.any() else []
 
 
 def _overlap(a: Ints, b: Ints) -> Ints:
@@ -562,8 +560,66 @@ class _Run:
         return [WarpStep(stages, occurrences, self._max_pixels, self._filter)]
 
 
+def trace(pipeline: s.Pipeline, *, at: tuple[Key, ...] | None = None, serving: bool = False) -> list[s.ImageSpec]:
+    """Return the specs between the stages: the input of the first stage, then the output of each stage.
+
+    Args:
+        pipeline: the stages, beginning with encoded bytes.
+        at: the keys that lead to the list of stages, for problems; by default the pipeline's name.
+        serving: also refuse random stages, mixing stages and those that take numbers from records.
+
+    Raises:
+        ConfigError: a stage cannot take its input, follows a mixing stage, makes larger images than the decoder may
+            give, or the result has no fixed size.
+    """
+    at = (pipeline.name,) if at is None else at
+
+    def fault(i: int, rule: str, action: str = "", *, code: Code = "stage.order") -> ConfigError:
+        return ConfigError([Problem.of((*at, i, pipeline.stages[i].stage_name), rule, action=action, code=code)])
+
+    if not pipeline.stages:
+        rule = "must name at least one stage, got an empty list"
+        raise ConfigError([Problem.of(at, rule, action="start with decode: {}", code="stage.order")])
+    specs = [s.ENCODED]
+    for i, stage in enumerate(pipeline.stages):
+        if i == 0 and not isinstance(stage, s.Decoder):
+            raise fault(i, "takes an image but gets encoded bytes", "start the list with decode: {color: rgb}")
+        if i > 0 and isinstance(stage, s.Decoder):
+            raise fault(i, "must be the first stage and stand once", "remove this one")
+        if serving and isinstance(stage, s.Mixing):
+            rule = "mixes the samples of a batch and cannot serve"
+            raise fault(i, rule, "name the stages that pipelines.val uses", code="stage.random")
+        if i > 0 and isinstance(mixing := pipeline.stages[i - 1], s.Mixing) and not isinstance(stage, s.Mixing):
+            rule = f"works on one image but stands after {mixing.stage_name}, which mixes whole batches"
+            raise fault(i, rule, f"put {stage.stage_name} before {mixing.stage_name}")
+        if serving and stage.random:
+            raise fault(i, "is random and cannot serve", "name the stages that pipelines.val uses", code="stage.random")
+        if serving and stage.record_values:
+            rule = f"takes {' and '.join(stage.record_values)} from a sample's record, which no request has"
+            raise fault(i, rule, "give numbers in place of the field, or remove the stage", code="config.conflict")
+        try:
+            specs.append(stage.output(specs[-1]))
+        except ValueError as error:
+            raise fault(i, str(error)) from error
+        (height, width, _), decoder = specs[-1].shape, pipeline.stages[0]
+        if specs[-1].shape != specs[-2].shape and height is not None and width is not None and i > 0:
+            assert isinstance(decoder, s.Decoder)
+            if height * width > decoder.max_pixels:
+                rule = f"makes {height}x{width} = {height * width:,} pixels of every image, more than max_pixels"
+                action = f"raise {decoder.stage_name}.max_pixels, which is {decoder.max_pixels:,}, or resize to less"
+                raise fault(i, rule, action, code="config.conflict")
+    if not specs[-1].fixed:
+        raise fault(
+            len(pipeline.stages) - 1,
+            f"leaves images of varying size ({specs[-1]}), which no batch can hold",
+            "add center_crop, random_crop, random_resized_crop, letterbox or resize with height and width",
+            code="stage.size",
+        )
+    return specs
+
+
 def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
-    """Fold a pipeline that `validate.trace` accepted, given the specs that `trace` returned."""
+    """Fold a pipeline, given the specs that `trace` returned."""
     decoder = pipeline.stages[0]
     assert isinstance(decoder, s.Decoder)
     assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"

@@ -27,7 +27,6 @@ import numpy as np
 from gpuflow.arrays import Array, Bools, Bytes, Floats, Ints
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
-from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp
 from gpuflow.pipeline.pointwise import Filters, Operation, Operations
 from gpuflow.pipeline.records import FromRecord, RecordValue
@@ -416,6 +415,45 @@ class Opaque(Stage):
         import torch
 
         return torch.stack([self.apply(image, seed) for image, seed in zip(images, seeds.tolist(), strict=True)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """What each of the N samples of a batch takes from its partner.
+
+    Pixels become weight * own + (1 - weight) * the partner's; then the box is copied from the partner's image. Labels,
+    as probabilities of the classes, become share * own + (1 - share) * the partner's. "The partner's" are those from
+    before mixing.
+
+    partners [N]: the row of each sample's partner; its own row if it stays as it is.
+    weights [N]: of its own pixels, in [0, 1] and exact in float32. 1 for a sample that stays as it is.
+    boxes [N, 4]: y, x, height, width in pixels; zeros for none.
+    shares [N]: of its own label, in [0, 1].
+    """
+
+    partners: Ints
+    weights: Floats
+    boxes: Ints
+    shares: Floats
+
+    @property
+    def changed(self) -> Bools:
+        """Return which samples have other pixels than before, [N]."""
+        takes: Bools = (self.weights != 1) | self.boxes[:, 2:].all(axis=1)
+        other: Bools = self.partners != np.arange(len(takes))
+        return np.logical_and(takes, other)
+
+    def among(self, kept: Bools) -> Mixture:
+        """Return the mixture in which a sample stays as it is if it, or its partner, is not among `kept` [N]."""
+        own = np.arange(len(kept))
+        stays = ~(kept & kept[self.partners]) | (self.partners == own)
+        return dataclasses.replace(
+            self,
+            partners=np.where(stays, own, self.partners),
+            weights=np.where(stays, 1.0, self.weights),
+            boxes=np.where(stays[:, None], 0, self.boxes),
+            shares=np.where(stays, 1.0, self.shares),
+        )
 
 
 class Mixing(Stage):

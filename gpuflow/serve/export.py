@@ -39,9 +39,8 @@ from gpuflow.errors import (
 )
 from gpuflow.execute.cpu.runner import run_files
 from gpuflow.loader.assemble import open_split
-from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
-from gpuflow.pipeline.validate import trace
 from gpuflow.runtime.files import atomic_write, replaced_file
 from gpuflow.sources.base import spread
 from gpuflow.sources.folder import images_below

@@ -13,9 +13,9 @@ from gpuflow.arrays import Bytes, Ints
 from gpuflow.errors import PredictorError
 from gpuflow.execute.cpu.runner import header_of
 from gpuflow.pipeline.moves import Matrices
+from gpuflow.pipeline.program import trace
 from gpuflow.pipeline.stage import Decoder, ImageSpec, Keys, Pipeline
 from gpuflow.pipeline.targets import PlacedMove, moves_of_stages, unsaid_move
-from gpuflow.pipeline.validate import trace
 
 
 def require_known_moves(pipeline: Pipeline | None, origin: str) -> Pipeline:

@@ -21,9 +21,8 @@ from gpuflow.engines.base import model_error
 from gpuflow.engines.onnx import info_of
 from gpuflow.engines.tensorrt import PlanCache, Platform, Settings, cache_directory, cache_key
 from gpuflow.errors import ConfigError, Problem
-from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.stage import ImageSpec, Pipeline, Stage
-from gpuflow.pipeline.validate import trace
 
 _PRECISION = {"float32": "fp32", "float16": "fp16"}
 

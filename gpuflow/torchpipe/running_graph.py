@@ -24,9 +24,8 @@ from gpuflow.decode import self_test
 from gpuflow.decode.preset import CANNOT_DECODE
 from gpuflow.errors import BadSampleError, DecoderError, LoaderTimeout, PredictorError
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
-from gpuflow.pipeline.program import Program, Resampling, ResamplingStep, fold
+from gpuflow.pipeline.program import Program, Resampling, ResamplingStep, fold, trace
 from gpuflow.pipeline.stage import Geometry, Keys, Mixing, Pipeline
-from gpuflow.pipeline.validate import trace
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import Payload
 from gpuflow.torchpipe.adapter import (

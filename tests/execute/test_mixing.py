@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mix_labels, soft_labels
-from gpuflow.pipeline.mixture import Mixture
+from gpuflow.pipeline.stage import Mixture
 from gpuflow.stages import Cutmix, Mixup
 from tests.mixing import (
     CLASSES,

@@ -17,9 +17,8 @@ import torch
 
 from gpuflow.execute.gpu.passes import passes_of
 from gpuflow.execute.gpu.runner import GpuRunner
-from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.program import fold, trace
 from gpuflow.pipeline.stage import Pipeline
-from gpuflow.pipeline.validate import trace
 from gpuflow.stages import Decode, RandomResizedCrop
 from gpuflow.tools.bench import COLUMNS
 from tests import images

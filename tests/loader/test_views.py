@@ -23,9 +23,8 @@ from gpuflow.errors import ConfigError
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoder
 from gpuflow.loader.placement import explain_gpu
-from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.stage import Keys, Pipeline
-from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import (
     STORAGE,
     View,

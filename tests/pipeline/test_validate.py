@@ -6,7 +6,7 @@ import pytest
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.program import trace
 from gpuflow.stages import (
     CenterCrop,
     ColorJitter,

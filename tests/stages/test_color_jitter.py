@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as tv
 from gpuflow.errors import ConfigError
 from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.program import trace
 from gpuflow.stages import CenterCrop, ColorJitter, Decode, Normalize
 from tests.images import jpeg, photo, png
 from tests.running import RGB, alone, decoded, images, keys_of, program_of

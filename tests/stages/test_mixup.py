@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 import gpuflow
 from gpuflow.errors import ConfigError
-from gpuflow.pipeline.mixture import Mixture, symmetric_beta
 from gpuflow.pipeline.records import Field
-from gpuflow.pipeline.stage import Mixing
+from gpuflow.pipeline.stage import Mixing, Mixture
 from gpuflow.stages import CenterCrop, Decode, Mixup, Normalize
+from gpuflow.stages.mixup import symmetric_beta
 from tests.datasets import VAL, make_photos, write_config
 from tests.mixing import CLASSES, batch_of, mixed, timm_box
 from tests.running import keys_of, program_of

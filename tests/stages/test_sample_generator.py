@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from gpuflow.stages.sample_generator import SampleGenerator
+from gpuflow.stages.torch_parts import SampleGenerator
 
 LIKE = torch.zeros(50, 40)
 FUNCTIONS: dict[str, tuple[Callable[[], torch.Tensor], float, float]] = {

@@ -14,7 +14,7 @@ from torchvision.transforms import InterpolationMode, v2
 from gpuflow.errors import ConfigError
 from gpuflow.execute.cpu.workers import Setup
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize, Torchvision
-from gpuflow.stages.sample_generator import _DRAWS, _LIKE, SampleGenerator
+from gpuflow.stages.torch_parts import _DRAWS, _LIKE, SampleGenerator
 from tests.datasets import python
 from tests.images import jpeg, photo
 from tests.running import RGB, images, keys_of, program_of

@@ -21,9 +21,8 @@ from gpuflow.execute.cpu import decode_pool
 from gpuflow.execute.cpu.decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.program import fold, trace
 from gpuflow.pipeline.stage import Keys, Pipeline
-from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of, split
 from gpuflow.runtime.memory import heap
 from gpuflow.runtime.threads import StopFlag, use_stop_flag

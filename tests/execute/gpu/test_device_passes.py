@@ -13,9 +13,8 @@ from gpuflow.errors import LoaderError
 from gpuflow.execute.gpu import device_passes
 from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
 from gpuflow.execute.gpu.passes import draw_passes, passes_of
-from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.program import fold, trace
 from gpuflow.pipeline.stage import ImageSpec, Keys, Opaque, Pipeline
-from gpuflow.pipeline.validate import trace
 from gpuflow.stages import Decode, Resize
 from tests.datasets import Entries, program
 from tests.host_stream import HostStream

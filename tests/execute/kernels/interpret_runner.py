@@ -38,9 +38,8 @@ from gpuflow.execute.gpu import results as results_of_passes
 from gpuflow.execute.gpu.device_passes import DevicePasses, interleaved
 from gpuflow.execute.gpu.passes import Pass, passes_of, passes_of_each
 from gpuflow.execute.gpu.runner import GpuRunner, Prepared
-from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.stage import FromRecord, ImageSpec, Keys, Opaque, Pipeline, Stage
-from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import STORAGE, as_batch, slot_of, slot_shape, slots_of, split
 from gpuflow.runtime.memory import BytePool
 from gpuflow.sources import Payload, lay_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class Tone(Pointwise):
         power: the range of the power.
     """
 
-    stage_name: ClassVar[str] = "tone"
+    stage_name = "tone"
 
     power: Annotated[tuple[float, float], Bounds(above=0, ascending=True)] = (0.5, 2.0)
 
@@ -66,7 +66,7 @@ class Tone(Pointwise):
 class MaskBlue(Pointwise):
     """Set the last channel to 0. It has no form but that for the CPU."""
 
-    stage_name: ClassVar[str] = "mask_blue"
+    stage_name = "mask_blue"
 
     def output(self, spec: ImageSpec) -> ImageSpec:
         require_pixels(self, spec)
