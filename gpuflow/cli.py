@@ -691,7 +691,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage, or
     within run.timeout_s.
     """
-    from gpuflow.config.record_fields import require_record_fields
+    from gpuflow.config.models import require_record_fields
     from gpuflow.config.resources import threads_of
     from gpuflow.loader.assemble import open_whole
     from gpuflow.loader.records import TURNED_REMEDY, target_mapper

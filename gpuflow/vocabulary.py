@@ -1,4 +1,4 @@
-"""Which stages there are: gpuflow's own and those of other packages."""
+"""Finds all stages: gpuflow's own and those of other packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def stage_table() -> dict[str, type[Stage]]:
-    """The vocabulary: gpuflow's own stages, then what other packages offer as entry points `gpuflow.stages`.
+    """Return the vocabulary: gpuflow's own stages, then what other packages offer as entry points `gpuflow.stages`.
 
     Raises:
         GpuflowError: two packages offer a stage of the same name, or one cannot be imported.

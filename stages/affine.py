@@ -19,7 +19,7 @@ from gpuflow.pipeline.parameters import (
     WarpingStage,
     WarpInterpolation,
     about_center,
-    angle_range,
+    range_of,
 )
 
 _Shear = (
@@ -79,7 +79,7 @@ class Affine(WarpingStage):
         """Return [low, high] of the angle, the scale and the two shears."""
         shear = self.shear if isinstance(self.shear, tuple) else (-self.shear, self.shear)
         along_x, along_y = (shear[:2], shear[2:]) if len(shear) == 4 else (shear, (0.0, 0.0))
-        return angle_range(self.degrees), self.scale, along_x, along_y
+        return range_of(self.degrees, neutral=0.0), self.scale, along_x, along_y
 
     @property
     def random(self) -> bool:

@@ -53,7 +53,7 @@ class ColorJitter(s.Pointwise):
 
     @property
     def random(self) -> bool:
-        """Two adjustments by fixed factors are random, too: the order in which they run is drawn."""
+        """Return True also for two adjustments by fixed factors: the order in which they run is drawn."""
         varies, count = any(low != high for low, high in self._ranges()), sum(self._active())
         return self.probability > 0 and (varies or count > 1 or (self.probability < 1 and count > 0))
 

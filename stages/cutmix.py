@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from gpuflow.arrays import Bools
 from gpuflow.pipeline import stage as s
@@ -53,9 +53,6 @@ class Cutmix(s.Mixing):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_one_size(self, spec)
         return spec
-
-    def torchvision(self) -> Any:
-        raise NotImplementedError("torchvision's CutMix takes another partner and the number of classes")
 
     def draw(self, keys: s.StageKeys, height: int, width: int, valid: Bools) -> s.Mixture:
         boxes_alone = Mixup(

@@ -11,7 +11,7 @@ import numpy as np
 from gpuflow.arrays import Floats
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random, with_probability
+from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random, size_pair, with_probability
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,30 +49,26 @@ class GaussianBlur(s.Local):
         )
 
     def faults(self) -> Iterator[Problem]:
-        if any(side % 2 == 0 for side in self._sides()):
+        if any(side % 2 == 0 for side in size_pair(self.kernel_size)):
             yield Problem.of("kernel_size", "must be odd", self.kernel_size, code="config.range")
-
-    def _sides(self) -> tuple[int, int]:
-        """Return columns and rows."""
-        return self.kernel_size if isinstance(self.kernel_size, tuple) else (self.kernel_size, self.kernel_size)
 
     def _range(self) -> tuple[float, float]:
         return self.sigma if isinstance(self.sigma, tuple) else (self.sigma, self.sigma)
 
     @property
     def random(self) -> bool:
-        return max(self._sides()) > 1 and is_random(self.probability, self._range(), neutral=0.0)
+        return max(size_pair(self.kernel_size)) > 1 and is_random(self.probability, self._range(), neutral=0.0)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
-        return with_probability(v2.GaussianBlur(self._sides(), self.sigma), self.probability)
+        return with_probability(v2.GaussianBlur(size_pair(self.kernel_size), self.sigma), self.probability)
 
     def draw(self, keys: s.StageKeys) -> Floats:
         return drawn_factors(keys, self.probability, self._range())
 
     def filters(self, coefficients: Floats) -> s.Filters:
-        of_columns, of_rows = self._sides()
+        of_columns, of_rows = size_pair(self.kernel_size)
         columns = _weights(of_columns, coefficients[:, 1:2])
         rows = columns if of_rows == of_columns else _weights(of_rows, coefficients[:, 1:2])
         zeros = np.zeros(len(coefficients))

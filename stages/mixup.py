@@ -6,7 +6,7 @@ The draw is that of timm's `timm.data.Mixup`, from counter-based numbers instead
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, assert_never
+from typing import Annotated, Literal, assert_never
 
 import numpy as np
 
@@ -64,9 +64,6 @@ class Mixup(s.Mixing):
         if spec.dtype == "uint8":
             raise ValueError("takes pixels of a float type but gets uint8; put normalize before mixup")
         return spec
-
-    def torchvision(self) -> Any:
-        raise NotImplementedError("torchvision's MixUp takes another partner and the number of classes")
 
     def draw(self, keys: s.StageKeys, height: int, width: int, valid: Bools) -> s.Mixture:
         own = np.arange(len(valid))

@@ -118,26 +118,25 @@ class Magnitudes:
     def __init__(self, ranges: Mapping[str, Range | None]) -> None:
         self._ranges = {OPERATIONS.index(name): one for name, one in ranges.items() if one is not None}
         self._signed = np.array([i in self._ranges and self._ranges[i].both_signs for i in range(len(OPERATIONS))])
-        self._sized = tuple(i for i, one in self._ranges.items() if one.of)
         self._tables: dict[int, Floats] = {}
 
-    def of(self, choice: Choice) -> Drawn:
-        """Return the chosen operations and their magnitudes; 0 for those of the image's size."""
-        magnitude = self._table(choice.bins)[choice.operation, choice.place]
-        return Drawn(choice.operation, self._with_signs(choice, magnitude))
+    def of(self, choice: Choice, sizes: tuple[Ints, Ints] | None = None) -> Drawn:
+        """Return the chosen operations and their magnitudes.
 
-    def of_sizes(self, choice: Choice, height: Ints, width: Ints) -> Drawn:
-        """Return the chosen operations and their magnitudes, for images of these sizes [N] in pixels."""
+        sizes: heights and widths [N] of the images in pixels; without them, magnitudes of the image's size are 0.
+        """
         magnitude = self._table(choice.bins)[choice.operation, choice.place]
-        for number in self._sized:
-            rows = np.flatnonzero(choice.operation == number)
-            for size in {*zip(height[rows].tolist(), width[rows].tolist(), strict=True)}:
-                same = rows[(height[rows] == size[0]) & (width[rows] == size[1])]
-                magnitude[same] = self._ranges[number].bins(choice.bins, *size)[choice.place[same]]
-        return Drawn(choice.operation, self._with_signs(choice, magnitude))
-
-    def _with_signs(self, choice: Choice, magnitude: Floats) -> Floats:
-        return np.where(choice.negated & self._signed[choice.operation], -magnitude, magnitude)
+        if sizes is not None:
+            height, width = sizes
+            for number, one in self._ranges.items():
+                if not one.of:
+                    continue
+                rows = np.flatnonzero(choice.operation == number)
+                for size in {*zip(height[rows].tolist(), width[rows].tolist(), strict=True)}:
+                    same = rows[(height[rows] == size[0]) & (width[rows] == size[1])]
+                    magnitude[same] = one.bins(choice.bins, *size)[choice.place[same]]
+        negative = choice.negated & self._signed[choice.operation]
+        return Drawn(choice.operation, np.where(negative, -magnitude, magnitude))
 
     def _table(self, bins: int) -> Floats:
         """Return each operation's magnitude in each bin; 0 for one that has none or one of the image's size."""
@@ -161,7 +160,7 @@ class AugmentPolicy(s.Policy):
 
     @property
     def rounds(self) -> int:
-        """How many operations a sample gets, one after the other."""
+        """Return how many operations a sample gets, one after the other."""
         raise NotImplementedError
 
     def choose(self, keys: s.StageKeys, turn: int) -> Choice:
@@ -178,7 +177,7 @@ class AugmentPolicy(s.Policy):
 
     def drawn_for(self, keys: s.StageKeys, turn: int, height: Ints, width: Ints) -> Drawn:
         """Return the operations of round `turn` with all magnitudes, for images of these sizes [N] in pixels."""
-        return self.magnitudes.of_sizes(self.chosen(keys, turn), height, width)
+        return self.magnitudes.of(self.chosen(keys, turn), (height, width))
 
     @property
     def random(self) -> bool:

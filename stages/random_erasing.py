@@ -67,9 +67,6 @@ class RandomErasing(s.Pointwise):
             raise ValueError(f"knows imagenet in the order rgb but gets {spec.color} images; give the levels")
         return spec
 
-    def torchvision(self) -> Any:
-        raise NotImplementedError
-
     def draw(self, keys: s.StageKeys) -> Floats:
         """Draw for a sample whether it is changed, the box's place, the colour, and each box's area and ratio."""
         return keys.uniform(6 + 2 * _ATTEMPTS)

@@ -18,8 +18,8 @@ from gpuflow.pipeline.parameters import (
     Fill,
     WarpingStage,
     WarpInterpolation,
-    angle_range,
     expanded_rotation,
+    range_of,
     rotation,
 )
 
@@ -72,8 +72,11 @@ class Rotate(WarpingStage):
 
     @property
     def random(self) -> bool:
-        low, high = angle_range(self.degrees)
+        low, high = self._range()
         return low != high
+
+    def _range(self) -> tuple[float, float]:
+        return range_of(self.degrees, neutral=0.0)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         spec = super().output(spec)
@@ -82,7 +85,7 @@ class Rotate(WarpingStage):
         height, width, channels = spec.shape
         if self.random or height is None or width is None:
             return spec.replace(shape=(None, None, channels))
-        degrees = np.array([angle_range(self.degrees)[0]])
+        degrees = np.array([self._range()[0]])
         _, out_height, out_width = self._warp(degrees, np.array([height]), np.array([width]))
         return spec.replace(shape=(int(out_height[0]), int(out_width[0]), channels))
 
@@ -93,10 +96,10 @@ class Rotate(WarpingStage):
 
         mode = InterpolationMode(self.interpolation)
         center = None if self.center is None else list(self.center)
-        return v2.RandomRotation(angle_range(self.degrees), mode, self.expand, center, self.fill)
+        return v2.RandomRotation(self._range(), mode, self.expand, center, self.fill)
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
-        low, high = angle_range(self.degrees)
+        low, high = self._range()
         degrees = low + keys.uniform(1)[:, 0] * (high - low)
         matrix, height, width = self._warp(degrees, height, width)
         return (s.Warp(matrix, height, width, *self.warps),)

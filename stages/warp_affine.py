@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -92,9 +92,6 @@ class WarpAffine(WarpingStage):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         spec = super().output(spec)
         return spec if self.size is None else of_size(spec, self.size)
-
-    def torchvision(self) -> Any:
-        raise NotImplementedError("warp_affine is no transform of torchvision")
 
     def _map(self, keys: s.StageKeys) -> s.Matrices:
         """Return the map of the result's points to the image's: [3, 3], or one for each sample, [N, 3, 3]."""

@@ -1,5 +1,7 @@
 """The blocks of a YAML file as values: keys, types, defaults, the rules between keys; `Config` holds them all.
 
+The last functions compare the fields of records with the stages that take numbers from them, or cannot mix them.
+
 Only this package imports pydantic. What the keys mean for people stands in the docstrings; `gpuflow schema` prints it.
 """
 
@@ -18,11 +20,13 @@ import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import ConfigError, Problem, suggest
+from gpuflow.errors import ConfigError, Key, Problem, suggest
 from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.records import RecordValue, field_problems_of
+from gpuflow.pipeline.stage import Mixing
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
-from gpuflow.sources import KINDS, SourceSpec
+from gpuflow.sources import KINDS, Source, SourceSpec, fields_of
 from gpuflow.sources.storage import CacheSpec
 
 OnError = Literal["raise", "replace", "skip"]
@@ -38,6 +42,17 @@ Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield a problem for each broken rule between keys, of inner blocks too, its path from this block on."""
+        yield from self.broken_rules()
+        for name, value in self:
+            if isinstance(value, _Block):
+                yield from (problem.below(name) for problem in value.problems())
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """Yield a problem for each broken rule between the keys of this block."""
+        yield from ()
+
 
 class BatchSpec(_Block):
     """How many samples make a batch: `size` or `global`, one of them.
@@ -52,8 +67,7 @@ class BatchSpec(_Block):
     global_size: Samples | None = Field(default=None, alias="global")
     drop_last: bool = False
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem where not exactly one of the two sizes is given, its path from this block on."""
+    def broken_rules(self) -> Iterator[Problem]:
         if (self.size is None) == (self.global_size is None):
             rule = "needs size (of a rank) or global (of all ranks), one of them"
             yield Problem.of((), rule, code="config.conflict")
@@ -70,8 +84,7 @@ class SaveSpec(_Block):
     steps: Positive | None = None
     minutes: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem where not exactly one of the two is given, its path from this block on."""
+    def broken_rules(self) -> Iterator[Problem]:
         if (self.steps is None) == (self.minutes is None):
             yield Problem.of((), "needs steps or minutes, one of them", code="config.conflict")
 
@@ -98,10 +111,6 @@ class TrainSpec(_Block):
     out: str = "runs/train"
     save_every: SaveSpec = SaveSpec(minutes=10.0)
     size: Pixels | None = None
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each broken rule between keys, its path from this block on."""
-        yield from (problem.below("save_every") for problem in self.save_every.problems())
 
 
 class TensorrtSpec(_Block):
@@ -162,8 +171,7 @@ class ModelSpec(_Block):
         takes = (name for name, suffixes in _SUFFIXES.items() if Path(self.file).suffix in suffixes)
         return next(takes, "") if self.engine == "auto" else self.engine
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each broken rule between keys, its path from this block on."""
+    def broken_rules(self) -> Iterator[Problem]:
         suffix = Path(self.file).suffix
         known = sorted({known for suffixes in _SUFFIXES.values() for known in suffixes})
         if suffix not in known:
@@ -222,8 +230,7 @@ class PresetKeys(_Block):
     width: Pixels | None = None
     color: Literal["rgb", "bgr"] | None = None
 
-    def preset_problems(self) -> Iterator[Problem]:
-        """A problem for each broken rule between these keys, its path from this block on."""
+    def broken_rules(self) -> Iterator[Problem]:
         for key in ("height", "width"):
             if self.preset is not None and getattr(self, key) is None:
                 yield Problem.of("preset", f"needs the key {key!r} next to it: an integer", code="config.missing_key")
@@ -233,7 +240,7 @@ class PresetKeys(_Block):
                 yield _conflict(key, "belongs to a preset, and there is none", action)
 
     def head(self) -> tuple[Preset, ...]:
-        """The preset as the first stage of a pipeline; nothing where there is none."""
+        """Return the preset as the first stage of a pipeline; an empty tuple if there is none."""
         if self.preset is None:
             return ()
         assert self.height is not None and self.width is not None
@@ -297,20 +304,16 @@ class PipelineSpec(PresetKeys):
     on_error: OnError | None = None
     targets: TargetsSpec = TargetsSpec()
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each broken rule between keys, its path from this block on."""
-        yield from self.preset_problems()
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from super().broken_rules()
         if self.views is None and "stages" not in self.model_fields_set:
             others = "" if self.preset is not None else ", or views"
             yield Problem.of((), f"needs the key 'stages': a list{others}", code="config.missing_key")
         if self.views is None and self.decode is not None:
             yield _conflict("decode", "is for views, and there are none", "put decode before the stages")
-        if self.views is not None:
-            yield from self._views_problems(self.views)
-        yield from (problem.below("batch") for problem in self.batch.problems())
-
-    def _views_problems(self, views: dict[str, ViewSpec]) -> Iterator[Problem]:
-        if not views:
+        if self.views is None:
+            return
+        if not self.views:
             yield Problem.of("views", "must name at least one view, got none", code="config.missing_key")
         if "stages" in self.model_fields_set:
             yield _conflict("views", "stands in place of stages, and there are both", "remove one of them")
@@ -329,13 +332,10 @@ class ServeSpec(PresetKeys):
     stages: tuple[Any, ...] = ()
     model: ModelSpec | None = None
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each broken rule between keys, its path from this block on."""
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from super().broken_rules()
         if self.preset is None and "stages" not in self.model_fields_set:
             yield Problem.of((), "needs the key 'stages': a list, or a preset", code="config.missing_key")
-        yield from self.preset_problems()
-        if self.model is not None:
-            yield from (problem.below("model") for problem in self.model.problems())
 
 
 _AMOUNT = r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)"
@@ -476,7 +476,7 @@ class Document(_Block):
     serve: ServeSpec | None = None
     run: RunSpec = RunSpec()
 
-    def problems(self, source: SourceSpec | None) -> Iterator[Problem]:
+    def problems(self, source: SourceSpec | None = None) -> Iterator[Problem]:
         """Yield a problem for each broken rule between keys. source: None where there is no block, or it is wrong."""
         parts = source.part_names if source is not None else ()
         key = "splits" if source is not None and source.splits else "split"
@@ -494,16 +494,13 @@ class Document(_Block):
             action = "give this pipeline another one"
             yield Problem.of(("pipelines", "serve"), rule, action=action, code="config.conflict")
         for name, pipeline in self.pipelines.items():
-            yield from (problem.below("pipelines", name) for problem in pipeline.problems())
-            if source is not None:
-                yield from (problem.below("pipelines", name) for problem in _part_problems(name, pipeline, parts, key))
+            found = [*pipeline.problems(), *(_part_problems(name, pipeline, parts, key) if source is not None else ())]
+            yield from (problem.below("pipelines", name) for problem in found)
         if _WHOLE in parts:
             rule = f"takes the name that means the whole source, {_WHOLE}"
             action = "give this part another one"
             yield Problem.of(("source", key, _WHOLE), rule, action=action, code="config.conflict")
-        yield from (problem.below("train") for problem in self.train.problems())
-        if self.serve is not None:
-            yield from (problem.below("serve") for problem in self.serve.problems())
+        yield from super().problems()
 
 
 def _part_problems(name: str, pipeline: PipelineSpec, parts: Sequence[str], key: str) -> Iterator[Problem]:
@@ -625,3 +622,73 @@ class Config:
         if drawn is None and pipeline.batch.drop_last:
             return "replace", "(by default, as batch.drop_last is true)"
         return "skip", "(by default, as samples are not drawn and batch.drop_last is false)"
+
+
+# --- the fields of records, against the stages ------------------------------------------------------------------------
+
+
+def declared_problems(name: str, program: AnyProgram, source: SourceSpec) -> Iterator[Problem]:
+    """Yield a problem for each field that a pipeline takes and the source does not declare, or with another type, and
+    for each mixing stage where the declared fields cannot be mixed.
+
+    Where fields need no declaration, they are known once the source is open.
+    """
+    declared = source.declared
+    if declared or not any(spec.has_other_fields for spec in source.sources):
+        yield from field_problems_of(_taken(name, program), {name: spec.type for name, spec in declared})
+    if fields := source.fields_in_full:
+        others = [name for name, spec in fields if spec.type not in ("image", "label")]
+        classes = any(spec.type == "label" and spec.kind in (None, "class") for _, spec in fields)
+        # without a declaration, the others need not be there
+        yield from mixing_problems(name, program, others if declared else others[:1], one_class=classes)
+
+
+def mixing_problems(name: str, program: AnyProgram, fields: Sequence[str], *, one_class: bool) -> Iterator[Problem]:
+    """Yield a problem for each mixing stage of a pipeline, if samples have these fields besides image and label, or not
+    one class each."""
+    if isinstance(program, ViewsProgram) or (one_class and not fields):
+        return
+    rule, action = "mixes labels, but the samples do not have one class each", "remove the stage or declare a class"
+    if fields:
+        rule = f"mixes images and labels, but samples also have {', '.join(fields)}"
+        action = "remove the stage or these fields"
+    for i, stage in enumerate(program.pipeline.stages):
+        if isinstance(stage, Mixing):
+            at = ("pipelines", name, "stages", i - program.pipeline.heads, stage.stage_name)
+            yield Problem.of(at, rule, action=action, code="config.conflict")
+
+
+def require_record_fields(config: Config, name: str, source: Source) -> None:
+    """Raise ConfigError if a source lacks a field that a pipeline takes, or has it with another type."""
+    types = {field.name: field.type for field in fields_of(source)}
+    problems = list(field_problems_of(_taken(name, config.any_program(name)), types))
+    if problems:
+        raise ConfigError([replace(problem, place=f"{config.path}:") for problem in problems])
+
+
+def refuse_record_fields(config: Config, name: str, rule: str, action: str) -> None:
+    """Raise ConfigError if the stages of a pipeline, or of `serve`, take numbers from records.
+
+    rule: why they must not, after "takes numbers from each sample's record, and".
+    """
+    rule = f"takes numbers from each sample's record, and {rule}"
+    problems = [
+        Problem(f"{config.path}:", rule, action=action, path=at, code="config.conflict")
+        for at in _taken(name, config.programs[name])
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _taken(name: str, program: AnyProgram) -> Mapping[tuple[Key, ...], RecordValue]:
+    """Return what the stages of a pipeline take, by the keys that lead to the parameters in a file."""
+    if isinstance(program, ViewsProgram):
+        return {
+            ("pipelines", name, "views", view.name, "stages", i - 1, stage, parameter): value
+            for view in program.pipeline.views
+            for (i, stage, parameter), value in view.pipeline.record_values.items()
+        }
+    return {
+        ("pipelines", name, "stages", i - program.pipeline.heads, stage, parameter): value
+        for (i, stage, parameter), value in program.pipeline.record_values.items()
+    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,7 @@ from typing import Any
 
 import pydantic
 
-from gpuflow.config.models import Config, Document, Pixels, PresetKeys, SourceKeys, keys_of
-from gpuflow.config.record_fields import declared_problems
+from gpuflow.config.models import Config, Document, Pixels, PresetKeys, SourceKeys, declared_problems, keys_of
 from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.config.words import fits, meant_key, problems_of, type_in_words
 from gpuflow.config.yaml_file import Overrides, read_yaml
@@ -113,7 +112,7 @@ def read_config(
 
 
 def check_config(data: dict[str, Any], stages: Mapping[str, type[Stage]], *, place: str) -> Config:
-    """As `read_config`, of what a file would hold. place: what errors name in the file's place.
+    """Check and fold what a file would hold, as `read_config` does. place: what errors name in the file's place.
 
     Raises:
         ConfigError: with every located problem.
@@ -180,22 +179,25 @@ class _Reader:
 
     # --- problems ---------------------------------------------------------------------------------------------------
 
+    def _report_all(self, problems: Iterable[Problem]) -> None:
+        """Note problems one by one, so that none is searched for after the last that is listed."""
+        for problem in problems:
+            self._report(problem)
+
     def _report(self, problem: Problem) -> None:
         """Note a problem at its path's line, `x.yaml:12:`, at the override that set the value, or where an added stage
         comes from."""
         at = problem.path
         if self._added is not None and (origin := self._place_of_added(self._added, at)) is not None:
             self._add(math.inf, replace(problem, place=self._added.place, path=origin))
-            return
-        if override := self._overrides.at(at):
+        elif override := self._overrides.at(at):
             self._report_override(override, problem)
-            return
-        line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
-        place = f"{self._path}:{line}:" if line else f"{self._path}:"
-        self._add(line or 0, replace(problem, place=place))
+        else:
+            line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), 0)
+            self._add(line, replace(problem, place=f"{self._path}:{line}:" if line else f"{self._path}:"))
 
     def _place_of_added(self, added: AddedStages, at: tuple[Key, ...]) -> tuple[Key, ...] | None:
-        """A path into the stages that were added, as one into what they were made of; None for any other path."""
+        """Turn a path into the added stages into one into what they were made of. Return None for any other path."""
         match at:
             case ("pipelines", name, "stages", int(number), *rest) if name == added.pipeline:
                 entries = self._data["pipelines"][name].get("stages") or ()
@@ -228,8 +230,7 @@ class _Reader:
         try:
             return make_source(self._data["source"], all_kinds())
         except ConfigError as error:
-            for problem in error.problems:
-                self._report(problem)
+            self._report_all(error.problems)
         return None
 
     def _document(self, source: SourceSpec | None) -> Document | None:
@@ -238,17 +239,15 @@ class _Reader:
         try:
             document = Document.model_validate(values)
         except pydantic.ValidationError as error:
-            for problem in problems_of(error, Document, values):
-                self._report(problem)
+            self._report_all(problems_of(error, Document, values))
             return None
-        for problem in document.problems(source):
-            self._report(problem)
+        self._report_all(document.problems(source))
         return document
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
     def _programs(self) -> dict[str, Program]:
-        """The folded stages of each pipeline that has no problem, and of `serve`."""
+        """Return the folded stages of each pipeline that has no problem, and of `serve`."""
         pipelines = self._data.get("pipelines")
         blocks: dict[tuple[Key, ...], Any] = {("serve",): self._data.get("serve")}
         if isinstance(pipelines, dict):
@@ -266,7 +265,7 @@ class _Reader:
         return programs
 
     def _views(self) -> dict[str, ViewsProgram]:
-        """The folded views of each pipeline that has views and no problem."""
+        """Return the folded views of each pipeline that has views and no problem."""
         pipelines = self._data.get("pipelines")
         found = {}
         for name, block in pipelines.items() if isinstance(pipelines, dict) else ():
@@ -280,14 +279,11 @@ class _Reader:
     def _views_program(
         self, at: tuple[Key, ...], name: str, decode: Any, blocks: dict[Any, Any]
     ) -> ViewsProgram | None:
-        """Views with the decoding that they share; None where something is wrong, which is reported."""
+        """Return views with the decoding that they share; None if something is wrong, which is reported."""
         if decode is not None and not isinstance(decode, dict):
             return None
-        try:
-            decoder = make_stage({"decode": decode}, self._stages)
-        except ConfigError as error:
-            for problem in error.problems:
-                self._report(problem.below(*at))
+        decoder = self._stage(at, {"decode": decode})
+        if decoder is None:
             return None
         views, programs = [], []
         for view, block in blocks.items():
@@ -324,8 +320,7 @@ class _Reader:
         """
         either: dict[str, AnyProgram] = {**programs, **views}
         for name, one in either.items():
-            for taken in declared_problems(name, one, source) if name != "serve" else ():
-                self._report(taken)
+            self._report_all(declared_problems(name, one, source) if name != "serve" else ())
         fields = [
             Field(name=name, type=kind) for name, spec in source.declared for kind in GEOMETRIC if kind == spec.type
         ]
@@ -344,7 +339,7 @@ class _Reader:
             keys = PresetKeys.model_validate(known)
         except pydantic.ValidationError:
             return None
-        return None if list(keys.preset_problems()) else keys.head()
+        return None if list(keys.problems()) else keys.head()
 
     def _program(
         self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Stage, ...] | None
@@ -365,8 +360,7 @@ class _Reader:
         try:
             return make_stage(entry, self._stages)
         except ConfigError as error:
-            for problem in error.problems:
-                self._report(problem.below(*at))
+            self._report_all(problem.below(*at) for problem in error.problems)
             return None
 
     def _report_misplaced(self, at: tuple[Key, ...], stages: Sequence[Stage], head: Sequence[Stage]) -> bool:
@@ -388,7 +382,7 @@ class _Reader:
 
 
 def _texts(data: Any, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], str]]:
-    """(path, text) of every text among nested values."""
+    """Yield (path, text) of every text among nested values."""
     if isinstance(data, str):
         yield at, data
     elif isinstance(data, dict | list):
@@ -397,7 +391,7 @@ def _texts(data: Any, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...
 
 
 def _is_text(text: str) -> bool:
-    """Whether a text can be printed, or name a file, whose bytes need not be valid text."""
+    """Return True if a text can be printed, or can name a file, whose bytes need not be valid text."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -405,14 +399,14 @@ def _is_text(text: str) -> bool:
 
 
 def _value_at(data: Any, *keys: str) -> Any:
-    """The value that these keys lead to in nested mappings; None where there is none."""
+    """Return the value that these keys lead to in nested mappings; None if there is none."""
     for key in keys:
         data = data.get(key) if isinstance(data, dict) else None
     return data
 
 
 def _after_heads(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:
-    """A path into all stages of a pipeline, as one into the stages after its first ones, which stand elsewhere."""
+    """Turn a path into all stages of a pipeline into one into those that follow its heads, which stand elsewhere."""
     match path:
         case (int(number), *rest) if number >= heads:
             return (number - heads, *rest)

@@ -102,8 +102,7 @@ def docstring_of(kind: type) -> tuple[str, dict[str, str]]:
 
 
 def _list_schema(stages: Mapping[str, type[Stage]]) -> Schema:
-    """Return the schema of a list of stages. One whose parameters all have defaults may stand as no more than its name.
-    Return the schema of a list of stages. One whose parameters all have defaults may stand as no more than its name."""
+    """Return the schema of a list of stages. One whose parameters all have defaults may stand as its name alone."""
     names = [name for name, stage in stages.items() if not _required(stage)]
     entries = {
         name: {"$ref": f"#/$defs/stage.{name}"}

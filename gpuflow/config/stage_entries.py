@@ -143,4 +143,4 @@ def _with_open_field(stage: type[Stage], parameters: dict[str, Any]) -> dict[str
 def _hashable(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((key, _hashable(value[key])) for key in sorted(value, key=str))
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(_hashable, value)) if isinstance(value, tuple) else value

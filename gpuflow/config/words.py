@@ -29,8 +29,14 @@ _BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "les
 _MOST_PLACES = 3
 _MAIN_KEYS = "folder", "stages", "file", "model", "size"
 """Of source, pipelines and views, serve.model, train and batch."""
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-_WORDS |= {dict: "a mapping"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    dict: "a mapping",
+}
 
 
 def type_in_words(hint: Any) -> str:

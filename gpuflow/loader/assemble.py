@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpuflow.config import BatchSpec, Config
-from gpuflow.config.record_fields import require_record_fields
+from gpuflow.config.models import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Problem, SourceError, show
 from gpuflow.loader.bad_samples import BadSamples

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.record_fields import mixing_problems
+from gpuflow.config.models import mixing_problems
 from gpuflow.errors import ConfigError, LoaderError
 from gpuflow.execute.gpu.device_stream import DeviceStream
 from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mix_labels, soft_labels

@@ -15,7 +15,7 @@ import cv2
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.record_fields import refuse_record_fields
+from gpuflow.config.models import refuse_record_fields
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import find_nvjpeg
 from gpuflow.errors import GpuflowError, MissingExtra

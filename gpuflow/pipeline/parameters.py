@@ -75,7 +75,7 @@ def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tupl
 
 
 def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:
-    """Return the range that a `Factor`, or a `Shift` with `neutral` 0, is drawn from, as ColorJitter does."""
+    """Return the range that a `Factor`, or with `neutral` 0 a `Shift` or `Angle`, is drawn from, as in ColorJitter."""
     if isinstance(value, tuple):
         return value
     return (max(neutral - value, 0.0) if neutral else -value), neutral + value
@@ -131,11 +131,6 @@ Border = Literal["constant", "edge", "reflect", "symmetric"]
 Level = Annotated[int, Bounds(least=0, most=255)]
 Fill = Level | Annotated[tuple[int, int, int], Bounds(least=0, most=255)]
 """The levels of pixels outside the image, one for all channels or one for each."""
-
-
-def angle_range(value: float | tuple[float, float]) -> tuple[float, float]:
-    """Return [low, high] of an angle in degrees."""
-    return value if isinstance(value, tuple) else (-value, value)
 
 
 def lookup_of(interpolation: str, border: str, fill: int | tuple[int, int, int]) -> s.Lookup:
@@ -305,7 +300,7 @@ def rotation(degrees: Floats, height: Ints, width: Ints, center: tuple[float, fl
 
 
 def expanded_rotation(degrees: Floats, height: Ints, width: Ints) -> tuple[s.Matrices, Ints, Ints]:
-    """As `rotation`, to results that just hold the whole turned images, as torchvision computes them.
+    """Return what `rotation` does, for results that just hold the whole turned images, as torchvision computes them.
 
     Returns:
         the maps, and the heights and widths of the results [N].

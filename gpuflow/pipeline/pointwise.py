@@ -54,10 +54,6 @@ class Operation(enum.IntEnum):
         return self in (Operation.CONTRAST, Operation.AUTOCONTRAST, Operation.EQUALIZE)
 
 
-_WITH_VALUES = frozenset({Operation.MATRIX, Operation.ERASE})
-"""Operations whose factor is a row of `Operations.values`."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
     """The operations of N samples, M for each, in order. `kinds`, `statistics` and M do not depend on the draws.
@@ -161,14 +157,12 @@ class Operations:
         if len(joined) == 1:
             return joined[0]
         factors = []
-        tables = 0
-        values = 0
+        tables = values = 0
         for part in joined:
             own = part.factors
-            if tables and Operation.TABLE in part.kinds:
-                own = own + np.where(part.codes == Operation.TABLE, tables, 0)
-            if values and part.kinds & _WITH_VALUES:
-                own = own + np.where(np.isin(part.codes, list(_WITH_VALUES)), values, 0)
+            starts = {Operation.TABLE: tables, Operation.MATRIX: values, Operation.ERASE: values}
+            for operation in part.kinds & starts.keys():
+                own = own + np.where(part.codes == operation, starts[operation], 0)
             factors.append(own)
             tables += len(part.tables)
             values += len(part.values)

@@ -191,7 +191,7 @@ class PointwiseStep:
 
     @property
     def table(self) -> Array | None:
-        """See `Pointwise.table`; None if the pass has no table."""
+        """Return the table of the last stage, see `Pointwise.table`; None if it has none."""
         return self.stages[-1].table()
 
     def draw(self, keys: s.Keys, height: Ints, width: Ints) -> s.Operations:
@@ -285,8 +285,10 @@ def _add_moves(step: ResamplingStep | WarpStep, keys: s.Keys, builder: _Resampli
 
 
 class _Builder:
-    """Combines the moves of N samples into one step, and notes the samples that do not fit. Every [N, 4] is y, x,
-    height, width."""
+    """Combines the moves of N samples into one step, and notes the samples that do not fit.
+
+    A box [N, 4] is y, x, height, width.
+    """
 
     def __init__(self, max_pixels: int) -> None:
         self._max_pixels = max_pixels

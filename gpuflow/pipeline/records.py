@@ -235,7 +235,6 @@ class RecordValue:
     def fault(self, column: Column, i: int, values: Floats) -> str:
         """Return why the numbers [...] of sample i cannot be used."""
         if isinstance(column, Ragged):
-            found = ""
             rows = column[i]
             if len(rows) != 1:
                 return f"{self.field} must have one instance, whose keypoints are points of the warp, got {len(rows)}"
@@ -245,7 +244,8 @@ class RecordValue:
                 return f"{self.field} must have the first 3 keypoints labelled: visibility 1 or 2"
             found = show(rows[0, :3, :2].tolist())
         else:
-            found = show(_plain(column[i]))
+            value = column[i]
+            found = show(value.tolist() if isinstance(value, np.ndarray) else value)
         if not (np.abs(values) <= LARGEST).all():
             return f"{self.field} {self.rule}, got {found}"
         rule = "must be invertible" if self.form == "matrix" else "must be points that do not lie on one line"
@@ -321,7 +321,3 @@ def _numbers(values: Sequence[Any], form: str) -> Floats | None:
     if form == "points" and numbers.shape[1] >= 3 and numbers.shape[2] == 2:
         return numbers[:, :3].astype(np.float64)
     return numbers.astype(np.float64) if form == "matrix" and numbers.shape[1:] == (2, 3) else None
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

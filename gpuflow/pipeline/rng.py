@@ -167,7 +167,7 @@ class Keys:
     def take(self, rows: Ints | slice) -> Keys:
         """Return the keys of some of the samples."""
         values = {value: numbers[rows] for value, numbers in self.values.items()}
-        return Keys(self.seed, self.epoch, self.positions[rows], self.view, values)
+        return dataclasses.replace(self, positions=self.positions[rows], values=values)
 
     def __getitem__(self, i: int) -> Keys:
         """Return the keys of sample i only (N = 1)."""

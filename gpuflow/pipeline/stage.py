@@ -140,16 +140,12 @@ class Stage:
     other_keys: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        problems = list(out_of_bounds(self)) or list(map(self._problem, self.faults()))
+        problems = list(out_of_bounds(self)) or [
+            fault if isinstance(fault, Problem) else Problem.of(fault[0] or (), fault[1], code="config.range")
+            for fault in self.faults()
+        ]
         if problems:
             raise ConfigError([problem.below(self.stage_name) for problem in problems])
-
-    @staticmethod
-    def _problem(fault: Problem | tuple[str, str]) -> Problem:
-        if isinstance(fault, Problem):
-            return fault
-        field, rule = fault
-        return Problem.of(field or (), rule, code="config.range")
 
     @classmethod
     def examples(cls) -> tuple[Stage, ...]:
@@ -296,12 +292,11 @@ class Geometry(Stage):
 
     @property
     def pads(self) -> bool:
-        """Return True if a crop of this stage may extend outside the image, or it returns a `Pad` of border `constant`.
-        Return True if a crop of this stage may extend outside the image, or it returns a `Pad` of border `constant`."""
+        """Return True if it may return a `Pad` of border `constant`, or a crop that extends outside the image."""
         return False
 
     def pads_image(self, spec: ImageSpec) -> bool:
-        """As `pads`, for images of this spec."""
+        """Return `pads` for images of this spec."""
         return self.pads
 
     @property
@@ -560,9 +555,5 @@ class Pipeline:
 
     def occurrences(self) -> list[int]:
         """Return, for each stage, how many stages of the same name precede it."""
-        seen: dict[str, int] = {}
-        counts = []
-        for stage in self.stages:
-            counts.append(seen.get(stage.stage_name, 0))
-            seen[stage.stage_name] = counts[-1] + 1
-        return counts
+        names = [stage.stage_name for stage in self.stages]
+        return [names[:i].count(name) for i, name in enumerate(names)]

@@ -37,10 +37,12 @@ def as_batch(slots: Array, spec: ImageSpec) -> torch.Tensor:
     """View slots [N, *slot_shape] as a tensor with axes N, C, H, W that shares memory; channels_last unless `nchw`."""
     import torch
 
-    tensor = torch.from_numpy(slots)
-    if tensor.dtype == torch.uint16:
-        tensor = tensor.view(getattr(torch, spec.dtype))
-    return tensor if spec.layout == "nchw" else tensor.permute(0, 3, 1, 2)
+    return _channels_first(torch.from_numpy(slots).view(getattr(torch, spec.dtype)), spec)
+
+
+def _channels_first(slots: torch.Tensor, spec: ImageSpec) -> torch.Tensor:
+    """View slots [..., *slot_shape] as images [..., C, H, W]."""
+    return slots if spec.layout == "nchw" else slots.movedim(-1, -3)
 
 
 _ALIGN = 16
@@ -227,11 +229,10 @@ def as_images(program: AnyProgram, memory: Array | torch.Tensor) -> torch.Tensor
         if isinstance(memory, np.ndarray):
             return as_batch(memory, program.result)
         one = memory.view(getattr(torch, program.result.dtype)).view(-1, *slot_shape(program.result))
-        return one if program.result.layout == "nchw" else one.permute(0, 3, 1, 2)
+        return _channels_first(one, program.result)
     tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
     flat = tensor.reshape(-1)
     images = {}
     for view, result, block, shape in program.blocks(len(tensor)):
-        one = flat[block].view(getattr(torch, result.dtype)).view(shape)
-        images[view.name] = one if result.layout == "nchw" else one.permute(0, 1, 4, 2, 3)
+        images[view.name] = _channels_first(flat[block].view(getattr(torch, result.dtype)).view(shape), result)
     return images

@@ -23,7 +23,7 @@ from torch import nn
 
 from gpuflow.arrays import Bytes
 from gpuflow.config import Config, ModelSpec
-from gpuflow.config.record_fields import refuse_record_fields
+from gpuflow.config.models import refuse_record_fields
 from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
 from gpuflow.engines.base import METADATA_KEY, black_images, class_difference
 from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint

@@ -1,4 +1,4 @@
-"""check: the first stage that disagrees, in words, before anything runs."""
+"""trace: the first stage that disagrees, in words, before anything runs."""
 
 from __future__ import annotations
 
