@@ -16,6 +16,10 @@ def stage_table() -> dict[str, type[Stage]]:
 
     Raises:
         GpuflowError: two packages offer a stage of the same name, or one cannot be imported.
+
+    Examples:
+        >>> stage_table()["resize"](shorter=256)
+        resize(shorter=256)
     """
     from gpuflow.stages import STAGES
 

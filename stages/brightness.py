@@ -15,6 +15,10 @@ class Brightness(FactorAdjustment):
     Args:
         amount: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
         probability: the probability of changing an image.
+
+    Examples:
+        >>> Brightness(amount=0.4).bounds
+        (0.6, 1.4)
     """
 
     stage_name = "brightness"

@@ -21,6 +21,10 @@ class CenterCrop(s.Geometry):
         size: the result in pixels: the side of a square, or [height, width].
         rounding: where an odd number of pixels is cut off: half of it is rounded to the `nearest` even number for the
             top and the left, as torchvision and timm do, or `down`, as transformers and Albumentations do.
+
+    Examples:
+        >>> str(CenterCrop(size=(192, 256)).output(s.ImageSpec(shape=(None, None, 3))))
+        'uint8 192x256x3 hwc'
     """
 
     stage_name = "center_crop"

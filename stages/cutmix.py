@@ -26,6 +26,12 @@ class Cutmix(s.Mixing):
         mode: what shares its random numbers: a `batch`, a `pair` of partners, or nothing (`elem`).
         label_smoothing: each label is 1 minus this for its class plus this share spread over all classes.
         correct_lambda: whether the label's share is that of the pixels outside a box that the image's edge cuts.
+
+    Examples:
+        >>> import numpy as np
+        >>> mixture = Cutmix().draw(s.Keys(0, 0, np.arange(4)).stage("cutmix", 0), 224, 224, np.ones(4, bool))
+        >>> bool((mixture.weights == 1).all()), mixture.changed.tolist()
+        (True, [True, True, True, True])
     """
 
     stage_name = "cutmix"

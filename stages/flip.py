@@ -17,6 +17,11 @@ class Flip(s.Geometry):
     Args:
         horizontal: the probability of mirroring left and right.
         vertical: the probability of mirroring top and bottom.
+
+    Examples:
+        >>> flips = Flip(horizontal=1.0)
+        >>> flips, flips.random
+        (flip(horizontal=1.0), False)
     """
 
     stage_name = "flip"

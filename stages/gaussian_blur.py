@@ -26,6 +26,10 @@ class GaussianBlur(s.Local):
         kernel_size: rows and columns of the neighbourhood, an odd number of pixels; or [columns, rows].
         sigma: the standard deviation in pixels, or the range [low, high] that it is drawn from.
         probability: the probability of changing an image.
+
+    Examples:
+        >>> GaussianBlur(kernel_size=3, sigma=1.0).filters(np.array([[1.0, 1.0]])).columns.round(2).tolist()
+        [[0.27, 0.45, 0.27]]
     """
 
     stage_name = "gaussian_blur"

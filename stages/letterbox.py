@@ -25,6 +25,12 @@ class Letterbox(s.Geometry):
         fill: the level around the image, or [red, green, blue].
         interpolation: how pixels are resampled.
         antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
+
+    Examples:
+        >>> height, width = np.array([[480], [640]])
+        >>> resize, pad = Letterbox(size=320).draw(s.Keys(0, 0, np.arange(1)).stage("letterbox", 0), height, width)
+        >>> resize.height.tolist(), resize.width.tolist(), pad.top.tolist(), pad.bottom.tolist()
+        ([240], [320], [40], [40])
     """
 
     stage_name = "letterbox"

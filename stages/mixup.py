@@ -33,6 +33,12 @@ class Mixup(s.Mixing):
         mode: what shares its random numbers: a `batch`, a `pair` of partners, or nothing (`elem`).
         label_smoothing: each label is 1 minus this for its class plus this share spread over all classes.
         correct_lambda: whether the label's share is that of the pixels outside a box that the image's edge cuts.
+
+    Examples:
+        >>> keys = s.Keys(0, 0, np.arange(4)).stage("mixup", 0)
+        >>> mixture = Mixup(alpha=0.2).draw(keys, 224, 224, np.ones(4, bool))
+        >>> mixture.partners.tolist(), len(set(mixture.weights.tolist()))
+        ([3, 2, 1, 0], 1)
     """
 
     stage_name = "mixup"

@@ -34,6 +34,10 @@ class Normalize(s.Pointwise):
         std: one number for each channel, in units of 0 to 1, or `imagenet`.
         dtype: the data type of the result; it is computed in float32 and then rounded.
         layout: `nchw`, or `nhwc` for channels_last memory; the tensor's axes are N, C, H, W in both.
+
+    Examples:
+        >>> Normalize(mean=(0.5,), std=(0.5,)).table()[:, [0, 255]].tolist()
+        [[-1.0, 1.0]]
     """
 
     stage_name = "normalize"

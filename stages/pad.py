@@ -21,6 +21,10 @@ class Pad(Bordered):
         border: `constant` levels, the pixel at the `edge`, or the image as in a mirror, without the pixel at the edge:
             `reflect`, which takes less padding than the image has pixels; or with it: `symmetric`, which takes as much.
         fill: the level of a constant border, or [red, green, blue].
+
+    Examples:
+        >>> str(Pad(padding=(8, 2)).output(s.ImageSpec(shape=(28, 28, 1))))
+        'uint8 32x44x1 hwc'
     """
 
     stage_name = "pad"

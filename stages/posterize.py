@@ -19,6 +19,10 @@ class Posterize(TableAdjustment):
     Args:
         bits: how many bits of 8 are kept.
         probability: the probability of changing an image.
+
+    Examples:
+        >>> Posterize(bits=2).levels()[[0, 63, 64, 255]].tolist()
+        [0, 0, 64, 192]
     """
 
     stage_name = "posterize"

@@ -39,6 +39,10 @@ class RandomCrop(Bordered):
             pixel at the edge: `reflect`, which takes less padding than the image has pixels; or with it: `symmetric`,
             which takes as much.
         fill: the level of a constant border, or [red, green, blue].
+
+    Examples:
+        >>> RandomCrop(size=32, padding=4).output(s.ImageSpec(shape=(28, 28, 3))).shape
+        (32, 32, 3)
     """
 
     stage_name = "random_crop"

@@ -32,6 +32,10 @@ class Resize(s.Geometry):
         antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
         rounding: how the side that follows is rounded: `down`, as torchvision and transformers do, or to the `nearest`
             number, as Albumentations and timm's ResizeKeepRatio do.
+
+    Examples:
+        >>> str(Resize(shorter=256).output(s.ImageSpec(shape=(512, 768, 3))))
+        'uint8 256x384x3 hwc'
     """
 
     stage_name = "resize"

@@ -39,6 +39,10 @@ class Rotate(WarpingStage):
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
             mirror: `reflect` without the pixel at the edge, `symmetric` with it.
         fill: the level of a constant border, or [red, green, blue].
+
+    Examples:
+        >>> Rotate(degrees=(90, 90), expand=True).output(s.ImageSpec(shape=(20, 30, 3))).shape
+        (30, 20, 3)
     """
 
     stage_name = "rotate"

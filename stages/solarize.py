@@ -19,6 +19,10 @@ class Solarize(TableAdjustment):
     Args:
         threshold: the lowest level that is inverted.
         probability: the probability of changing an image.
+
+    Examples:
+        >>> Solarize(threshold=128).levels()[[100, 127, 128, 255]].tolist()
+        [100, 127, 127, 0]
     """
 
     stage_name = "solarize"

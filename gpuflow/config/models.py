@@ -149,6 +149,10 @@ class ModelSpec(_Block):
             those that the file records.
         via: what runs a TensorRT engine: gpuflow's own code, or torchpipe's node.
         tensorrt: settings of the engine tensorrt.
+
+    Examples:
+        >>> ModelSpec(file="resnet50.onnx").runtime
+        'onnxruntime'
     """
 
     file: str

@@ -100,6 +100,13 @@ def read_config(
     Raises:
         ConfigError: with every located problem of the file.
         TypeError: `path` is no path, or `overrides` is no list of texts.
+
+    Examples:
+        >>> from gpuflow.stages import STAGES
+        >>> _ = Path("x.yaml").write_text("serve: {stages: [decode, resize: {shorter: 256}, center_crop: {size: 96}]}")
+        >>> config = read_config("x.yaml", STAGES, ["serve.stages.center_crop.size=64"])
+        >>> config.programs["serve"].pipeline
+        serve: decode() -> resize(shorter=256) -> center_crop(size=64)
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be that of a YAML file, got {show(path)}")
@@ -116,6 +123,12 @@ def check_config(data: dict[str, Any], stages: Mapping[str, type[Stage]], *, pla
 
     Raises:
         ConfigError: with every located problem.
+
+    Examples:
+        >>> from gpuflow.stages import STAGES
+        >>> stages = ["decode", {"resize": {"height": 224, "width": 224}}, "normalize"]
+        >>> check_config({"serve": {"stages": stages}}, STAGES, place="a dictionary").programs["serve"].result.shape
+        (224, 224, 3)
     """
     return _Reader(place, stages, data=data).read(())
 

@@ -21,7 +21,12 @@ _CORES_FOR_ONE_SHARE_THREAD = 4
 
 
 def threads_of(run: RunSpec) -> int:
-    """Return `run.threads`. If it is auto, that is all that this process may use."""
+    """Return `run.threads`. If it is auto, that is all that this process may use.
+
+    Examples:
+        >>> threads_of(RunSpec(threads=8))
+        8
+    """
     return available_threads() if run.threads == "auto" else run.threads
 
 

@@ -38,6 +38,11 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, type[So
     Args:
         stages: the vocabulary, name to class.
         sources: the kinds of sources, name to class.
+
+    Examples:
+        >>> from gpuflow.stages import STAGES
+        >>> json_schema({"flip": STAGES["flip"]}, {})["$defs"]["stage.flip"]["properties"]["vertical"]["maximum"]
+        1
     """
     schema = Document.model_json_schema(schema_generator=_Blocks)
     description = schema["properties"]["source"]["description"]

@@ -26,6 +26,14 @@ def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
 
     Raises:
         ConfigError: every problem of the entry, its path from the entry on.
+
+    Examples:
+        >>> from gpuflow.stages import STAGES
+        >>> make_stage({"resize": {"shorter": 256}}, STAGES)
+        resize(shorter=256)
+        >>> make_stage({"resize": {"shortest": 256}}, STAGES)
+        Traceback (most recent call last):
+        gpuflow.errors.ConfigError: ...
     """
     if isinstance(entry, str):
         entry = {entry: None}
@@ -77,7 +85,12 @@ def _suggest_key(key: object, stage: type[Stage], fields: Collection[str]) -> st
 
 
 def as_tuples(value: Any) -> Any:
-    """Replace the lists in YAML data by tuples, so that values are hashable."""
+    """Replace the lists in YAML data by tuples, so that values are hashable.
+
+    Examples:
+        >>> as_tuples({"size": [224, 224]})
+        {'size': (224, 224)}
+    """
     if isinstance(value, list):
         return tuple(map(as_tuples, value))
     if isinstance(value, dict):

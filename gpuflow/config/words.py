@@ -40,7 +40,12 @@ _WORDS = {
 
 
 def type_in_words(hint: Any) -> str:
-    """Describe a type in words: `an integer or [an integer, an integer]`."""
+    """Describe a type in words: `an integer or [an integer, an integer]`.
+
+    Examples:
+        >>> type_in_words(int | tuple[int, int])
+        'an integer or [an integer, an integer]'
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return type_in_words(arguments[0])

@@ -35,6 +35,12 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
 
     Raises:
         ConfigError: there is no such file, or it is not valid YAML, or holds no mapping.
+
+    Examples:
+        >>> _ = Path("val.yaml").write_text("run:\\n  threads: 8\\n")
+        >>> data, lines = read_yaml("val.yaml")
+        >>> data, lines["run", "threads"]
+        ({'run': {'threads': 8}}, 2)
     """
 
     def error(
@@ -97,7 +103,12 @@ def _advice(fault: yaml.MarkedYAMLError) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Parse the value of an override. Raises ConfigError, without a place, where it is not valid YAML."""
+    """Parse the value of an override. Raises ConfigError, without a place, where it is not valid YAML.
+
+    Examples:
+        >>> parse_value("[1e-3, true, auto]")
+        [0.001, True, 'auto']
+    """
     try:
         return yaml.load(text, _Loader) if text else ""
     except (yaml.YAMLError, ValueError) as cause:
@@ -229,6 +240,12 @@ class Overrides:
 
     Args:
         data: what the file holds.
+
+    Examples:
+        >>> data = {"stages": ["decode", {"resize": {"shorter": 256}}]}
+        >>> Overrides(data).apply("stages.resize.shorter=160")
+        >>> data
+        {'stages': ['decode', {'resize': {'shorter': 160}}]}
     """
 
     def __init__(self, data: dict[str, Any]) -> None:

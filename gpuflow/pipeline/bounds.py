@@ -26,6 +26,11 @@ class Bounds:
             from exhausting memory or leaving the range of floats. An error names it only if it is exceeded.
         ascending: in a pair [low, high], high must not be less than low.
         words: a text that describes the allowed values, if the bounds do not suffice.
+
+    Examples:
+        >>> share = Bounds(least=0, most=1)
+        >>> share.broken_rule(1.5), share.broken_rule((0.25, 0.5))
+        ('must be within [0, 1]', '')
     """
 
     least: float | None = None

@@ -95,6 +95,12 @@ def forward(move: Move, height: Ints, width: Ints) -> tuple[Matrices, Ints, Ints
     Returns:
         the maps [N, 3, 3] from a point of the input to the point of the output, and the output's height and width [N].
         The sign of a point's third coordinate says on which side of a projective map's horizon it is.
+
+    Examples:
+        >>> y, x, side, image = np.array([[20], [30], [8], [64]])
+        >>> matrix, height, width = forward(Crop(y, x, side, side), image, image)
+        >>> (matrix[0] @ (33, 21, 1)).tolist(), height.tolist()  # the point x = 33, y = 21
+        ([3.0, 1.0, 1.0], [8])
     """
     matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
     match move:

@@ -57,7 +57,12 @@ Shift = (
 
 
 def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) from an int or [height, width]."""
+    """Return (height, width) from an int or [height, width].
+
+    Examples:
+        >>> size_pair(224), size_pair((192, 256))
+        ((224, 224), (192, 256))
+    """
     return (size, size) if isinstance(size, int) else size
 
 
@@ -67,7 +72,12 @@ def of_size(spec: s.ImageSpec, size: int | tuple[int, int]) -> s.ImageSpec:
 
 
 def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return left, top, right, bottom of a `Padding`."""
+    """Return left, top, right, bottom of a `Padding`.
+
+    Examples:
+        >>> sides_of((3, 0)), sides_of((0, 4, 9, 2))
+        ((3, 0, 3, 0), (0, 4, 9, 2))
+    """
     if isinstance(padding, int):
         return (padding,) * 4
     x, y, *rest = padding
@@ -75,7 +85,12 @@ def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tupl
 
 
 def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:
-    """Return the range that a `Factor`, or with `neutral` 0 a `Shift` or `Angle`, is drawn from, as in ColorJitter."""
+    """Return the range that a `Factor`, or with `neutral` 0 a `Shift` or `Angle`, is drawn from, as in ColorJitter.
+
+    Examples:
+        >>> range_of(0.4), range_of(1.5), range_of(0.1, neutral=0.0)
+        ((0.6, 1.4), (0.0, 2.5), (-0.1, 0.1))
+    """
     if isinstance(value, tuple):
         return value
     return (max(neutral - value, 0.0) if neutral else -value), neutral + value

@@ -102,6 +102,10 @@ class Operations:
             operation: one without data: any but TABLE, MATRIX and ERASE.
             active: which samples [N] it changes.
             factors: the factors [N], or one for all.
+
+        Examples:
+            >>> Operations.one(Operation.BRIGHTNESS, np.array([True, False]), 1.5).codes.tolist()
+            [[0], [-1]]
         """
         column = np.broadcast_to(np.asarray(factors, np.float64), active.shape)[:, None]
         codes = np.where(active, int(operation), int(Operation.NONE))[:, None]
@@ -114,6 +118,11 @@ class Operations:
         Args:
             active: which samples [N] it changes.
             levels: uint8 [N or 1, C or 1, 256]: the result for each level, of each sample and each channel.
+
+        Examples:
+            >>> negative = np.arange(255, -1, -1, dtype=np.uint8)[None, None]
+            >>> Operations.table(np.array([True, True]), negative).tables[0, :, :3].tolist()
+            [[255, 254, 253], [255, 254, 253], [255, 254, 253]]
         """
         assert levels.dtype == np.uint8 and levels.ndim == 3, "levels are uint8 [N or 1, C or 1, 256]"
         tables = np.ascontiguousarray(np.broadcast_to(levels, (len(levels), _CHANNELS, 256)))
@@ -130,6 +139,11 @@ class Operations:
         Args:
             active: which samples [N] it changes.
             matrices: float64 [N or 1, 3, 4]; the last column is in levels.
+
+        Examples:
+            >>> red_alone = np.eye(3, 4) * [1, 0, 0, 0]
+            >>> Operations.matrix(np.array([True]), red_alone[None]).values[0, :4].tolist()
+            [1.0, 0.0, 0.0, 0.0]
         """
         values = np.asarray(matrices, np.float64).reshape(-1, _VALUES)
         return cls.of(*_rows(Operation.MATRIX, active, len(values)), kinds=[Operation.MATRIX], values=values)
@@ -150,7 +164,14 @@ class Operations:
 
     @classmethod
     def join(cls, count: int, parts: Iterable[Operations]) -> Operations:
-        """Join the operations of several stages on `count` samples, one stage after the other."""
+        """Join the operations of several stages on `count` samples, one stage after the other.
+
+        Examples:
+            >>> every = np.array([True])
+            >>> parts = [Operations.one(Operation.HUE, every, 0.1), Operations.one(Operation.GRAYSCALE, every)]
+            >>> Operations.join(1, parts).codes.tolist()
+            [[3, 4]]
+        """
         joined = list(parts)
         if not joined:
             return cls.of(np.empty((count, 0), np.int64), np.empty((count, 0)), kinds=())

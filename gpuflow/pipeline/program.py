@@ -573,6 +573,12 @@ def trace(pipeline: s.Pipeline, *, at: tuple[Key, ...] | None = None, serving: b
     Raises:
         ConfigError: a stage cannot take its input, follows a mixing stage, makes larger images than the decoder may
             give, or the result has no fixed size.
+
+    Examples:
+        >>> from gpuflow.stages import Decode, Normalize, Resize
+        >>> stages = Decode(), Resize(height=224, width=224), Normalize()
+        >>> [str(spec) for spec in trace(s.Pipeline("val", stages))][2:]
+        ['uint8 224x224x3 hwc', 'float32 224x224x3 nchw']
     """
     at = (pipeline.name,) if at is None else at
 
@@ -621,7 +627,15 @@ def trace(pipeline: s.Pipeline, *, at: tuple[Key, ...] | None = None, serving: b
 
 
 def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
-    """Fold a pipeline, given the specs that `trace` returned."""
+    """Fold a pipeline, given the specs that `trace` returned.
+
+    Examples:
+        >>> from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, Resize
+        >>> stages = Decode(), Resize(shorter=256), CenterCrop(size=224), Flip(horizontal=0.5), Normalize()
+        >>> pipeline = s.Pipeline("train", stages)
+        >>> [type(step).__name__ for step in fold(pipeline, trace(pipeline)).steps]
+        ['ResamplingStep', 'PointwiseStep']
+    """
     decoder = pipeline.stages[0]
     assert isinstance(decoder, s.Decoder)
     assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"

@@ -63,7 +63,13 @@ class Ragged:
 
     @classmethod
     def of(cls, parts: Sequence[Array], empty: Array) -> Ragged:
-        """Join the rows of all samples. empty: an array [0, ...] with the shape and dtype of rows."""
+        """Join the rows of all samples. empty: an array [0, ...] with the shape and dtype of rows.
+
+        Examples:
+            >>> boxes = Ragged.of([np.ones((2, 4)), np.ones((0, 4)), np.ones((1, 4))], np.empty((0, 4)))
+            >>> boxes.offsets.tolist(), len(boxes[2])
+            ([0, 2, 2, 3], 1)
+        """
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([len(part) for part in parts], out=offsets[1:])
         return cls(np.concatenate([empty, *parts]), offsets)
@@ -77,7 +83,13 @@ class Ragged:
         return rows
 
     def take(self, samples: Ints) -> Ragged:
-        """Return the rows of these samples, in this order."""
+        """Return the rows of these samples, in this order.
+
+        Examples:
+            >>> words = Ragged(np.array([1, 2, 3]), np.array([0, 2, 3]))
+            >>> words.take(np.array([1, 0])).values.tolist()
+            [3, 1, 2]
+        """
         counts = np.diff(self.offsets)[samples]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         rows = np.repeat(self.offsets[samples] - offsets[:-1], counts) + np.arange(offsets[-1])
@@ -112,6 +124,11 @@ class Rle:
     """The mask of one instance as run lengths in column order, beginning with zeros, as in COCO.
 
     size: height, width. counts: int64 [R], which add up to height * width.
+
+    Examples:
+        >>> left_column = Rle((2, 3), np.array([0, 2, 4]))
+        >>> left_column.fills
+        True
     """
 
     size: tuple[int, int]

@@ -33,6 +33,10 @@ def epoch_number(epoch: object, bits: int) -> int:
     """Return an epoch as an `int`, also where it is an integer of numpy or a tensor.
 
     Raises ValueError unless it is an integer from 0 to 2**bits - 1.
+
+    Examples:
+        >>> epoch_number(np.int64(3), 32)
+        3
     """
     try:
         number = operator.index(epoch)  # type: ignore[arg-type]
@@ -58,7 +62,12 @@ _permute = _function("gpuflow_permute", POINTER, INTEGER, WORD, WORD, WORD, WORD
 
 
 def key64(*parts: object) -> int:
-    """Hash any printable parts to a 64-bit key, which is the same in every process (BLAKE2b)."""
+    """Hash any printable parts to a 64-bit key, which is the same in every process (BLAKE2b).
+
+    Examples:
+        >>> key64("train", 3) == key64("train", 3), key64("train", 3) == key64("train", 4)
+        (True, False)
+    """
     text = "\x1f".join(str(part) for part in parts)
     data = text.encode("utf-8", "surrogatepass")  # names of files that are not UTF-8 hold surrogates
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
@@ -74,6 +83,10 @@ def permute(positions: ArrayLike, size: int, key: int) -> Ints:
 
     Returns:
         int64 array of the same shape: distinct positions give distinct values in [0, size).
+
+    Examples:
+        >>> permute([0, 1, 2, 3, 4], 5, key=7).tolist()
+        [2, 0, 3, 4, 1]
     """
     x = np.array(positions, dtype=np.uint64)
     shape = x.shape
@@ -139,6 +152,12 @@ class Keys:
 
     view: the name and the number of the view that the stages belong to; empty without views.
     values [N, ...]: what the stages take from the samples' records; empty for most pipelines.
+
+    Examples:
+        >>> keys = Keys(seed=0, epoch=2, positions=np.arange(8))
+        >>> numbers = keys.stage("flip", 0).uniform(2)
+        >>> numbers.shape, bool((keys[5].stage("flip", 0).uniform(2) == numbers[5]).all())
+        ((8, 2), True)
     """
 
     seed: int

@@ -83,6 +83,11 @@ class ImageSpec:
     color: the meaning of the channels: `rgb`, `bgr` or `gray`.
     layout: `encoded` (bytes), `hwc` (rows of pixels), `nchw` (planes) or `nhwc` (planes in channels_last memory).
     shorter: length in pixels of the shorter side, if it is known although the shape is not.
+
+    Examples:
+        >>> photos = ImageSpec(shape=(None, None, 3))
+        >>> str(photos), photos.fixed
+        ('uint8 ?x?x3 hwc', False)
     """
 
     shape: tuple[int | None, int | None, int]
@@ -105,7 +110,13 @@ class ImageSpec:
         return self.layout != "encoded" and None not in self.shape
 
     def replace(self, **changes: Any) -> ImageSpec:
-        """Return a copy with these fields changed. A changed shape resets `shorter` unless that is given too."""
+        """Return a copy with these fields changed. A changed shape resets `shorter` unless that is given too.
+
+        Examples:
+            >>> resized = ImageSpec(shape=(None, None, 3), shorter=256)
+            >>> resized.replace(color="gray").shorter, resized.replace(shape=(224, 224, 3)).shorter
+            (256, None)
+        """
         if "shape" in changes:
             changes.setdefault("shorter", None)
         return dataclasses.replace(self, **changes)
@@ -504,7 +515,13 @@ def _canonical(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """An ordered tuple of stages under a name: a value that can be compared, printed and hashed."""
+    """An ordered tuple of stages under a name: a value that can be compared, printed and hashed.
+
+    Examples:
+        >>> from gpuflow.stages import CenterCrop, Decode
+        >>> Pipeline("val", (Decode(), CenterCrop(size=224)))
+        val: decode() -> center_crop(size=224)
+    """
 
     name: str
     stages: tuple[Stage, ...]
@@ -523,7 +540,13 @@ class Pipeline:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Return the parameters that the fingerprint covers, as text: one line per stage, defaults included."""
+        """Return the parameters that the fingerprint covers, as text: one line per stage, defaults included.
+
+        Examples:
+            >>> from gpuflow.stages import CenterCrop
+            >>> Pipeline("val", (CenterCrop(size=224),)).lines
+            ('center_crop(size=224)',)
+        """
         lines = []
         for stage in self.stages:
             values = stage.params().items()

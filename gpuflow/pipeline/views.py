@@ -27,7 +27,12 @@ STORAGE = {"uint8": np.uint8, "float32": np.float32, "float16": np.uint16, "bflo
 
 
 def slot_shape(spec: ImageSpec) -> tuple[int, int, int]:
-    """Return the shape of one image in a batch's memory: [C, H, W] for `nchw`; [H, W, C] for `nhwc` and `hwc`."""
+    """Return the shape of one image in a batch's memory: [C, H, W] for `nchw`; [H, W, C] for `nhwc` and `hwc`.
+
+    Examples:
+        >>> slot_shape(ImageSpec(shape=(224, 256, 3), dtype="float32", layout="nchw"))
+        (3, 224, 256)
+    """
     height, width, channels = spec.shape
     assert height is not None and width is not None
     return (channels, height, width) if spec.layout == "nchw" else (height, width, channels)
