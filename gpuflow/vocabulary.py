@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpuflow.errors import GpuflowError, reason_of
-from gpuflow.runtime.entry_points import entry_points
+from gpuflow.version import entry_points
 
 if TYPE_CHECKING:
     from gpuflow.pipeline.stage import Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpuflow.config.models import Config, RunSpec
 from gpuflow.pipeline.program import NativeStep, Program
 from gpuflow.pipeline.views import AnyProgram, programs_of
-from gpuflow.runtime.cpu_budget import available_threads
+from gpuflow.runtime.threads import available_threads
 from gpuflow.sources.offered import Offered
 
 _REMOTE_READERS = 16

@@ -12,8 +12,7 @@ from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode.codecs import engine_sampling, probe, scan_start
 from gpuflow.decode.header import SWAPPED
 from gpuflow.errors import BadSampleError
-from gpuflow.native.library import INTEGER, POINTER, function
-from gpuflow.native.pool import NativePool, using
+from gpuflow.native.library import INTEGER, POINTER, NativePool, function, using
 from gpuflow.sources import SPARE_BYTES, Payload, lay_out
 
 _scan = function("gpuflow_headers", POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER)

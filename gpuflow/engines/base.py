@@ -20,8 +20,7 @@ import torch
 from gpuflow.config import ModelSpec
 from gpuflow.errors import ConfigError, GpuflowError, Problem, reason_of, show
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
-from gpuflow.runtime.cpu_budget import available_threads
-from gpuflow.runtime.threads import DaemonPool
+from gpuflow.runtime.threads import DaemonPool, available_threads
 
 _LOG = logging.getLogger(__name__)
 METADATA_KEY = "gpuflow"

@@ -20,8 +20,8 @@ from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
-from gpuflow.runtime.cpu_budget import cpu_quota, share_of_cores
 from gpuflow.runtime.preemption import Preemption
+from gpuflow.runtime.threads import cpu_quota, share_of_cores
 from gpuflow.sources import Source
 from gpuflow.vocabulary import stage_table
 

@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,12 @@ import numpy as np
 import torch
 
 from gpuflow.config import BatchSpec, Config
-from gpuflow.config.models import require_record_fields
+from gpuflow.config.models import mixing_problems, require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Problem, SourceError, show
 from gpuflow.loader.bad_samples import BadSamples
-from gpuflow.loader.delivery import require_classes
 from gpuflow.loader.loader import Loader
-from gpuflow.loader.placement import cpu_share_of, place
-from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.plan import LoaderPlan, cpu_share_of, place
 from gpuflow.loader.records import TurnedImages, target_mapper
 from gpuflow.loader.sampler import (
     ListedEpochs,
@@ -40,6 +39,7 @@ from gpuflow.sources import (
     Source,
     SourceSpec,
     fields_of,
+    has_one_class,
     is_read_remotely,
     left_out_of,
     open_source,
@@ -87,7 +87,7 @@ def build_loader(
     drop_last = pipeline.batch.drop_last and listed is None
     placement = place(config, name, target, batch_size)
     source = open_split(config, name, whole) if listed is None or whole is None else whole
-    require_classes(config, name, source)
+    _require_classes(config, name, source)
     require_record_fields(config, name, source)
     left_out = _left_out(config, name, source)
     order = _order(config, source, pipeline, batch_size) if listed is None else listed
@@ -221,6 +221,20 @@ def _mixed_order(spec: Mix, source: MixSource, batch_size: int) -> MixedOrder:
                 f"{spec.mix[i].weight:g}, which gives none; raise it, or source.samples"
             )
     return order
+
+
+def _require_classes(config: Config, name: str, source: Source) -> None:
+    """Raise ConfigError if a pipeline mixes samples whose labels are not one class each, or that carry more fields.
+
+    For a source whose fields are not declared, this is known once it is open.
+    """
+    fields, classes = [field.name for field in fields_of(source)], has_one_class(source) and bool(source.classes)
+    problems = list(mixing_problems(name, config.any_program(name), fields, one_class=classes))
+    if has_one_class(source) and not source.classes and not fields:
+        rule, action = "mixes labels, but how many classes there are is not known", "give the dataset `classes`, a list"
+        problems = [replace(problem, rule=rule, action=f"{action} of their names") for problem in problems]
+    if problems:
+        raise ConfigError([replace(problem, place=f"{config.path}:") for problem in problems])
 
 
 def _left_out(config: Config, name: str, source: Source) -> int:

@@ -34,12 +34,12 @@ from gpuflow.loader.decode import (
     ChunkReader,
     CpuOffload,
     DecodePayload,
+    Delivery,
     Faults,
     Sizes,
     keys_of,
     with_values,
 )
-from gpuflow.loader.delivery import Delivery
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, Admission, Completion, EpochRun, RunningPipeline
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.records import RecordMapper

@@ -1,22 +1,87 @@
-"""Everything that decides how a loader runs, as one value."""
+"""Holds all that decides how a loader runs as one value, and decides where its pipeline is decoded.
+
+That is by the GPU's JPEG engines, by its CUDA kernels, on the CPU, or on both.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from gpuflow.loader.bad_samples import BadSamples
-from gpuflow.loader.placement import Share
-from gpuflow.loader.records import TurnedImages
+from gpuflow.config import Config
+from gpuflow.config.resources import share_threads_of, threads_of
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.execute.gpu.backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
+from gpuflow.execute.gpu.decode_buffers import BUFFERS
+from gpuflow.execute.gpu.decode_calls import later_images
+from gpuflow.execute.gpu.passes import passes_of_each
 from gpuflow.loader.sampler import ListedEpochs, Order, Steps
-from gpuflow.pipeline.views import AnyProgram
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
+from gpuflow.runtime.cuda import warn_if_late
 from gpuflow.sources import Source
+from gpuflow.torchpipe.adapter import missing_operators
 
 if TYPE_CHECKING:
     from gpuflow.execute.cpu.targets import TargetMapper
     from gpuflow.execute.gpu.device_stream import ChunkRunner, DeviceStream
+    from gpuflow.loader.bad_samples import BadSamples
+    from gpuflow.loader.records import TurnedImages
+
+
+_SMOOTHING = 1 / 16
+"""The weight of the newest batch. A change takes about ten batches to show: those that were begun before it."""
+_LATE_STEP = 1 / 64
+"""The fraction by which the part shrinks after a batch that the CPU delayed."""
+
+
+class Share:
+    """The part of each batch that the CPU decodes next to a GPU's engines. For one thread.
+
+    The engines take a batch's first rows. The CPU takes the others, a few at a time and some batches ahead. It takes
+    some of each batch, not a batch from time to time, so that neither waits long for the slower one. While the consumer
+    waits, the part moves to where the engines and the CPU need the same time.
+
+    Args:
+        part: to begin with, 0 to 1.
+        threads: that decode it.
+        adapts: false leaves the part as it is.
+    """
+
+    def __init__(self, part: float, *, threads: int, adapts: bool) -> None:
+        self.part, self.threads, self.adapts = part, threads, adapts
+        self._images, self._seconds = 0.0, 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._last: float | None = None
+
+    def rows(self, count: int) -> int:
+        """Return how many rows of a batch of `count` the CPU decodes. One at least is left to the engines."""
+        return max(0, min(round(self.part * count), count - 1))
+
+    def update(self, own: int, *, late: bool, wanted: bool, rate: float) -> None:
+        """Adapt the part after a batch, of which the engines had `own` rows.
+
+        late: the CPU's rows were the last. wanted: the consumer's GPU has nothing to do without the batch.
+        rate: images a second that the CPU's threads would decode if they never waited.
+        """
+        now, last = time.perf_counter(), self._last
+        bound_by_engines = wanted and not late
+        self._last = now if bound_by_engines else None
+        if not self.adapts:
+            return
+        if late:
+            self.part -= _LATE_STEP * self.part
+        elif bound_by_engines and last is not None and rate:
+            self._images += own - _SMOOTHING * self._images
+            self._seconds += now - last - _SMOOTHING * self._seconds
+            if self._seconds:
+                engines = self._images / self._seconds
+                self.part += _SMOOTHING * (rate / (rate + engines) - self.part)
 
 
 _CALLERS = 4
@@ -114,3 +179,122 @@ class LoaderPlan:
             return min(_LARGEST_SHARED_CHUNK, self.batch_size)
         in_flight = self.batch_size * (self.prefetch + 1)
         return min(_LARGEST_CHUNK, self.batch_size, -(-in_flight // self.threads))
+
+
+def place(config: Config, name: str, device: torch.device, batch_size: int) -> Placement:
+    """Decide where a pipeline of a configuration runs on a device.
+
+    Raises:
+        ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
+            small.
+    """
+    program = _program_of(config, name)
+    decoder = program.decoder
+    if decoder.needs_gpu:
+        return _by_torchpipe(config, name, str(decoder.library), device)
+    backend = decoder.backend
+    if device.type != "cuda":
+        placement = Placement(None, None, "the loader's device is the CPU")
+    else:
+        from gpuflow.execute.gpu.device_stream import DeviceStream
+
+        warn_if_late()
+        device_stream = DeviceStream(device)
+        placement = Placement(device_stream, None, CPU_ASKED_FOR)
+        if backend != "cpu":
+            decode_bytes, later = memory_for_decoding(config, name, batch_size)
+            placement = place_on_gpu(
+                program,
+                device_stream,
+                decode_bytes,
+                images=batch_size,
+                buffers=1,
+                later_images=later,
+                threads=threads_of(config.run),
+                decoder_calls=config.run.decoder_calls,
+            )
+    if backend == "gpu" and placement.gpu is None:
+        keys = "decode" if isinstance(program, ViewsProgram) else "stages[0].decode"
+        at = f"{config.path}: pipelines.{name}.{keys}.backend"
+        raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])
+    return placement
+
+
+def explain_gpu(config: Config, name: str) -> str:
+    """Return a text that says what decodes a pipeline for this machine's GPU, or for any if it has none."""
+    program = _program_of(config, name)
+    if program.decoder.needs_gpu:
+        return str(program.decoder.library)
+    if program.decoder.backend == "cpu":
+        return f"decoded on the CPU: {CPU_ASKED_FOR}"
+    if torch.cuda.is_available():
+        placement = place(config, name, torch.device("cuda"), 1)
+        return placement.reason if placement.gpu is not None else f"decoded on the CPU: {placement.reason}"
+    passes = passes_of_each(program)
+    if isinstance(passes, str):
+        return f"decoded on the CPU: {passes}"
+    others = "CUDA kernels" if program.decoder.backend == "gpu" else "decoded on the CPU"
+    return f"JPEG engines, then {passes_text(program, passes)}; {others} if it has none"
+
+
+def _program_of(config: Config, name: str) -> AnyProgram:
+    """Return the program of a pipeline, or of `serve`, which is explained here, too."""
+    return config.views[name] if name in config.views else config.programs[name]
+
+
+def _by_torchpipe(config: Config, name: str, library: str, device: torch.device) -> Placement:
+    """Place a preset on its GPU. Raise ConfigError if it cannot run there, because it has no other place."""
+
+    def fault(rule: str) -> ConfigError:
+        preset = config.pipelines[name].preset
+        return ConfigError([Problem(f"{config.path}: pipelines.{name}.preset", f"is {preset}, {rule}")])
+
+    if device.type != "cuda":
+        raise fault("which needs a GPU, but the loader's device is the CPU; use device cuda, or torchpipe_cpu")
+    if device.index not in (None, 0):
+        raise fault(
+            f"which knows the first GPU alone, but the device is {device}; set CUDA_VISIBLE_DEVICES to that one"
+        )
+    if (missing := missing_operators("a preset")) is not None:
+        raise fault(f"and {missing}")
+    from gpuflow.execute.gpu.device_stream import DeviceStream
+    from gpuflow.torchpipe.running_graph import PresetRunner
+
+    device_stream, run = DeviceStream(device), config.run
+    runner = PresetRunner(
+        config.programs[name],
+        device_stream,
+        origin=config.path,
+        threads=threads_of(run),
+        timeout_seconds=run.timeout_s,
+    )
+    return Placement(device_stream, runner, library)
+
+
+def memory_for_decoding(config: Config, name: str, batch_size: int) -> tuple[int, int]:
+    """Return the bytes of each buffer of decoded pixels, and how many images of later batches may be decoded already.
+
+    What `run.memory_limit` leaves after the batches in flight is for the buffers, and for such images if all of these
+    fit.
+    """
+    limit, later = config.run.memory_limit, later_images(batch_size)
+    if limit is None:
+        return DECODE_BYTES, later
+    image_bytes = slot_bytes_of(_program_of(config, name))
+    batches, batch_bytes = config.run.prefetch + 2, batch_size * image_bytes  # with the one that the consumer holds
+    left = limit - batches * batch_bytes
+    if left // BUFFERS <= 0:
+        rule = (
+            f"must be more than {batches * batch_bytes:,} bytes, got {limit:,}: {batches} batches of {batch_bytes:,} "
+            f"bytes exist at a time in {name!r}; raise it, or lower run.prefetch or batch.size"
+        )
+        raise ConfigError([Problem(f"{config.path}: run.memory_limit", rule)])
+    if left - later * image_bytes >= BUFFERS * DECODE_BYTES:
+        return DECODE_BYTES, later
+    return min(left // BUFFERS, DECODE_BYTES), 0
+
+
+def cpu_share_of(config: Config, name: str) -> Share | None:
+    """Return what the CPU decodes of each batch next to a GPU's engines, `decode.cpu_share`; None for nothing."""
+    part, run = config.any_program(name).decoder.cpu_share, config.run
+    return Share(part, threads=share_threads_of(run), adapts=not run.deterministic) if part else None

@@ -1,4 +1,4 @@
-"""Loads the C library of this package by ctypes, and gives its functions types."""
+"""Loads the C library of this package by ctypes, gives its functions types, and starts and ends its threads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import ctypes
 import importlib.util
 import os
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from gpuflow.errors import NativeLibraryError
+from gpuflow.errors import LoaderError, NativeLibraryError
 
 POINTER, INTEGER, WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 """Types of parameters: an address, int64_t and uint64_t."""
@@ -54,3 +56,54 @@ def function(
         return kind(result, *parameters)((name, library))
     except AttributeError as error:
         raise NativeLibraryError(f"has no function {name}, so it is that of another version") from error
+
+
+_new_pool = function("gpuflow_new_pool", INTEGER, result=POINTER)
+_free_pool = function("gpuflow_free_pool", POINTER)
+
+
+class NativePool:
+    """Threads of C code that share the images or files of each call. A forked child has none, and must not use this.
+
+    Raises LoaderError if no thread can be started.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._address = _new_pool(threads)
+        if not self._address:
+            raise LoaderError("no thread can be started; lower run.threads, or raise this process's limit (ulimit -u)")
+        self._lock, self._calls, self._closed, self._pid = threading.Lock(), 0, False, os.getpid()
+
+    @contextmanager
+    def in_use(self) -> Iterator[int]:
+        """Give the pool's address to a call. The threads end after the calls that use them."""
+        with self._lock:
+            if self._closed:
+                raise LoaderError("the epoch was ended")
+            self._calls += 1
+        try:
+            yield self._address
+        finally:
+            with self._lock:
+                self._calls -= 1
+            self._free_if_unused()
+
+    def close(self) -> None:
+        """End the threads, at once or after the last call that uses them."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._closed = True
+            self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        with self._lock:
+            if not self._closed or self._calls:
+                return
+            address, self._address = self._address, None
+        if address:
+            _free_pool(address)
+
+
+def using(pool: NativePool | None) -> AbstractContextManager[int]:
+    """Give a call the pool's address, as `NativePool.in_use`; or 0, so that the calling thread does the work."""
+    return nullcontext(0) if pool is None else pool.in_use()

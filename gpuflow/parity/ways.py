@@ -29,7 +29,7 @@ from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.runner import header_of
 from gpuflow.loader.assemble import build_loader
-from gpuflow.loader.placement import explain_gpu
+from gpuflow.loader.plan import explain_gpu
 from gpuflow.parity.images import Encoded, InMemory
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, ResamplingStep, WarpStep, fold, trace

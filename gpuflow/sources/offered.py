@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpuflow.errors import GpuflowError, SourceError
-from gpuflow.runtime.entry_points import entry_points
 from gpuflow.sources.base import Source
 from gpuflow.sources.spec import Named, WithWindow
+from gpuflow.version import entry_points
 
 _MEMBERS = ("__len__", "classes", "labels", "shard_sizes", "storage", "path", "read", "close")
 

@@ -21,7 +21,7 @@ from gpuflow.decode.header import Header
 from gpuflow.errors import BadSampleError, SourceError, redacted
 from gpuflow.execute.cpu.runner import header_of
 from gpuflow.loader.assemble import open_split, open_whole
-from gpuflow.loader.placement import cpu_share_of, explain_gpu
+from gpuflow.loader.plan import cpu_share_of, explain_gpu
 from gpuflow.loader.records import turned_text
 from gpuflow.pipeline.program import (
     ApplyStep,

@@ -23,8 +23,8 @@ import psutil
 
 from gpuflow.arrays import Bytes
 from gpuflow.errors import SourceError, reason_of, redacted
-from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
 from gpuflow.runtime.cuda import QUEUES_VARIABLE
+from gpuflow.runtime.threads import available_threads, cpu_quota
 from gpuflow.sources import NotMeasuredError, SourceSpec
 from gpuflow.sources.storage import is_remote
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.errors import ConfigError, MissingExtra, Problem
-from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.files import atomic_write
+from gpuflow.runtime.threads import available_threads
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -35,9 +35,8 @@ from gpuflow.execute.cpu.workers import DecodeRequest, Setup
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
-from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.memory import BytePool, SlotPool, heap, pinned, shared
-from gpuflow.runtime.threads import use_torch_threads
+from gpuflow.runtime.threads import available_threads, use_torch_threads
 from gpuflow.runtime.worker_pool import Pending, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload
 from gpuflow.torchpipe.adapter import keep_thread_state

@@ -15,7 +15,7 @@ from gpuflow.decode import chunk_files
 from gpuflow.decode.chunk_files import rewrite_progressive
 from gpuflow.decode.codecs import CpuDecoder, engine_sampling, probe
 from gpuflow.errors import BadSampleError
-from gpuflow.native.pool import NativePool
+from gpuflow.native.library import NativePool
 from gpuflow.sources import SPARE_BYTES, Payload
 from tests import damaged, images
 

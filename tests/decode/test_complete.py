@@ -17,7 +17,7 @@ from gpuflow import native
 from gpuflow.decode import chunk_files
 from gpuflow.decode.chunk_files import Headers, find_complete, read_headers
 from gpuflow.decode.codecs import MAX_SCANS, scan_start
-from gpuflow.native.pool import NativePool
+from gpuflow.native.library import NativePool
 from gpuflow.sources import Payload
 from tests import damaged
 from tests.decode.sanitized_complete import KINDS, sound

@@ -39,9 +39,7 @@ from gpuflow.engines.onnx import OnnxEngine
 from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes, tolerance
 from gpuflow.errors import ConfigError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
-from gpuflow.runtime import cpu_budget
-from gpuflow.runtime.cpu_budget import available_threads
-from gpuflow.runtime.threads import DaemonPool
+from gpuflow.runtime.threads import DaemonPool, available_threads
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from tests.datasets import deadline
 from tests.forking import Python
@@ -1050,7 +1048,7 @@ def test_engines_share_the_cores_that_control_groups_grant(
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    monkeypatch.setattr(cpu_budget, "cpu_quota", lambda: quota)
+    monkeypatch.setattr("gpuflow.runtime.threads.cpu_quota", lambda: quota)
     assert cores_per_instance(instances) == threads
 
 

@@ -14,7 +14,7 @@ import gpuflow
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, LoaderError, SourceError
 from gpuflow.loader.assemble import build_loader, open_split
-from gpuflow.runtime.cpu_budget import available_threads, share_of_cores
+from gpuflow.runtime.threads import available_threads, share_of_cores
 from gpuflow.stages import STAGES
 from tests.datasets import flat, make_photos, write_config
 

@@ -27,8 +27,7 @@ from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.iterator import BatchesInUse, GpuWait
 from gpuflow.loader.lowering import Feed
-from gpuflow.loader.placement import Share, cpu_share_of
-from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.plan import LoaderPlan, Share, cpu_share_of
 from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import ViewsProgram, outputs_of, slot_of, slots_of, split
@@ -216,7 +215,7 @@ def test_the_engines_keep_a_row_at_least(part: float, count: int, rows: int) -> 
 def test_it_goes_where_both_need_the_same_time(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that do 30,000 images a second and cores that do 10,000: a quarter. Batches come in pairs."""
     share, now = Share(part, threads=1, adapts=True), [0.0]
-    monkeypatch.setattr("gpuflow.loader.placement.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("gpuflow.loader.plan.time", SimpleNamespace(perf_counter=lambda: now[0]))
     for number in range(400):
         rows = share.rows(256)
         late = rows / 10_000 > (256 - rows) / 30_000

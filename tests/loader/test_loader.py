@@ -24,7 +24,7 @@ import gpuflow
 from gpuflow.errors import ConfigError, LoaderError
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.epoch import Admission
-from gpuflow.native.pool import NativePool
+from gpuflow.native.library import NativePool
 from tests.datasets import (
     COLOURS,
     RAW,

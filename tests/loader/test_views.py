@@ -22,7 +22,7 @@ from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import ConfigError
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoder
-from gpuflow.loader.placement import explain_gpu
+from gpuflow.loader.plan import explain_gpu
 from gpuflow.pipeline.program import Program, fold, trace
 from gpuflow.pipeline.stage import Keys, Pipeline
 from gpuflow.pipeline.views import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpuflow.config.resources import gpu_readers_of
-from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
+from gpuflow.runtime.threads import available_threads, cpu_quota
 from gpuflow.sources import source_spec
 from gpuflow.tools.machine import Gpu, broken_modules, gather
 from gpuflow.tools.rates import MANY_READERS

@@ -13,7 +13,7 @@ import gpuflow.serve
 from gpuflow.config import ModelSpec
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import Pipeline
-from gpuflow.runtime.cpu_budget import available_threads
+from gpuflow.runtime.threads import available_threads
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import Graph, Node, chain, program_from_json, stages_to_json, to_toml
 from tests.datasets import VAL, program, write_config

@@ -17,7 +17,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.decode.preset import CANNOT_DECODE, Preset
 from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute.gpu.passes import passes_of
-from gpuflow.loader.placement import explain_gpu
+from gpuflow.loader.plan import explain_gpu
 from gpuflow.pipeline.stage import ENCODED
 from gpuflow.stages import STAGES
 from gpuflow.tools.scan import scan

@@ -14,8 +14,7 @@ import numpy as np
 from gpuflow.arrays import Array, Bools, Bytes, Ints
 from gpuflow.errors import LoaderError
 from gpuflow.execute.warp import BORDERS
-from gpuflow.native.library import INTEGER, POINTER, function
-from gpuflow.native.pool import NativePool, using
+from gpuflow.native.library import INTEGER, POINTER, NativePool, function, using
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.pointwise import Filters, Operations
 from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep

@@ -34,7 +34,7 @@ from gpuflow.execute.cpu.native_chunk import (
     run_chunk,
     run_records,
 )
-from gpuflow.native.pool import NativePool
+from gpuflow.native.library import NativePool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,

@@ -19,7 +19,7 @@ from gpuflow.decode.chunk_files import Headers, Rewritten, find_complete, read_h
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
 from gpuflow.execute.gpu.passes import Pass, draw_passes
 from gpuflow.execute.tables import table_of
-from gpuflow.native.pool import NativePool
+from gpuflow.native.library import NativePool
 from gpuflow.pipeline.program import any_misfit
 from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.pipeline.views import Output

@@ -15,7 +15,7 @@ from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.errors import ConfigError
 from gpuflow.execute.gpu.backend import DECODE_BYTES, Placement, gpu_decodes, gpu_passes_and_library
 from gpuflow.execute.gpu.passes import passes_of
-from gpuflow.loader.placement import cpu_share_of, explain_gpu, memory_for_decoding, place
+from gpuflow.loader.plan import cpu_share_of, explain_gpu, memory_for_decoding, place
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, ResamplingStep, WarpStep
 from gpuflow.stages import STAGES
 from tests.datasets import write_config
@@ -122,7 +122,7 @@ def test_views_are_placed_by_the_rules_of_stages(tmp_path: Path, monkeypatch: py
         return Placement(stream, None, "asked")
 
     monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: None)
-    monkeypatch.setattr("gpuflow.loader.placement.place_on_gpu", stand_in)
+    monkeypatch.setattr("gpuflow.loader.plan.place_on_gpu", stand_in)
     read = with_views(tmp_path, "pipelines.train.decode.cpu_share=0.25", a={"stages": [CROP]})
     assert place(read, "train", torch.device("cuda"), 4).reason == "asked"
     share = cpu_share_of(read, "train")
@@ -190,7 +190,7 @@ def test_what_serves_is_explained_on_a_gpu_too(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: None)
-    monkeypatch.setattr("gpuflow.loader.placement.place_on_gpu", stand_in)
+    monkeypatch.setattr("gpuflow.loader.plan.place_on_gpu", stand_in)
     serve = {"stages": [{"decode": {}}, CROP_CENTER, HALF]}
     path = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=[{"decode": {}}, CROP], serve=serve)
     assert explain_gpu(read_config(path, STAGES), "serve") == "decoded on the CPU: asked for 3 stages"
