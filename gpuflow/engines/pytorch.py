@@ -11,7 +11,7 @@ import logging
 import warnings
 import zipfile
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import PurePath
@@ -34,6 +34,7 @@ from gpuflow.engines.base import (
     model_error,
     noise_images,
     read_model,
+    reading_fault,
     run_in_thread,
 )
 from gpuflow.engines.program_file import drop_origins, refuse_code
@@ -297,14 +298,14 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
 def info_of(path: str) -> ModelInfo:
     """Return the metadata of a `.pt` or `.pt2` file."""
     if path.endswith(".pt"):
-        return _checkpoint_info(path, _read_checkpoint(path))
+        return _checkpoint_info(path, read_checkpoint(path))
     return read_model(path, lambda: _program_info(path), "a program of torch.export")
 
 
 def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
     """Return the torchvision model of a checkpoint with its weights, in eval mode and in the memory format of
     training."""
-    state = _read_checkpoint(path)
+    state = read_checkpoint(path)
 
     def build() -> nn.Module:
         module = build_model(state["arch"], len(state["classes"]))
@@ -325,25 +326,36 @@ def build_model(arch: str, classes: int) -> nn.Module:
         return build(weights=None, num_classes=classes)
 
 
-def version_fault(version: object) -> str:
-    """Return why a checkpoint of this version cannot be read; empty if it can."""
-    if version == CHECKPOINT_VERSION:
-        return ""
-    return f"is a checkpoint of version {version}, this gpuflow reads version {CHECKPOINT_VERSION}; upgrade gpuflow"
+def read_checkpoint(
+    path: str,
+    device: str | torch.device = "cpu",
+    more: Sequence[str] = (),
+    action: str = "export a model of your own as .pt2",
+) -> dict[str, Any]:
+    """Return the values of a checkpoint of `gpuflow train`, with its tensors on a device.
 
+    Args:
+        more: keys that must be there besides those that serving reads.
+        action: what to do about a file that is damaged or of another kind.
 
-def _read_checkpoint(path: str) -> dict[str, Any]:
+    Raises:
+        ConfigError: there is none, or it is damaged, or another program or a newer gpuflow wrote it.
+    """
     what = "a checkpoint of gpuflow train"
     if _is_torchscript(path):  # torch.load warns of it, and advises weights_only=False, which runs code
         raise model_error(path, f"is not {what} but TorchScript, which gpuflow does not run; export the model as .pt2")
-    state = read_model(path, lambda: torch.load(path, map_location="cpu", weights_only=True), what)
-    keys = ("arch", "classes", "model", "preprocessing")
-    missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # of torch's readers, which have no common base
+        raise model_error(path, f"cannot be read as {what}: {reading_fault(error)}; {action}") from error
+    values: dict[str, Any] = state if isinstance(state, dict) else {}
+    missing = [key for key in ("arch", "classes", "model", "preprocessing", *more) if key not in values]
     if missing:
-        raise model_error(path, f"is not {what}: it has no {', '.join(missing)}; export a model of your own as .pt2")
-    if fault := version_fault(state.get("version", CHECKPOINT_VERSION)):
-        raise model_error(path, fault)
-    return state  # type: ignore[no-any-return]
+        raise model_error(path, f"is not {what}: it has no {', '.join(missing)}; {action}")
+    if (version := values.get("version", CHECKPOINT_VERSION)) != CHECKPOINT_VERSION:
+        reads = f"this gpuflow reads version {CHECKPOINT_VERSION}; upgrade gpuflow"
+        raise model_error(path, f"is a checkpoint of version {version}, {reads}")
+    return values
 
 
 def _is_torchscript(path: str) -> bool:

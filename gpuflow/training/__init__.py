@@ -1,1 +1,1 @@
-"""`gpuflow train`."""
+"""Trains classification models for `gpuflow train`, and saves checkpoints."""

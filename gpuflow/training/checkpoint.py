@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, with what serving must know of the model; read with every fault located."""
+"""Writes checkpoints, whole or not at all, with what serving must know of the model, and reads them to resume."""
 
 from __future__ import annotations
 
@@ -14,26 +14,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gpuflow.engines.base import class_difference, reading_fault
-from gpuflow.engines.pytorch import CHECKPOINT_VERSION, build_model, version_fault
-from gpuflow.errors import StateError, reason_of, suggest
+from gpuflow.engines.base import class_difference
+from gpuflow.engines.pytorch import CHECKPOINT_VERSION, build_model, read_checkpoint
+from gpuflow.errors import ConfigError, StateError, reason_of, suggest
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.files import atomic_write
 
-_KEYS: dict[str, type] = {
-    "arch": str,
-    "classes": list,
-    "model": dict,
-    "optimizer": dict,
-    "loader": dict,
-    "preprocessing": str,
-}
-"""What `gpuflow train` resumes from, and of which type each is."""
-
 
 class TrainedOn(Protocol):
-    """A loader of gpuflow, as `gpuflow.load` or `gpuflow.wrap` makes it."""
+    """Describes what a checkpoint needs of a loader, as `gpuflow.load` or `gpuflow.wrap` makes it."""
 
     @property
     def classes(self) -> Sequence[str]:
@@ -52,15 +42,22 @@ class TrainedOn(Protocol):
 
 
 def known_models() -> list[str]:
-    """Return the names of torchvision's classification models."""
+    """Return the names of torchvision's classification models.
+
+    >>> [name for name in known_models() if name.startswith("squeezenet")]
+    ['squeezenet1_0', 'squeezenet1_1']
+    """
     from torchvision import models
 
     return models.list_models(module=models)  # type: ignore[no-any-return]
 
 
 def usual_sizes(arch: str) -> list[int]:
-    """Return the sides in pixels of the images that torchvision's weights for this model were trained for,
-    ascending."""
+    """Return the sides in pixels of the images that torchvision's weights for this model were trained for, ascending.
+
+    >>> usual_sizes("vit_h_14")
+    [224, 518]
+    """
     from torchvision import models
 
     return sorted({weights.transforms().crop_size[0] for weights in models.get_model_weights(arch)})
@@ -96,7 +93,8 @@ def save_checkpoint(
             numpy. OSError: the file cannot be written.
     """
     if arch not in known_models():
-        raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {_close(arch)}")
+        action = suggest(arch, known_models(), else_all=False) or "export other models as .pt2"
+        raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {action}")
     if val is not None and (difference := class_difference(val.classes, loader.classes)):
         raise ValueError(f"val must have the classes of loader, {difference}")
     module = inner_model(model)
@@ -175,35 +173,19 @@ def _is_read(value: object) -> bool:
     return True
 
 
-def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
-    """Return the checkpoint of `gpuflow train` at `path`, with its tensors on a device.
+def read_resumable(path: Path, device: torch.device) -> dict[str, Any]:
+    """Return the checkpoint of `gpuflow train` at `path` that a run continues, with its tensors on a device.
 
     Raises:
-        StateError: there is none, or it is damaged, or another program wrote it.
+        StateError: there is none, or it is damaged, or another program or a newer gpuflow wrote it.
     """
+    if not path.exists():
+        raise StateError(f"{path}: no checkpoint to resume; train without --resume first")
+    action = "restore an older copy, or train without --resume to start anew"
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise StateError(f"{path}: no checkpoint to resume; train without --resume first") from None
-    except Exception as error:  # of torch's readers, which have no common base
-        raise _damaged(path, f"cannot be read as a checkpoint: {reading_fault(error)}") from error
-    if not isinstance(state, dict):
-        raise _damaged(path, f"must hold a checkpoint of gpuflow train, holds a {type(state).__name__}")
-    for key, kind in _KEYS.items():
-        if not isinstance(state.get(key), kind):
-            found = f"is a {type(state[key]).__name__}" if key in state else "is not there"
-            raise _damaged(path, f"is not a whole checkpoint of gpuflow train: {key!r} {found}")
-    if fault := version_fault(state.get("version")):
-        raise StateError(f"{path}: {fault}")
-    return state
-
-
-def _damaged(path: Path, rule: str) -> StateError:
-    return StateError(f"{path}: {rule}; restore an older copy, or train without --resume to start anew")
-
-
-def _close(arch: str) -> str:
-    return suggest(arch, known_models(), else_all=False) or "export other models as .pt2"
+        return read_checkpoint(str(path), device, ("optimizer", "loader"), action)
+    except ConfigError as error:
+        raise StateError(str(error)) from error
 
 
 def inner_model(model: nn.Module) -> nn.Module:

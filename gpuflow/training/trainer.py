@@ -1,4 +1,4 @@
-"""`gpuflow train`: a torchvision classification model on a loader's batches, with checkpoints that can be resumed."""
+"""Trains a torchvision classification model on a loader's batches, with checkpoints that can be resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gpuflow.runtime.files import locked_folder, replaced_file
 from gpuflow.runtime.preemption import Preemption
 from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, process_group
 from gpuflow.sources import Source, has_labels, has_one_class
-from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
+from gpuflow.training.checkpoint import known_models, read_resumable, save_checkpoint, usual_sizes
 
 _READ_SECONDS = 0.5
 _LEARNING_RATE, _PER_SAMPLES = 0.1, 256
@@ -43,7 +43,7 @@ _WARM_SHARE, _WARM_STEPS, _WARM_MOST = 0.05, 100, 0.3
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Mean loss, share of correct predictions and images per second of one pass over a pipeline, for all ranks.
+    """Holds the mean loss, share of correct predictions and images per second of one pass, for all ranks.
 
     With mixed labels, a prediction is correct if it is the class with the highest probability.
 
@@ -62,7 +62,7 @@ class PassResult:
 
 
 class TrainerEvents:
-    """Callbacks of a running trainer. These do nothing; the command line overrides them with a progress bar."""
+    """Receives the events of a running trainer. These methods do nothing; the command line shows a progress bar."""
 
     def begin_pass(self, name: str, epoch: int, steps: int) -> None: ...
 
@@ -306,7 +306,7 @@ class Trainer:
         return result
 
     def _highest_rate(self) -> float:
-        """`train.lr`, by default in proportion to the samples of a step."""
+        """Return `train.lr`, by default in proportion to the samples of a step."""
         if self._spec.lr is not None:
             return self._spec.lr
         loader = self.train_loader
@@ -412,7 +412,7 @@ class Trainer:
         raise ConfigError([problem]) from cause
 
     def _resume(self) -> None:
-        state = read_checkpoint(self.checkpoint, self.device)
+        state = read_resumable(self.checkpoint, self.device)
         for key, ours in (("arch", self._spec.model), ("classes", list(self.train_loader.classes))):
             if state[key] != ours:
                 raise StateError(
@@ -429,7 +429,7 @@ class Trainer:
             self._optimizer.load_state_dict(state["optimizer"])
             for parameters in self._optimizer.param_groups:  # what the configuration says now
                 parameters["weight_decay"] = self._spec.weight_decay
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             rule = f"does not hold the weights of {self._spec.model} and its optimizer: {reason_of(error)}"
             raise StateError(f"{self.checkpoint}: {rule}; restore an older copy, or train without --resume") from error
         try:
@@ -452,7 +452,7 @@ class Trainer:
 
 
 class _PassTotals:
-    """Sums over the batches of a pass. They stay on the device, because reading them waits for all queued work.
+    """Sums over the batches of a pass. The sums stay on the device, because reading them waits for all queued work.
 
     Args:
         device: where the batches are.

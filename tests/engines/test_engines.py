@@ -701,7 +701,7 @@ def test_what_runs_code_when_it_is_loaded_is_refused_without_advice_to_load_it(t
     torch.save({"model": Path}, path)
     assert fault(lambda: engine(path)) == (
         f"{path}: cannot be read as a checkpoint of gpuflow train: it is damaged, or holds more than tensors and plain "
-        "values"
+        "values; export a model of your own as .pt2"
     )
 
 
