@@ -1,1 +1,1 @@
-"""What users iterate: sampling order, reading, batch assembly, epochs, state and placement."""
+"""Delivers batches: sampling order, reading, decoding, assembly, epochs, state and placement."""

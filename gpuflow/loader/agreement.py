@@ -97,7 +97,7 @@ _announced_lock = threading.Lock()
 
 
 class RankAgreement:
-    """One loader's part in the comparison.
+    """Compares what one loader delivers with the loaders of other ranks.
 
     Nothing is compared without a process group of several ranks, nor for a loader that was given another rank or
     number of ranks than the group's: which processes share its epochs is then not known here.
@@ -169,7 +169,7 @@ class RankAgreement:
         key = f"{self._key}/{self._number}/{self._digest}/loop {self._loops}"
         try:
             first = json.loads(_store().compare_set(key, "", json.dumps([rank, own])))
-        except (_store_error(), RuntimeError):  # the store does not answer, or cannot do this
+        except RuntimeError:  # the store does not answer, or cannot do this
             return
         if first[1] != own:
             raise LoaderError(

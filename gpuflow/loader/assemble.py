@@ -1,4 +1,4 @@
-"""Puts a loader together from a checked configuration: the one place where every part meets."""
+"""Builds a loader from a checked configuration. Every part of a loader is chosen here."""
 
 from __future__ import annotations
 
@@ -100,8 +100,7 @@ def build_loader(
     run, seed = config.run, config.source.seed
     remote = is_read_remotely(source)
     read_here = listed is not None and source.storage is None  # by the caller's own code
-    readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
-    share = cpu_share_of(config, name) if placement.gpu is not None else None
+    on_gpu = placement.gpu is not None
     targets = target_mapper(config, name, fields_of(source))
     if run.audit is not None and listed is not None:
         rule, action = "needs an order of gpuflow's, not that of a sampler", "remove it, or use gpuflow.load"
@@ -118,7 +117,7 @@ def build_loader(
         world_size=world_size,
         rank_given=rank_given,
         device=target,
-        threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
+        threads=_LAUNCHERS if on_gpu else threads_of(run),
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(
@@ -127,11 +126,9 @@ def build_loader(
         targets=targets,
         turned=TurnedImages(source) if targets is not None and targets.leaves_orientation_open else None,
         left_out=left_out,
-        readers=readers,
-        processes=0
-        if placement.gpu is not None
-        else decode_processes_of(config, name, len(source), remote=remote or read_here),
-        share=share,
+        readers=readers_of(config, gpu=on_gpu, remote=remote),
+        processes=0 if on_gpu else decode_processes_of(config, name, len(source), remote=remote or read_here),
+        share=cpu_share_of(config, name) if on_gpu else None,
         nvtx=run.nvtx,
         identity=_identity(config, name, source, batch_size),
         shared_name=_shared_name(config, name),

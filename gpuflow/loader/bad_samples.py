@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 class BadSamples:
-    """Counts the bad samples of one loader. Any thread may `record`.
+    """Counts the bad samples of one loader, and applies its policy to them. Any thread may `record` and `resolve`.
 
     Args:
         policy: `raise`, `replace` or `skip`.
@@ -110,21 +110,10 @@ class BadSamples:
                 "or remove the key"
             ) from error
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class BadSampleResolver:
-    """Applies a loader's policy to its bad samples, on any thread."""
-
-    def __init__(self, source: Source, order: Order, bad: BadSamples) -> None:
-        self._source, self._order, self._bad = source, order, bad
-        self._is_cached = cache_counts(source) is not None
-
     def resolve(
         self,
+        source: Source,
+        order: Order,
         epoch: int,
         batch: Assembly,
         row: int,
@@ -142,29 +131,34 @@ class BadSampleResolver:
         once the epoch is being ended.
         """
         index = int(batch.indices[row])
-        if fault.stage != "read" and self._is_cached:
+        if fault.stage != "read" and cache_counts(source) is not None:
             with new_copies():
                 again = decode(index)
             if again is None:
                 return
             fault = again
-        fault = fault.located(index, self._source.path(index))
-        if self._bad.policy == "raise":
+        fault = fault.located(index, source.path(index))
+        if self.policy == "raise":
             raise fault
-        self._bad.record(fault)
-        if self._bad.policy == "skip":
+        self.record(fault)
+        if self.policy == "skip":
             batch.kept[row] = False
             return
         position = int(batch.positions[row])
-        candidates = self._order.candidates(epoch, position)
+        candidates = order.candidates(epoch, position)
         for attempt in range(candidates):
             if ended():
                 raise LoaderError(f"epoch {epoch} was ended while {fault} was being replaced")
-            index = self._order.replacement(epoch, position, attempt)
+            index = order.replacement(epoch, position, attempt)
             new_fault = decode(index)
             if new_fault is None:
                 return
-            self._bad.record(new_fault.located(index, self._source.path(index)))
+            self.record(new_fault.located(index, source.path(index)))
         raise TooManyBadSamples(
             f"all {candidates} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
         )
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,4 +1,4 @@
-"""A batch: as the training loop gets it (`Batch`), while it is being filled (`Assembly`), and its chunks (`Chunk`)."""
+"""Holds a batch: as the training loop gets it (`Batch`), while it is filled (`Assembly`), and its chunks (`Chunk`)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ from gpuflow.sources import Payload
 
 
 class RaggedTensor:
-    """Rows of different numbers per sample: `ragged[i]` are those of sample i, a view, and `len` is the batch's.
+    """Holds a different number of rows for each sample of a batch. `ragged[i]` is a view of the rows of sample i.
 
     values: the rows of all samples, [M, ...]. offsets: int64 [N + 1]; sample i has the rows offsets[i] to
     offsets[i + 1]. Both are on the batch's device.
+
+        >>> rows = RaggedTensor(torch.tensor([5, 6, 7]), torch.tensor([0, 2, 2, 3]))
+        >>> [row.tolist() for row in rows]
+        [[5, 6], [], [7]]
     """
 
     __slots__ = ("_bounds", "offsets", "values")
 
     def __init__(self, values: torch.Tensor, offsets: torch.Tensor, bounds: Sequence[int] | None = None) -> None:
-        """bounds: the offsets as Python integers, so that nothing waits for a GPU to know them."""
+        """Hold the rows. bounds: the offsets as Python integers, so that nothing waits for a GPU to know them."""
         self.values, self.offsets = values, offsets
         self._bounds = list(bounds) if bounds is not None else offsets.tolist()
 
@@ -59,7 +63,7 @@ class RaggedTensor:
 
 
 class Batch(tuple[torch.Tensor, Any]):
-    """The pair (images, labels), which a training loop unpacks, with attributes that describe its samples.
+    """Holds the pair (images, labels), which a training loop unpacks, and attributes that describe its samples.
 
     A source without labels gives the pair (images, targets), whose second item is what `targets()` returns. In place of
     images, a pipeline with views has a dict of them.
@@ -71,6 +75,11 @@ class Batch(tuple[torch.Tensor, Any]):
     indices: int64 [N], each sample's index in the source. step: of the epoch, from 0. epoch: from 0.
     fields: what the samples carry besides these, by name; `batch["boxes"]` is `batch.fields["boxes"]`. Fields of one
         size are tensors, boxes and what belongs to them are `RaggedTensor`s, texts and other objects are lists.
+
+        >>> batch = Batch((torch.zeros(2, 3, 8, 8), torch.tensor([4, 0])), fields={"score": torch.tensor([0.5, 1.0])})
+        >>> images, labels = batch
+        >>> images is batch.images, labels.tolist(), batch["score"].tolist()
+        (True, [4, 0], [0.5, 1.0])
     """
 
     valid: torch.Tensor
@@ -121,7 +130,11 @@ class Batch(tuple[torch.Tensor, Any]):
         return key in self.fields if isinstance(key, str) else super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field, or `default` where there is none of this name."""
+        """Return a field, or `default` where there is none of this name.
+
+        >>> Batch((torch.zeros(1), torch.zeros(1))).get("score", "no score")
+        'no score'
+        """
         return self.fields.get(key, default)
 
     def keys(self) -> KeysView[str]:
@@ -168,7 +181,7 @@ def targets_of(
     *,
     background: bool = True,
 ) -> list[dict[str, Any]]:
-    """See `Batch.targets`."""
+    """Return what `Batch.targets` returns, for a batch that is not made yet."""
     from torchvision import tv_tensors
 
     canvas = images.shape[-2:] if isinstance(images, torch.Tensor) else (0, 0)  # views carry no boxes
@@ -215,7 +228,7 @@ def _counted_from_1(labels: RaggedTensor) -> RaggedTensor:
 
 @dataclass(slots=True)
 class Assembly:
-    """A batch while it is being filled. Rows are samples.
+    """Holds a batch while it is being filled. Rows are samples.
 
     indices, valid [B]: of each row's sample.
     labels [B]: looked up once all samples are read and bad ones are replaced; mixed labels are [B, classes].
@@ -278,7 +291,7 @@ class Assembly:
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows [start, stop) of a batch: the item that travels through SPDL.
+    """Names rows [start, stop) of a batch, and holds what is known of them. It is the item that travels through SPDL.
 
     replacement: while a bad sample is being replaced, the index of the sample that is tried in its place.
     keys: the random keys of its samples, once they are known. records: those of its samples, if stages take values.

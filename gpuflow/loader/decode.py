@@ -105,7 +105,7 @@ class ChunkReader:
 
 
 class DecodeWorkers:
-    """Worker processes that read and decode for one loader. Any thread may call any method.
+    """Starts worker processes, which read and decode for one loader. Any thread may call any method.
 
     Args:
         threads: chunks at a time, of all workers together.

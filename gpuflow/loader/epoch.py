@@ -26,20 +26,27 @@ _LONGEST_WAIT, _WAITS = 0.1, 8
 
 
 class Completion(Protocol):
-    """Something that is done at some time, such as a `torch.cuda.Event`."""
+    """Says when something is done, as a `torch.cuda.Event` does."""
 
     def query(self) -> bool:
         """Return True once it is done."""
 
 
 class Admission:
-    """Ordered semaphore: admits batch n once fewer than `capacity` of the batches before it are in flight.
+    """Admits batch n once fewer than `capacity` of the batches before it are in flight: an ordered semaphore.
 
     Batches are admitted in order, whichever thread comes first: a later batch that took the place of an earlier one
     would wait for it forever. `release` is one call of a queue, which a Ctrl-C cannot interrupt halfway; only threads
     that receive no signals should call `acquire`.
 
     capacity: batches in flight. spare: how far `grow` can raise that.
+
+        >>> admission = Admission(1)
+        >>> admission.acquire(0)
+        True
+        >>> admission.release()  # batch 0 is not in flight any more
+        >>> admission.acquire(1)
+        True
     """
 
     def __init__(self, capacity: int, spare: int = 0) -> None:
@@ -108,7 +115,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Stoppable(Protocol):
-    """A pipeline of SPDL."""
+    """Stands for a pipeline of SPDL."""
 
     def stop(self, *, timeout: float | None = None) -> None:
         """End the pipeline. Raises TimeoutError."""
@@ -116,7 +123,7 @@ class _Stoppable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunningPipeline:
-    """The pipeline of one epoch and its threads.
+    """Holds the pipeline of one epoch and its threads.
 
     finished: its batches in order, and None to wake the consumer. begun: set once SPDL has asked for the first chunk.
     admission: of batches into memory. ahead: of batches whose share the CPU may begin. set_gpu_wait: is called with the
@@ -150,7 +157,7 @@ class RunningPipeline:
 
 
 class EpochRun:
-    """The pipeline of one epoch, from its start to its end. Dropping this, or `request_stop`, ends it.
+    """Runs the pipeline of one epoch, from its start to its end. Dropping this, or `request_stop`, ends it.
 
     A separate thread starts and ends the pipeline: a Ctrl-C in the middle of either, or several in a row, would
     leave threads behind.

@@ -1,4 +1,4 @@
-"""One epoch as the loop sees it: waits for batches, counts them, warns of bad samples, ends the epoch.
+"""Iterates one epoch: waits for batches, counts them, warns of bad samples, and ends the epoch.
 
 It knows which batches the consumer or queued GPU work may still use, and measures how long the consumer's GPU waits.
 """
@@ -34,7 +34,7 @@ _FIRST_BATCHES = 8
 
 
 class GpuWait:
-    """Which part of its time the GPU of one consumer waits for batches, over the last sixteen or so.
+    """Measures for which part of its time the GPU of one consumer waits, over the last sixteen batches or so.
 
     A loop may ask for batches long before the GPU needs them, or launch too little for the GPU. So what counts is the
     time between two events with timing: `asked`, recorded before the consumer waits for a batch, and `begun`, recorded
@@ -53,8 +53,8 @@ class GpuWait:
         while self._marks and self._marks[0][1].query():  # type: ignore[no-untyped-call]
             asked, begun = self._marks.popleft()
             if self._last is not None:
-                self._waited += _milliseconds(asked, begun) - self._waited / _BATCHES
-                self._total += _milliseconds(self._last, begun) - self._total / _BATCHES
+                self._waited += asked.elapsed_time(begun) - self._waited / _BATCHES
+                self._total += self._last.elapsed_time(begun) - self._total / _BATCHES
             self._last, self._count = begun, self._count + 1
 
     @property
@@ -63,11 +63,6 @@ class GpuWait:
         if self._count < _FIRST_BATCHES or self._total <= 0:
             return 0.0
         return min(1.0, max(0.0, self._waited / self._total))
-
-
-def _milliseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    elapsed: float = start.elapsed_time(end)
-    return elapsed
 
 
 Images = torch.Tensor | dict[str, torch.Tensor]
@@ -79,7 +74,7 @@ GPU has finished with. If it still holds them then, it is assumed to keep them, 
 
 
 class Unused:
-    """Done once a batch is not in use: the GPU has passed `event`, and the consumer does not refer to the images.
+    """Says when a batch is not in use: the GPU has passed `event`, and the consumer does not refer to the images.
 
     Most loops drop a batch just after they get the next one. Without waiting for that, the loader would allocate memory
     for one more batch and keep it for the whole run. Images that the consumer keeps delay this by a few queries.
@@ -97,7 +92,7 @@ class Unused:
 
 @dataclass(slots=True)
 class BatchesInUse:
-    """The batches that the consumer got and that it, or GPU work that it queued, may still use.
+    """Lists the batches that the consumer got and that it, or GPU work that it queued, may still use.
 
     Their memory is not free when the next epoch begins, so they count as batches in flight there.
 
@@ -139,7 +134,7 @@ _MANY_BAD = 0.05
 
 @dataclass(slots=True)
 class Progress:
-    """Where a loader stands: what its state says, and what the next `for` runs.
+    """Holds the position of a loader: what its state says, and what the next `for` runs.
 
     epoch, position: of the next sample that the consumer gets. following: the epoch to run after that one.
     begun: whether a `for` has begun this epoch and its last batch is not delivered yet.
@@ -175,7 +170,7 @@ class Progress:
 
 
 class EpochIterator(Iterator[Batch]):
-    """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it.
+    """Iterates the batches of one epoch. The loader refers to it weakly, so that a `break` ends it.
 
     loader: is not collected, and so not closed, before the epoch has ended: a `for` may hold nothing but this iterator.
     audit: gets each batch before it is delivered.

@@ -1,4 +1,4 @@
-"""The Loader that users iterate: length, epochs, state, statistics, shutdown."""
+"""Iterates batches, epoch after epoch, with state, statistics and shutdown: the `Loader` of users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
@@ -34,7 +33,7 @@ _EPOCH_BITS = 62
 
 
 class LoaderTotals(NamedTuple):
-    """Numbers of a loader since it was made. stages: by name, what each did and on how many threads."""
+    """Counts what a loader did since it was made. stages: by name, what each did and on how many threads."""
 
     epoch: int
     batches: int
@@ -61,7 +60,7 @@ class Loader:
         self._feed = Feed(plan)
         self._stats = Stats(*self._feed.meters)
         self._progress, self._in_use = Progress(), BatchesInUse()
-        self._active: weakref.ref[EpochIterator] | None = None
+        self._active: Callable[[], EpochIterator | None] = lambda: None
         self._agreement = RankAgreement(plan)
         self._finalizer = weakref.finalize(self, self._feed.close)
         self._agreement.announce(self._shared_facts)
@@ -185,8 +184,7 @@ class Loader:
         """
         epoch = epoch_number(epoch, _EPOCH_BITS)
         progress = self._progress
-        active = self._active() if self._active is not None else None
-        if progress.begun and active is not None and not active.ended:
+        if progress.begun and (active := self._active()) is not None and not active.ended:
             progress.following = epoch
         elif progress.begun or epoch != progress.epoch:
             progress.move_to(epoch)
@@ -201,8 +199,7 @@ class Loader:
             self._progress.finish()
 
     def _end_active(self, reason: str) -> None:
-        active = self._active() if self._active is not None else None
-        if active is not None:
+        if (active := self._active()) is not None:
             active.end(reason)
 
     # --- state --------------------------------------------------------------------------------------------------
@@ -319,7 +316,7 @@ class Loader:
     def totals(self) -> LoaderTotals:
         """Return what the loader did since it was made, for counters that never decrease."""
         batches, waited = self._stats.totals()
-        stages = {meter.name: (meter.totals(), meter.threads) for meter in self._stats.meters}
+        stages = {meter.name: (meter.totals, meter.threads) for meter in self._stats.meters}
         return LoaderTotals(self._stats.epoch, batches, waited, self._plan.bad.count, stages)
 
     def close(self) -> None:
@@ -331,9 +328,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -27,7 +27,6 @@ from spdl.pipeline import Pipeline as SpdlPipeline
 
 from gpuflow.errors import BadSampleError, GpuflowError, LoaderError, LoaderTimeout
 from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT
-from gpuflow.loader.bad_samples import BadSampleResolver
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode import (
     ChunkDecoder,
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class PreparedChunks:
-    """The chunks of one epoch that are prepared for the GPU, and not being launched yet, for any thread.
+    """Lists the chunks of one epoch that are prepared for the GPU and not being launched yet, for any thread.
 
     The queues between reading and launching bound how much that is: about eight chunks.
     """
@@ -92,7 +91,7 @@ _NAMED_FILES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """An epoch that runs.
+    """Describes an epoch that runs.
 
     number: from 0. admission: of batches into memory.
     """
@@ -114,7 +113,6 @@ class Feed:
         if plan.share is not None:
             self._offload = CpuOffload(plan, plan.share, self._reader, self.decoder)
         self._records = RecordMapper(plan.source, plan.targets, plan.turned) if plan.targets is not None else None
-        self._resolver = BadSampleResolver(plan.source, plan.order, plan.bad)
         self._delivery = Delivery(plan, self._records, self._offload)
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self.decoder.meter)
@@ -383,15 +381,14 @@ class Feed:
 
         decode: decodes what replaces bad samples into their slots.
         """
-        batch = chunk.batch
+        batch, plan = chunk.batch, self._plan
         if self._records is not None and sizes is not None:
             self._records.add(batch, chunk.start, chunk.indices, keys, sizes, faults, chunk.records)
         for i, fault in enumerate(faults):
             if fault is not None:
-                replace = functools.partial(self._replace, chunk, chunk.start + i, keys[i], decode, slots[i : i + 1])
-                self._resolver.resolve(
-                    epoch.number, batch, chunk.start + i, fault, replace, lambda: epoch.admission.closed
-                )
+                row, ended = chunk.start + i, epoch.admission.stop.__bool__
+                replace = functools.partial(self._replace, chunk, row, keys[i], decode, slots[i : i + 1])
+                plan.bad.resolve(plan.source, plan.order, epoch.number, batch, row, fault, replace, ended)
                 chunk.replacement = None
         with batch.lock:
             batch.unfinished -= 1

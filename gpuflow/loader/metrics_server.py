@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from wsgiref.simple_server import WSGIServer
 
@@ -68,7 +67,7 @@ def serve_metrics(loaders: Loader | Mapping[str, Loader], *, port: int, address:
 
 
 class MetricsServer:
-    """Metrics that are being served. port: where."""
+    """Serves metrics until `close`. port: where."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
         self._server, self._thread = server, thread
@@ -83,9 +82,7 @@ class MetricsServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

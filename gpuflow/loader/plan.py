@@ -17,6 +17,7 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.gpu.backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
 from gpuflow.execute.gpu.decode_buffers import BUFFERS
 from gpuflow.execute.gpu.decode_calls import later_images
+from gpuflow.execute.gpu.device_stream import ChunkRunner, DeviceStream
 from gpuflow.execute.gpu.passes import passes_of_each
 from gpuflow.loader.sampler import ListedEpochs, Order, Steps
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
@@ -26,7 +27,6 @@ from gpuflow.torchpipe.adapter import missing_operators
 
 if TYPE_CHECKING:
     from gpuflow.execute.cpu.targets import TargetMapper
-    from gpuflow.execute.gpu.device_stream import ChunkRunner, DeviceStream
     from gpuflow.loader.bad_samples import BadSamples
     from gpuflow.loader.records import TurnedImages
 
@@ -38,7 +38,7 @@ _LATE_STEP = 1 / 64
 
 
 class Share:
-    """The part of each batch that the CPU decodes next to a GPU's engines. For one thread.
+    """Decides which part of each batch the CPU decodes next to a GPU's engines. For one thread.
 
     The engines take a batch's first rows. The CPU takes the others, a few at a time and some batches ahead. It takes
     some of each batch, not a batch from time to time, so that neither waits long for the slower one. While the consumer
@@ -48,6 +48,9 @@ class Share:
         part: to begin with, 0 to 1.
         threads: that decode it.
         adapts: false leaves the part as it is.
+
+        >>> Share(0.25, threads=4, adapts=False).rows(32)
+        8
     """
 
     def __init__(self, part: float, *, threads: int, adapts: bool) -> None:
@@ -91,7 +94,7 @@ _LARGEST_CHUNK, _LARGEST_SHARED_CHUNK = 32, 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderPlan:
-    """What a loader delivers, and how. `gpuflow.loader.assemble` makes it from a configuration.
+    """Holds what a loader delivers, and how. `gpuflow.loader.assemble` makes it from a configuration.
 
     Args:
         program, source: what is done to which samples.
@@ -196,8 +199,6 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
     if device.type != "cuda":
         placement = Placement(None, None, "the loader's device is the CPU")
     else:
-        from gpuflow.execute.gpu.device_stream import DeviceStream
-
         warn_if_late()
         device_stream = DeviceStream(device)
         placement = Placement(device_stream, None, CPU_ASKED_FOR)
@@ -257,7 +258,6 @@ def _by_torchpipe(config: Config, name: str, library: str, device: torch.device)
         )
     if (missing := missing_operators("a preset")) is not None:
         raise fault(f"and {missing}")
-    from gpuflow.execute.gpu.device_stream import DeviceStream
     from gpuflow.torchpipe.running_graph import PresetRunner
 
     device_stream, run = DeviceStream(device), config.run

@@ -1,4 +1,4 @@
-"""Which sample is at which position: a pure function of (seed, epoch, position), computed without a list in memory.
+"""Computes which sample is at which position: a pure function of (seed, epoch, position), without a list in memory.
 
 A *position* is a sample's place in the epoch's global sequence. The sequence is a permutation of the source's indices
 that does not depend on the number of ranks: rank r of W takes positions [(kW+r)B, (kW+r+1)B) at step k.
@@ -26,7 +26,7 @@ from gpuflow.pipeline.rng import StageKeys, key64, permute
 
 
 class Order(Protocol):
-    """Which index of the source stands at a position of an epoch."""
+    """Computes which index of the source stands at a position of an epoch."""
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ def drawn_candidate(candidates: int, attempt: int, *key: object) -> int:
 
 
 class EpochSteps(Protocol):
-    """The steps of an epoch that are still to come."""
+    """Lists the steps of an epoch that are still to come."""
 
     @property
     def size(self) -> int:
@@ -71,7 +71,12 @@ class EpochSteps(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffledOrder:
-    """The whole source in one permutation an epoch, or in its own order when `shuffle` is false."""
+    """Orders the whole source in one permutation an epoch. If `shuffle` is false, it keeps the source's order.
+
+    >>> order = ShuffledOrder(size=5, seed=1)
+    >>> sorted(order.indices(0, range(5)).tolist())
+    [0, 1, 2, 3, 4]
+    """
 
     digest = ""
     size: int
@@ -92,7 +97,7 @@ class ShuffledOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedOrder:
-    """Shards in a permuted order, then a permutation inside fixed windows of their concatenation.
+    """Orders shards by a permutation, then permutes inside fixed windows of their concatenation.
 
     Consecutive positions stay within a few shards, so that reading them is close to sequential, and a sample can still
     land anywhere within its window.
@@ -100,6 +105,10 @@ class ShardedOrder:
     Args:
         shard_sizes: samples in each shard, in the source's order.
         window: positions that are permuted among each other.
+
+        >>> order = ShardedOrder(shard_sizes=(3, 2), window=2)
+        >>> sorted(order.indices(0, range(order.size)).tolist())
+        [0, 1, 2, 3, 4]
     """
 
     digest = ""
@@ -137,7 +146,7 @@ class ShardedOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """How an epoch of `size` positions falls into steps over ranks.
+    """Divides an epoch of `size` positions into steps over ranks.
 
     The epoch starts at position `start` (0, or where a restored state left off). All ranks make the same number of
     steps. Without `drop_last` the last step is short on a single rank; on several ranks it is filled by wrapping
@@ -149,6 +158,11 @@ class Steps:
         rank, world_size: this rank and how many there are.
         drop_last: leave out the last step where it cannot be filled.
         start: first position of the epoch that is still to come.
+
+        >>> steps = Steps(size=10, batch_size=4, rank=1, world_size=2)
+        >>> positions, valid = steps.positions(1)  # of rank 1, wrapped around to fill the last step
+        >>> len(steps), positions.tolist(), valid.tolist()
+        (2, [2, 3, 4, 5], [False, False, False, False])
     """
 
     size: int
@@ -190,7 +204,7 @@ class Steps:
 
 @final
 class WeightedOrder:
-    """Samples in proportion to their weights.
+    """Draws samples in proportion to their weights.
 
     With replacement, each position draws one of all samples. Without, an epoch is a permutation that begins with the
     samples of the smallest e / weight, where e is exponentially distributed and drawn anew for each sample and epoch
@@ -200,6 +214,10 @@ class WeightedOrder:
     Args:
         weights: finite numbers >= 0, one for each index, not all of them 0.
         size: samples of an epoch; without replacement at most as many as weights are above 0.
+
+        >>> order = WeightedOrder(np.array([0.0, 3.0, 0.0, 1.0]), size=2, replacement=False)
+        >>> sorted(order.indices(0, range(2)).tolist())
+        [1, 3]
     """
 
     def __init__(self, weights: Floats, *, size: int, seed: int = 0, replacement: bool = True) -> None:
@@ -234,7 +252,7 @@ class WeightedOrder:
 
 @final
 class MixedOrder:
-    """Several sources in fixed proportions: every epoch has the same number of samples of each.
+    """Mixes several sources in fixed proportions: every epoch has the same number of samples of each.
 
     A permutation of each epoch decides which source has which position. The samples of a source are in that source's
     own order, which continues from one epoch to the next: its order's epoch 0, then its epoch 1, and so on. So a sample
@@ -246,6 +264,10 @@ class MixedOrder:
         weights: of each source, above 0.
         samples: of an epoch; with `run` above 1 they are filled up to whole runs.
         run: the number of neighbouring positions that one source gets: the batch size, if each batch is of one source.
+
+        >>> order = MixedOrder([ShuffledOrder(size=9), ShuffledOrder(size=2)], [9, 2], [1.0, 1.0], samples=6)
+        >>> int((order.indices(0, range(6)) >= 9).sum())  # the indices of the second source follow those of the first
+        3
     """
 
     def __init__(
@@ -309,7 +331,7 @@ class MixedOrder:
         return self._orders[source].candidates(own_epoch, place)
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
-        """Another sample of the same source."""
+        """Return another sample of the same source."""
         source, own_epoch, place = self._at(epoch, position)
         return int(self._firsts[source]) + self._orders[source].replacement(own_epoch, place, attempt)
 
@@ -320,7 +342,7 @@ class MixedOrder:
 
 @final
 class MixInOrder:
-    """Several sources, one after the other, each in its own order: that of a mix that is not shuffled.
+    """Orders several sources one after the other, each in its own order: a mix that is not shuffled.
 
     Args:
         lengths: the number of samples of each source.
@@ -348,7 +370,11 @@ class MixInOrder:
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to weights, which add up to `total`: none is one or more from its exact share."""
+    """Return whole numbers in proportion to weights, which add up to `total`. None is one or more from its exact share.
+
+    >>> apportion([1, 1, 2], 10)
+    [3, 2, 5]
+    """
     whole = sum(weights)
     shares = [total * (weight / whole) for weight in weights]
     counts = [min(int(share), total) for share in shares]
@@ -382,7 +408,7 @@ def _log(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class ListedSteps:
-    """The batches of an epoch from number `start` on. See `EpochSteps`.
+    """Lists the batches of an epoch from number `start` on. See `EpochSteps`.
 
     ends [steps]: how many samples come up to the end of each batch of the whole epoch. rank, world_size: see
     `ListedEpochs`.
@@ -411,7 +437,7 @@ class ListedSteps:
 
 @final
 class ListedEpochs:
-    """Which sample comes when, and in which step, as `draw` lists it when an epoch begins. See `Order` and `Steps`.
+    """Orders samples and divides them into steps, as `draw` lists both when an epoch begins. See `Order` and `Steps`.
 
     The ranks take turns, sample by sample: the i-th sample of rank r of W has the position i*W + r. So samples of
     different ranks draw different random numbers, and those of `torch.utils.data.DistributedSampler`, which deals out

@@ -94,7 +94,7 @@ class _Runner(Protocol):
 
 @final
 class Transform:
-    """The stages of one pipeline, after decoding, on batches of decoded images. Any thread may call it.
+    """Runs the stages of one pipeline, after decoding, on batches of decoded images. Any thread may call it.
 
     Made by `gpuflow.transform`. `close`, or leaving a `with` block, ends its threads; so does collection.
     """
@@ -107,7 +107,7 @@ class Transform:
         runner: _Runner,
         targets: TargetMapper | None = None,
     ) -> None:
-        """targets: maps fields that follow the moves of pixels."""
+        """Take the parts that `build_transform` makes. targets: maps fields that follow the moves of pixels."""
         self._program, self._seed, self._runner, self._targets = program, seed, runner, targets
         self.device = device
         first = program.programs[0] if isinstance(program, ViewsProgram) else program
@@ -467,7 +467,11 @@ def _without_tensors(name: str, given: Any, count: int) -> list[Any]:
 
 
 def for_numpy(value: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers as numpy takes them: without a gradient, and float32 instead of bfloat16."""
+    """Return the same numbers as numpy takes them: without a gradient, and float32 instead of bfloat16.
+
+    >>> for_numpy(torch.ones(2, dtype=torch.bfloat16, requires_grad=True)).numpy()
+    array([1., 1.], dtype=float32)
+    """
     return (value.float() if value.dtype == torch.bfloat16 else value).detach()
 
 
@@ -488,7 +492,7 @@ def _values(name: str, given: Any, count: int) -> list[Any]:
 
 
 def _array(name: str, i: int, value: Any, *shape: int | str) -> Array:
-    """Sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
+    """Return sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
     form = ", ".join(map(str, shape))
     if isinstance(value, torch.Tensor):
         array = _as_array(value)

@@ -1,1 +1,1 @@
-"""The C code of this package: one library, built with it, whose functions run without Python's interpreter."""
+"""Holds the C code of this package: one library, built with it, whose functions run without Python's interpreter."""

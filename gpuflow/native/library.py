@@ -50,6 +50,10 @@ def function(
 
     Raises:
         NativeLibraryError: the library is that of another version.
+
+        >>> length = function("strlen", ctypes.c_char_p, result=INTEGER, library=ctypes.CDLL(None))
+        >>> length(b"four")
+        4
     """
     kind = ctypes.PYFUNCTYPE if holds_interpreter else ctypes.CFUNCTYPE
     try:
@@ -63,9 +67,14 @@ _free_pool = function("gpuflow_free_pool", POINTER)
 
 
 class NativePool:
-    """Threads of C code that share the images or files of each call. A forked child has none, and must not use this.
+    """Starts threads of C code, which share the images or files of each call. A forked child must not use this.
 
     Raises LoaderError if no thread can be started.
+
+        >>> pool = NativePool(2)
+        >>> with pool.in_use() as address:  # which is passed to a call of C code
+        ...     assert address
+        >>> pool.close()
     """
 
     def __init__(self, threads: int) -> None:
@@ -105,5 +114,10 @@ class NativePool:
 
 
 def using(pool: NativePool | None) -> AbstractContextManager[int]:
-    """Give a call the pool's address, as `NativePool.in_use`; or 0, so that the calling thread does the work."""
+    """Give a call the pool's address, as `NativePool.in_use`; or 0, so that the calling thread does the work.
+
+    >>> with using(None) as address:
+    ...     address
+    0
+    """
     return nullcontext(0) if pool is None else pool.in_use()

@@ -1,1 +1,1 @@
-"""Threads, worker processes, shared memory, CUDA, the CPU budget and metrics. Knows no image."""
+"""Runs threads and worker processes, and shares memory, cores and GPUs among them. Knows no image."""

@@ -10,9 +10,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, TextIO, overload
+from typing import IO, Any
 
 import platformdirs
 
@@ -31,20 +31,8 @@ def cache_folder() -> Path:
     return folder if folder.is_absolute() else Path(os.devnull, "gpuflow")
 
 
-@overload
-def atomic_write(
-    path: str | os.PathLike[str], *, text: Literal[False] = False, suffix: str = ...
-) -> AbstractContextManager[BinaryIO]: ...
-
-
-@overload
-def atomic_write(
-    path: str | os.PathLike[str], *, text: Literal[True], suffix: str = ...
-) -> AbstractContextManager[TextIO]: ...
-
-
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], *, text: bool = False, suffix: str = ".partial") -> Iterator[Any]:
+def atomic_write(path: str | os.PathLike[str], *, text: bool = False, suffix: str = ".partial") -> Iterator[IO[Any]]:
     """Open a temporary file in the directory of `path`, which replaces `path` when the block ends without an exception.
 
     A symbolic link stays, and the file that it leads to is replaced (see `replaced_file`).
@@ -62,6 +50,11 @@ def atomic_write(path: str | os.PathLike[str], *, text: bool = False, suffix: st
 
     Raises:
         OSError: what stands there is a device or a pipe, such as /dev/null, which root could replace.
+
+        >>> with atomic_write("list.txt", text=True) as file:
+        ...     print("a.jpg", file=file)
+        >>> Path("list.txt").read_text(), os.listdir()
+        ('a.jpg\\n', ['list.txt'])
     """
     path = Path(path)
     mode = _mode(path)
@@ -119,6 +112,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds the folder. OSError: files cannot be written there.
+
+        >>> with locked_folder(Path("run")):
+        ...     os.listdir("run")
+        ['.lock']
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("ab") as file:

@@ -43,7 +43,7 @@ def pinned(size: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """Bytes [start, start + length) of a region that other processes can map by its descriptor.
+    """Names bytes [start, start + length) of a region that other processes can map by its descriptor.
 
     key: of the region, never used again in this process. size: of the region, in bytes.
     """
@@ -115,7 +115,7 @@ _keys = itertools.count()
 
 @final
 class _Region:
-    """A file in memory, mapped once, and which of its pages are free: sorted, disjoint (start, length).
+    """Maps a file in memory once, and knows which of its pages are free: sorted, disjoint (start, length).
 
     Raises OSError where there is no memory to share, or there are no descriptors.
     """
@@ -165,7 +165,7 @@ class _Region:
 
 @final
 class _SharedMemory:
-    """The regions of one process, and the blocks in use by the address of their first byte.
+    """Holds the regions of one process, and the blocks in use by the address of their first byte.
 
     A block is free once nothing refers to its array. The garbage collector notices that, on any thread and
     perhaps in the middle of `allocate`: so the block is put into a queue, which the holder of the lock empties.
@@ -249,9 +249,15 @@ def _here() -> _SharedMemory:
 
 
 class BytePool:
-    """Buffers for encoded bytes in power-of-two sizes; keeps at most `keep` bytes of free ones.
+    """Lends buffers for encoded bytes in power-of-two sizes, and keeps at most `keep` bytes of free ones.
 
     make: allocates a new buffer of a given number of bytes.
+
+        >>> pool = BytePool()
+        >>> buffer = pool.acquire(100_000)
+        >>> pool.release(buffer)
+        >>> len(buffer), pool.acquire(120_000) is buffer
+        (131072, True)
     """
 
     def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], Bytes] = heap) -> None:
@@ -283,7 +289,7 @@ class BytePool:
 
 
 class SlotPool:
-    """Memory for batches of one shape. Mapping fresh pages costs as much as filling them, so memory is reused.
+    """Lends memory for batches of one shape, and reuses it: mapping fresh pages costs as much as filling them.
 
     A consumer may keep a batch for any time: it is never overwritten. `acquire` looks for slots that nothing refers to
     any more. A callback when they are dropped could swallow a Ctrl-C.
@@ -293,6 +299,11 @@ class SlotPool:
         dtype: of an element.
         keep: free batches that are kept.
         make: allocates memory of a given number of bytes.
+
+        >>> pool = SlotPool((4, 2), np.float32, keep=1)
+        >>> slots, address = pool.acquire(4), pool.acquire(3).ctypes.data  # nothing refers to the three slots now
+        >>> pool.acquire(4).ctypes.data == address, pool.acquire(5).shape
+        (True, (5, 2))
     """
 
     def __init__(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Ranges = Callable[[str], AbstractContextManager[Any]]
 """Marks what a thread does under this name, for a profiler."""
 
 
 def nvtx(enabled: bool) -> Ranges:
-    """NVTX ranges, which Nsight Systems shows; without `enabled` or without a GPU, ranges that do nothing."""
+    """Return what marks NVTX ranges, which Nsight Systems shows. Without `enabled` or a GPU, it does nothing."""
     if enabled:
         import torch
 
@@ -25,7 +25,7 @@ def nvtx(enabled: bool) -> Ranges:
 
 
 class RunningOperation:
-    """One operation of a stage that is running on a thread.
+    """Describes one operation of a stage that is running on a thread.
 
     stage: its name. subject: what it works on, as its stage gave it. thread: its thread's identifier. start: seconds.
     outer: the operation that it is part of, such as the decoding that reads a replacement for a bad sample.
@@ -91,9 +91,8 @@ class WaitingSamples:
         return self._area / elapsed if elapsed else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StageTotals:
-    """What a stage did since its loader was made: it never decreases."""
+class StageTotals(NamedTuple):
+    """Counts what a stage did since its loader was made, or since the start of an epoch."""
 
     samples: int = 0
     read_bytes: int = 0
@@ -104,10 +103,17 @@ class StageTotals:
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
+    totals: what the stage did since its loader was made, also before `reset`.
     after: the samples that wait after the stage; two stages that feed the same one share it.
     before: those that wait before it, if another stage produces them.
     ranges: marks each operation for a profiler.
     by_processor: an operation's threads are as busy as they take processor time, because others do its work.
+
+        >>> meter = Meter("decode", threads=2)
+        >>> with meter.work(8):
+        ...     meter.add(read_bytes=4096)
+        >>> meter.totals.samples, meter.totals.read_bytes
+        (8, 4096)
     """
 
     def __init__(
@@ -121,7 +127,7 @@ class Meter:
         by_processor: bool = False,
     ) -> None:
         self.name, self.threads, self._ranges, self._by_processor = name, threads, ranges, by_processor
-        self._totals = StageTotals()
+        self.totals = StageTotals()
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
         self._running: dict[int, RunningOperation] = {}
@@ -130,11 +136,11 @@ class Meter:
     def reset(self) -> None:
         """Count from here on. Takes no lock, because a fork may have left one held."""
         self.after.reset()
-        self._former = self._totals
+        self._former = self.totals
 
-    def totals(self) -> StageTotals:
-        """Return what the stage did since its loader was made, also before `reset`."""
-        return self._totals
+    @property
+    def _since_reset(self) -> StageTotals:
+        return StageTotals(*map(operator.sub, self.totals, self._former))
 
     @contextmanager
     def work(self, samples: int, subject: Any = None) -> Iterator[None]:
@@ -159,10 +165,7 @@ class Meter:
     def add(self, *, samples: int = 0, read_bytes: int = 0, busy_s: float = 0.0, cpu_s: float = 0.0) -> None:
         """Add what an operation did that `work` did not measure: in another process, or as part of another stage."""
         with self._lock:
-            now = self._totals
-            self._totals = StageTotals(
-                now.samples + samples, now.read_bytes + read_bytes, now.busy_s + busy_s, now.cpu_s + cpu_s
-            )
+            self.totals = StageTotals(*map(operator.add, self.totals, (samples, read_bytes, busy_s, cpu_s)))
 
     def operations(self) -> list[RunningOperation]:
         """Return the running operations, without those that are part of another one."""
@@ -170,13 +173,12 @@ class Meter:
 
     def capacity(self) -> float:
         """Return how many samples a second its threads would finish if they never waited."""
-        now, former = self._totals, self._former
-        busy = now.busy_s - former.busy_s
-        return (now.samples - former.samples) / busy * self.threads if busy else 0.0
+        done = self._since_reset
+        return done.samples / done.busy_s * self.threads if done.busy_s else 0.0
 
     def busy_share(self, elapsed: float) -> float:
         """Return the part of `elapsed` seconds for which its threads worked, 0 to 1."""
-        return min(1.0, (self._totals.busy_s - self._former.busy_s) / (elapsed * self.threads)) if elapsed else 0.0
+        return min(1.0, self._since_reset.busy_s / (elapsed * self.threads)) if elapsed else 0.0
 
     def read(self, elapsed: float) -> dict[str, Any]:
         """Report what the stage did in `elapsed` seconds.
@@ -184,16 +186,14 @@ class Meter:
         samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read;
         waiting: average number of samples that were ready for the next stage or the consumer.
         """
-        now, former = self._totals, self._former
-        samples = now.samples - former.samples
-        rate = samples / elapsed if elapsed else 0.0
+        done = self._since_reset
         return {
-            "samples": samples,
-            "images_per_s": round(rate, 1),
+            "samples": done.samples,
+            "images_per_s": round(done.samples / elapsed, 1) if elapsed else 0.0,
             "busy_share": round(self.busy_share(elapsed), 4),
-            "cpu_s": round(now.cpu_s - former.cpu_s, 4),
+            "cpu_s": round(done.cpu_s, 4),
             "threads": self.threads,
-            "bytes": now.read_bytes - former.read_bytes,
+            "bytes": done.read_bytes,
             "waiting": round(self.after.mean(), 1),
         }
 
@@ -205,7 +205,7 @@ def oldest_operation(*meters: Meter) -> RunningOperation | None:
 
 
 class Stats:
-    """The meters of a loader's stages, and how long its consumer waited. Counts run from the start of an epoch.
+    """Holds the meters of a loader's stages, and how long its consumer waited. Counts run from the start of an epoch.
 
     gpu_wait_share: the part of its time for which the consumer's GPU waited for the last batches; None if not measured.
     """

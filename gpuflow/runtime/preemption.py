@@ -22,9 +22,9 @@ _STEPS_LATER = 2
 class Preemption:
     """Says whether a scheduler has asked for the end of a training, on all ranks at the same step.
 
-    Within its `with` block, the first SIGTERM or SIGUSR1 is noted, and the loop goes on: it saves and leaves where
-    `requested` says so. Another such signal more than a second later ends the process at once. Only the main thread of
-    a process can begin such a block.
+    Within its `with` block, the first SIGTERM or SIGUSR1 is noted, and the loop continues. It saves and leaves when
+    `requested` returns True. Another such signal more than a second later ends the process at once. Only the main
+    thread of a process can begin such a block.
 
         with gpuflow.Preemption() as preemption:
             for images, labels in train:
@@ -57,6 +57,11 @@ class Preemption:
         """Return True once any rank was asked to end. Every rank calls this after each step, and gets the same answer.
 
         The ranks are those of an initialised `torch.distributed`, whose processes exchange one number.
+
+            >>> with Preemption() as preemption:
+            ...     signal.raise_signal(signal.SIGTERM)
+            ...     preemption.requested()
+            True
         """
         asked, group = self._noted is not None, group_ranks()
         if group is None or group[1] == 1:

@@ -1,4 +1,4 @@
-"""The ranks of a training run: which one this process is, its GPU, and the process group.
+"""Finds the rank of this process in a training run and its GPU, and joins the process group.
 
 An initialised `torch.distributed` knows this process's rank with any launcher. torchrun sets environment variables:
 RANK of WORLD_SIZE among all, LOCAL_RANK of LOCAL_WORLD_SIZE among those of the host.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ Gloo's threads while it holds the GIL that they need to free a tensor: a deadloc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The place of one process among those that train together; by default the only one.
+    """Names the place of one process among those that train together; by default it is the only one.
 
     Args:
         rank, world_size: this process among all.
@@ -46,6 +46,9 @@ class Ranks:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
         """Read torchrun's variables. One that is not set, or empty, has its default.
+
+            >>> Ranks.from_environment({"RANK": "3", "WORLD_SIZE": "8"})
+            Ranks(rank=3, world_size=8, local_rank=None, local_world_size=1)
 
         Raises:
             ConfigError: the variables are no numbers or do not fit each other.
@@ -126,19 +129,19 @@ class Ranks:
 def device_named(device: str | torch.device) -> torch.device:
     """Return the device of this name, whether or not this machine has it.
 
+        >>> device_named("cuda:1")
+        device(type='cuda', index=1)
+
     Raises:
         ConfigError: it is neither the CPU nor a GPU of CUDA.
     """
     import torch
 
-    problem = Problem.of("device", "must be cpu, cuda, or one GPU such as cuda:0", str(device), code="config.range")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError([problem]) from error
-    if found.type not in ("cpu", "cuda"):
-        raise ConfigError([problem])
-    return found
+    with suppress(RuntimeError):  # torch knows no such device
+        if (found := torch.device(device)).type in ("cpu", "cuda"):
+            return found
+    rule = "must be cpu, cuda, or one GPU such as cuda:0"
+    raise ConfigError([Problem.of("device", rule, str(device), code="config.range")])
 
 
 def device_of_rank(device: str | None, ranks: Ranks) -> torch.device:
@@ -173,6 +176,9 @@ def gather(values: list[Any]) -> list[Any]:
     """Return the values of all ranks of an initialised `torch.distributed`, by rank; without one these values.
 
     Every rank calls it. pickle must know the values.
+
+        >>> gather(["the only rank"])
+        ['the only rank']
     """
     group = group_ranks()
     if group is None:
@@ -202,7 +208,7 @@ def _problem(variable: str, rule: str) -> Problem:
 
 
 class Group:
-    """The processes of `process_group`. With a single process its methods do nothing.
+    """Exchanges tensors between the processes of `process_group`. With a single process its methods do nothing.
 
     Args:
         ranks: this process.
@@ -217,7 +223,7 @@ class Group:
             self._distributed = torch.distributed
 
     def replicate(self, model: nn.Module) -> nn.Module:
-        """`model`, starting from rank 0's weights and with gradients that are averaged over the ranks."""
+        """Return `model`, starting from rank 0's weights and with gradients that are averaged over the ranks."""
         if self._distributed is None:
             return model
         from torch.nn.parallel import DistributedDataParallel

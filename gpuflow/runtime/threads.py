@@ -32,7 +32,13 @@ T = TypeVar("T")
 
 
 class StopFlag:
-    """True once it is set. C code reads it at `address`, an int32_t that is not 0 then."""
+    """Is true once it is set. C code reads it at `address`, an int32_t that is not 0 then.
+
+    >>> flag = StopFlag()
+    >>> flag.set()
+    >>> bool(flag), ctypes.c_int32.from_address(flag.address).value
+    (True, 1)
+    """
 
     def __init__(self) -> None:
         self._value = ctypes.c_int32(0)
@@ -62,12 +68,16 @@ def use_stop_flag(flag: StopFlag) -> None:
 
 
 class DaemonPool(Executor):
-    """`threads` daemon threads that run submitted calls in order. Any thread may call any method.
+    """Runs submitted calls in order on `threads` daemon threads. Any thread may call any method.
 
     It uses a queue and no lock, because a Ctrl-C cannot leave a queue locked.
 
     initializer: called once on each thread, before the constructor returns. If it raises, or not all threads can be
         started, so does the constructor, and no thread is left.
+
+        >>> with DaemonPool(2, "squares") as pool:
+        ...     list(pool.map(lambda number: number**2, range(4)))
+        [0, 1, 4, 9]
     """
 
     def __init__(self, threads: int, name: str, initializer: Callable[[], None] = lambda: None) -> None:
@@ -216,8 +226,13 @@ def available_threads() -> int:
 
 
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:
-    """Return the threads that each of `ranks` processes gets of `cores`. quota: of processor time, in cores; None for
-    none."""
+    """Return the threads that each of `ranks` processes gets of `cores`.
+
+    quota: the processor time that is granted, in cores; None if it is not limited.
+
+        >>> share_of_cores(16, 6.5, ranks=2)
+        3
+    """
     granted = cores if quota is None else min(cores, math.ceil(quota))
     return max(1, granted // ranks)
 
@@ -239,7 +254,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _group_quota(folder: Path) -> float | None:
-    """`cpu.max` holds `400000 100000` or `max 100000` microseconds; version 1 has a file for each and -1."""
+    """Return the processor time that one group grants, in cores; None without a limit.
+
+    `cpu.max` holds `400000 100000` or `max 100000` microseconds. Version 1 has a file for each number, and -1.
+    """
     if (both := _text(folder / "cpu.max")) is not None:
         quota, period = both.split()
     else:

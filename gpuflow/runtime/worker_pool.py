@@ -1,4 +1,4 @@
-"""Worker processes: a pool starts them, gives each request to the least busy one, and continues without lost ones.
+"""Starts worker processes, gives each request to the least busy one, and continues without lost ones.
 
 For Python code, which threads cannot run in parallel because only one at a time has the interpreter. A fork server is
 started as a new Python process, which does not import the script that is running, and forks the workers, so that all
@@ -64,11 +64,11 @@ _HEADER, _READ_BYTES = struct.Struct("!i"), 1 << 20
 """What `multiprocessing.connection.Connection` writes before a message of less than 2 GiB: its length."""
 
 
-def _current_directory() -> str | None:
+def _current_directory() -> str:
     try:
         return os.getcwd()
     except OSError:  # it was deleted
-        return None
+        return ""
 
 
 _START_DIRECTORY = _current_directory()
@@ -78,7 +78,7 @@ _START_DIRECTORY = _current_directory()
 
 
 class ForkServer:
-    """A process and the workers that it forks, itself being the first of them. Raises OSError if it cannot be started.
+    """Starts a process and the workers that it forks, itself being the first. Raises OSError if it cannot be started.
 
     Args:
         module: what the workers run, see this module's docstring.
@@ -179,17 +179,12 @@ class ForkServer:
 
 def _import_paths() -> list[str]:
     """Return where this process imports from, as absolute paths. Python ignores what is no text."""
-    found = []
-    for path in cast(list[object], sys.path):
-        if isinstance(path, str) and os.path.isabs(path):
-            found.append(path)
-        elif isinstance(path, str) and _START_DIRECTORY is not None:
-            found.append(os.path.normpath(os.path.join(_START_DIRECTORY, path)))
-    return found
+    texts = [path for path in cast(list[object], sys.path) if isinstance(path, str)]
+    return [*filter(os.path.isabs, (os.path.join(_START_DIRECTORY, path) for path in texts))]
 
 
 class WorkerConnection:
-    """The pool's end of a connection to a worker, for one thread at a time.
+    """Sends requests to a worker and receives its answers, for one thread at a time: the pool's end of a connection.
 
     Its methods raise OSError or EOFError if the worker has ended, TimeoutError if it does not answer.
     """
@@ -253,7 +248,7 @@ class WorkerConnection:
 
 
 class WorkerPool:
-    """Worker processes, each asked by one thread at a time. Any thread may call any method.
+    """Gives requests to worker processes, each over a connection of one thread. Any thread may call any method.
 
     A worker that ends, hangs or cannot start costs no request: `request` returns None, and the caller does the work
     itself. Log messages say so once a worker.
@@ -360,7 +355,7 @@ class WorkerPool:
         return Pending(self, connection)
 
     def each_idle(self, exchange: Callable[[WorkerConnection], object]) -> None:
-        """`exchange` with each worker that is free now."""
+        """Run `exchange` with each worker that is free now."""
         for connection in list(iter(self._acquire, None)):
             self._finish(connection, exchange)
 
@@ -473,7 +468,7 @@ class WorkerPool:
 
 
 class Pending:
-    """A request that was sent to a worker and is not answered yet."""
+    """Stands for a request that was sent to a worker and is not answered yet."""
 
     def __init__(self, pool: WorkerPool, connection: WorkerConnection) -> None:
         self._pool, self._connection = pool, connection
@@ -565,7 +560,7 @@ def _converse(work: Callable[[ParentConnection, Any], None], descriptor: int, pr
 
 
 class ParentConnection:
-    """The worker's end of a connection. Its methods raise EOFError or OSError once the other end is closed."""
+    """Receives requests in a worker and sends answers. Raises EOFError or OSError once the other end is closed."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection

@@ -240,9 +240,9 @@ def test_an_epoch_may_be_collected_on_the_pipelines_own_threads(where: str) -> N
             del cycle
             order.armed = True
             end = time.monotonic() + 10
-            while loader._active is not None and loader._active() is not None and time.monotonic() < end:
+            while loader._active() is not None and time.monotonic() < end:
                 time.sleep(0.01)
-            assert loader._active is None or loader._active() is None
+            assert loader._active() is None
         finally:
             gc.enable()
         loader.close()

@@ -121,7 +121,7 @@ def test_views_are_placed_by_the_rules_of_stages(tmp_path: Path, monkeypatch: py
         asked.append((program, options))
         return Placement(stream, None, "asked")
 
-    monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: None)
+    monkeypatch.setattr("gpuflow.loader.plan.DeviceStream", lambda device: None)
     monkeypatch.setattr("gpuflow.loader.plan.place_on_gpu", stand_in)
     read = with_views(tmp_path, "pipelines.train.decode.cpu_share=0.25", a={"stages": [CROP]})
     assert place(read, "train", torch.device("cuda"), 4).reason == "asked"
@@ -160,7 +160,7 @@ def test_a_gpu_without_engines(
     monkeypatch.setattr("gpuflow.execute.gpu.runner.GpuRunner", runner)
     monkeypatch.setattr("gpuflow.execute.gpu.backend.find_nvjpeg", lambda: SimpleNamespace(version="13.0.0"))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr("gpuflow.loader.plan.DeviceStream", lambda device: SimpleNamespace(device=device))
     read = config(tmp_path, [CROP], f"pipelines.train.stages.decode.backend={backend}")
     placement = place(read, "train", torch.device("cuda"), batch)
     assert (placement.gpu is None) == (backend == "auto") and found == tried
@@ -189,7 +189,7 @@ def test_what_serves_is_explained_on_a_gpu_too(tmp_path: Path, monkeypatch: pyte
         return Placement(stream, None, f"asked for {len(program.pipeline.stages)} stages")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("gpuflow.execute.gpu.device_stream.DeviceStream", lambda device: None)
+    monkeypatch.setattr("gpuflow.loader.plan.DeviceStream", lambda device: None)
     monkeypatch.setattr("gpuflow.loader.plan.place_on_gpu", stand_in)
     serve = {"stages": [{"decode": {}}, CROP_CENTER, HALF]}
     path = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=[{"decode": {}}, CROP], serve=serve)

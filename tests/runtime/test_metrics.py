@@ -161,7 +161,7 @@ def test_totals_run_on_over_epochs() -> None:
         meter.add(samples=3, read_bytes=10, busy_s=0.5)
         stats.count_batch(0.25, 3)
     assert (meter.read(1.0)["samples"], stats.read()["batches"]) == (3, 1)
-    totals = meter.totals()
+    totals = meter.totals
     assert (totals.samples, totals.read_bytes, totals.busy_s) == (6, 20, 1.0)
     assert stats.totals() == (2, 0.5)
 
