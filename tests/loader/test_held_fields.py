@@ -19,6 +19,7 @@ from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.pipeline.records import Polygons
 from tests.datasets import Entries, deadline, pixels, write_config
 from tests.masks import instance_mask
+from tests.texts import pin
 
 COUNT = 7
 CROP: Entries = (
@@ -218,45 +219,39 @@ def test_images_without_instances_keep_the_number_of_keypoints(listing: Path, tm
             assert moved["keypoints"].values.shape == (0, 2, 3)
 
 
+def refused(transform: Any, images: Any, fields: Any, place: str, shown: str) -> None:
+    """Check that the transform refuses the fields, and names the place and the value."""
+    with pytest.raises(ValueError, match=r"^fields") as found:
+        transform(images, epoch=0, positions=range(COUNT), fields=fields)
+    text = pin(found.value)
+    assert text.startswith(place) and text.endswith(f"got {shown}")
+
+
 def changed(fields: dict[str, Any], name: str, i: int, value: Any) -> dict[str, Any]:
     return {**fields, name: [value if i == j else other for j, other in enumerate(fields[name])]}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "rule"),
+    ("name", "value", "shown"),
     [
-        ("boxes", torch.zeros(2, 5), "fields['boxes'][2] must be numbers [M, 4], got float32 [2, 5]"),
-        ("boxes", [["a", "b", "c", "d"]], "fields['boxes'][2] must be numbers [M, 4], got <U1 [1, 4]"),
-        ("boxes", [[1, 2, 3], [1, 2, 3, 4]], "fields['boxes'][2] must be numbers [M, 4], got rows of several lengths"),
-        ("kinds", torch.zeros(2), "fields['kinds'][2] must be integers [M], got float32 [2]"),
-        (
-            "kinds",
-            np.array([2**63], np.uint64),
-            "fields['kinds'][2] must fit into int64, got 9223372036854775808",
-        ),
-        ("mask", torch.zeros(2, 3, 3), "fields['mask'][2] must be numbers [M, {0}, {1}], got float32 [2, 3, 3]"),
-        ("depth", torch.zeros(3, 3), "fields['depth'][2] must be numbers [{0}, {1}], got float32 [3, 3]"),
-        ("keypoints", torch.zeros(2, 2), "fields['keypoints'][2] must be numbers [M, K, 3], got float32 [2, 2]"),
-        (
-            "keypoints",
-            torch.zeros(2, 5, 3),
-            "fields['keypoints'] must have the same number of keypoints in each row, got 2, 5",
-        ),
+        ("boxes", torch.zeros(2, 5), "float32 [2, 5]"),
+        ("boxes", [["a", "b", "c", "d"]], "<U1 [1, 4]"),
+        ("boxes", [[1, 2, 3], [1, 2, 3, 4]], "rows of several lengths"),
+        ("kinds", torch.zeros(2), "float32 [2]"),
+        ("kinds", np.array([2**63], np.uint64), "9223372036854775808"),
+        ("mask", torch.zeros(2, 3, 3), "float32 [2, 3, 3]"),
+        ("depth", torch.zeros(3, 3), "float32 [3, 3]"),
+        ("keypoints", torch.zeros(2, 2), "float32 [2, 2]"),
+        ("keypoints", torch.zeros(2, 5, 3), "2, 5"),
     ],
 )
-def test_values_of_another_form_are_refused(listing: Path, tmp_path: Path, name: str, value: Any, rule: str) -> None:
+def test_values_of_another_form_are_refused(listing: Path, tmp_path: Path, name: str, value: Any, shown: str) -> None:
     images, fields = held(listing)
     with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
-        with pytest.raises(ValueError, match="fields") as found:
-            transform(images, epoch=0, positions=range(COUNT), fields=changed(fields, name, 2, value))
-        assert str(found.value) == rule.format(*images[2].shape[1:])
+        refused(transform, images, changed(fields, name, 2, value), f"fields['{name}']", shown)
         fields[name].pop()
-        with pytest.raises(ValueError, match="fields") as found:
-            transform(images, epoch=0, positions=range(COUNT), fields=fields)
-        assert str(found.value) == f"fields['{name}'] must have 7 values, one for each image, got 6"
-        with pytest.raises(ValueError, match="fields") as found:
-            transform(images, epoch=0, positions=range(COUNT), fields={**fields, name: None})
-        assert str(found.value) == f"fields['{name}'] must have 7 values, one for each image, got null"
+        refused(transform, images, fields, f"fields['{name}']", "6")
+        refused(transform, images, {**fields, name: None}, f"fields['{name}']", "null")
 
 
 @pytest.mark.parametrize(("form", "numbers"), [("XYWHR", 5), ("CXCYWHR", 5), ("XYXYXYXY", 8)])
@@ -265,10 +260,7 @@ def test_rotated_boxes_are_named(listing: Path, tmp_path: Path, form: str, numbe
     size = tuple(images[2].shape[1:])
     boxes = tv_tensors.BoundingBoxes(torch.full((2, numbers), 5.0), format=form, canvas_size=size)
     with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
-        with pytest.raises(ValueError, match="fields") as found:
-            transform(images, epoch=0, positions=range(COUNT), fields=changed(fields, "boxes", 2, boxes))
-        rule = "must be boxes whose sides are along the image's"
-        assert str(found.value) == f"fields['boxes'][2] {rule}, got the format {form}"
+        refused(transform, images, changed(fields, "boxes", 2, boxes), "fields['boxes'][2]", f"the format {form}")
 
 
 def test_levels_above_255_are_refused(listing: Path, tmp_path: Path) -> None:
@@ -276,33 +268,31 @@ def test_levels_above_255_are_refused(listing: Path, tmp_path: Path) -> None:
     for value in (fields["depth"][2].int() + 300, fields["depth"][2].int() - 400, fields["depth"][2].float()):
         with (
             gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform,
-            pytest.raises(ValueError, match=r"fields\['depth'\]\[2\] must be whole numbers of 0 to 255, got (int|flo)"),
+            pytest.raises(ValueError, match=r"^fields\['depth'\]\[2\] .*, got (int|float)") as found,
         ):
             transform(images, epoch=0, positions=range(COUNT), fields=changed(fields, "depth", 2, value))
+        pin(found.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "rule"),
+    ("name", "value", "place"),
     [
-        ("boxes", [[1, 2, 9, 9], [1, 2, 1, 9]], "boxes[1] must have x1 < x2 and y1 < y2, got [1, 2, 1, 9]"),
-        ("boxes", [[1, 2, float("nan"), 9], [1, 2, 3, 9]], "boxes[0] must have finite numbers, got [1, 2, nan, 9]"),
-        ("kinds", [1], "kinds has 1 rows, and boxes has 2"),
-        ("keypoints", np.zeros((1, 2, 3)), "keypoints has 1 rows, and boxes has 2"),
-        (
-            "keypoints",
-            [[[1, 2, 0], [3, 4, 1]], [[1, 2, 7], [3, 4, -1]]],
-            "keypoints[1] must have a visibility of 0, 1 or 2, got [7.0, -1.0]",
-        ),
-        ("keypoints", [[[1, 2, 0], [3, 4, 0.5]]], "keypoints[0] must have a visibility of 0, 1 or 2, got [0.0, 0.5]"),
-        ("keypoints", [[[1, 2, 2], [3, 4, float("nan")]]] * 2, "keypoints[0] must have finite numbers"),
+        ("boxes", [[1, 2, 9, 9], [1, 2, 1, 9]], "boxes[1]"),
+        ("boxes", [[1, 2, float("nan"), 9], [1, 2, 3, 9]], "boxes[0]"),
+        ("kinds", [1], "kinds"),
+        ("keypoints", np.zeros((1, 2, 3)), "keypoints"),
+        ("keypoints", [[[1, 2, 0], [3, 4, 1]], [[1, 2, 7], [3, 4, -1]]], "keypoints[1]"),
+        ("keypoints", [[[1, 2, 0], [3, 4, 0.5]]], "keypoints[0]"),
+        ("keypoints", [[[1, 2, 2], [3, 4, float("nan")]]] * 2, "keypoints[0]"),
     ],
 )
-def test_a_bad_record_is_named(listing: Path, tmp_path: Path, name: str, value: Any, rule: str) -> None:
+def test_a_bad_record_is_named(listing: Path, tmp_path: Path, name: str, value: Any, place: str) -> None:
     images, fields = held(listing)
     with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
         with pytest.raises(BadSampleError) as found:
             transform(images, epoch=0, positions=range(COUNT), fields=changed(fields, name, 2, value))
-        assert str(found.value) == f"images[2] (sample 2): record: {rule}"
+        assert pin(found.value).startswith(f"images[2] (sample 2): record: {place} ")
+        assert (found.value.stage, found.value.index, found.value.path) == ("record", 2, "images[2]")
         assert len(transform(images, epoch=0, positions=range(COUNT), fields=fields)) == 2, "it works on"
 
 
@@ -336,8 +326,7 @@ def test_a_name_of_targets_is_not_taken_for_another_field(tmp_path: Path, listin
     with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
         for own, name in (("mask", "masks"), ("kinds", "labels")):
             given = {name if key == own else key: values for key, values in fields.items()}
-            rule = f"fields must have '{own}', the name that the source declares, in place of '{name}', which would not"
-            with pytest.raises(ValueError, match=rule):
+            with pytest.raises(ValueError, match=f"^fields .*'{own}'.*'{name}'") as found:
                 transform(images, epoch=0, positions=range(COUNT), fields=given)
-        with pytest.raises(ValueError, match=r"fields must be a dict, with N values for each name, got list"):
-            transform(images, epoch=0, positions=range(COUNT), fields=boxes)
+            pin(found.value)
+        refused(transform, images, boxes, "fields", "list")

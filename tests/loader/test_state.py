@@ -13,6 +13,7 @@ import pytest
 import gpuflow
 from gpuflow.errors import LoaderError, StateError
 from tests.datasets import MemorySource, deadline, epoch_rows, loader_of, make_photos, rows, write_config
+from tests.texts import pin
 
 
 @pytest.fixture(autouse=True)
@@ -229,40 +230,23 @@ def test_what_comes_out_counts(override: str, config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    "changes",
     [
-        ({"version": 2}, "the state is of version 2, this gpuflow reads version 1; upgrade gpuflow"),
-        (
-            {"position": 13},
-            "the state's position 13 is outside the epoch's 12 samples; restore the files that it was taken with, or "
-            "start a new epoch with set_epoch(1)",
-        ),
-        (
-            {"position": -1},
-            "the state's position -1 is outside the epoch's 12 samples; restore the files that it was taken with, or "
-            "start a new epoch with set_epoch(1)",
-        ),
-        (
-            {"epoch": "soon"},
-            "not a loader's state: 'str' object cannot be interpreted as an integer; pass what state_dict() returned",
-        ),
-        ({"epoch": -1}, "not a loader's state: epoch is -1; pass what state_dict() returned"),
-        (
-            {"next_epoch": float("inf")},
-            "not a loader's state: 'float' object cannot be interpreted as an integer; pass what state_dict() returned",
-        ),
-        (
-            {"epoch": 1 << 70},
-            "not a loader's state: epoch is 1180591620717411303424; pass what state_dict() returned",
-        ),
+        {"version": 2},
+        {"position": 13},
+        {"position": -1},
+        {"epoch": "soon"},
+        {"epoch": -1},
+        {"next_epoch": float("inf")},
+        {"epoch": 1 << 70},
     ],
 )
-def test_refuses_a_wrong_state(changes: dict[str, Any], text: str) -> None:
+def test_refuses_a_wrong_state(changes: dict[str, Any]) -> None:
     with loader_of(MemorySource.of(12)) as loader:
         before = loader.state_dict()
         with pytest.raises(StateError) as caught:
             loader.load_state_dict({**before, **changes})
-        assert str(caught.value) == text
+        pin(caught.value)
         assert loader.state_dict() == before
 
 
@@ -302,11 +286,11 @@ def test_a_root_that_moved_resumes(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "what"),
     [
-        ({}, "it has no 'version'"),
-        ({"version": 1, "seed": 0, "epoch": 3, "position": 5, "config": "a26d5c1b88fc9bc4"}, "it has no 'source'"),
+        ({}, "'version'"),
+        ({"version": 1, "seed": 0, "epoch": 3, "position": 5, "config": "a26d5c1b88fc9bc4"}, "'source'"),
     ],
 )
 def test_refuses_what_is_no_state(state: dict[str, Any], what: str) -> None:
     with loader_of(MemorySource.of(4)) as loader, pytest.raises(StateError) as caught:
         loader.load_state_dict(state)
-    assert str(caught.value) == f"not a loader's state: {what}; pass what state_dict() returned"
+    assert what in pin(caught.value)

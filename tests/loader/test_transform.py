@@ -21,6 +21,7 @@ from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.transform import _CpuRunner
 from tests.datasets import TRAIN, VAL, Entries, deadline, nothing_left_behind, pixels, write_config
 from tests.forking import Python
+from tests.texts import pin
 
 JITTER_FIRST: Entries = (
     {"decode": {}},
@@ -146,32 +147,34 @@ def test_the_file_needs_no_source_and_the_draws_have_its_seed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("images", "positions", "rule"),
+    ("images", "positions", "shown"),
     [
-        (random_images().float(), range(7), "images[0] must be uint8 [3, H, W] on cpu, got float32 [3, 40, 44] on cpu"),
-        (random_images()[:, :1], range(7), "images[0] must be uint8 [3, H, W] on cpu, got uint8 [1, 40, 44] on cpu"),
+        (random_images().float(), range(7), "images[0], got float32 [3, 40, 44] on cpu"),
+        (random_images()[:, :1], range(7), "images[0], got uint8 [1, 40, 44] on cpu"),
         (
             [*random_images(2), torch.zeros((0, 3), dtype=torch.uint8)],
             range(3),
-            "images[2] must be uint8 [3, H, W] on cpu, got uint8 [0, 3] on cpu",
+            "images[2], got uint8 [0, 3] on cpu",
         ),
-        ([*random_images(1), b"jpeg"], range(2), "images[1] must be a tensor, uint8 [3, H, W] on cpu, got bytes"),
-        (random_images()[0], range(3), "images must be [N, C, H, W], or a list of [C, H, W], got [3, 40, 44]"),
+        ([*random_images(1), b"jpeg"], range(2), "images[1], got bytes"),
+        (random_images()[0], range(3), "images, got [3, 40, 44]"),
         (
             torch.zeros((1, 3, 8, 8), dtype=torch.uint8, device="meta"),
             [0],
-            "images[0] must be uint8 [3, H, W] on cpu, got uint8 [3, 8, 8] on meta",
+            "images[0], got uint8 [3, 8, 8] on meta",
         ),
-        (random_images(), range(6), "positions must be integers [7], one for each image, got int64 [6]"),
-        (random_images(2), [0.5, 1], "positions must be integers [2], one for each image, got float64 [2]"),
-        (random_images(2), [0, -1], "positions must be >= 0, got -1"),
+        (random_images(), range(6), "positions, got int64 [6]"),
+        (random_images(2), [0.5, 1], "positions, got float64 [2]"),
+        (random_images(2), [0, -1], "positions, got -1"),
     ],
 )
-def test_other_input_is_refused(photos: Path, tmp_path: Path, images: Any, positions: Any, rule: str) -> None:
+def test_other_input_is_refused(photos: Path, tmp_path: Path, images: Any, positions: Any, shown: str) -> None:
     with gpuflow.transform(config_of(tmp_path, photos)) as transform:
         with pytest.raises(ValueError, match="must be") as found:
             transform(images, epoch=0, positions=positions)
-        assert str(found.value) == rule
+        place, _, value = shown.partition(", ")
+        text = pin(found.value)
+        assert text.startswith(f"{place} must be ") and text.endswith(f", {value}")
 
 
 @pytest.mark.parametrize(
@@ -179,15 +182,16 @@ def test_other_input_is_refused(photos: Path, tmp_path: Path, images: Any, posit
 )
 def test_an_epoch_is_a_whole_number(photos: Path, tmp_path: Path, epoch: Any, shown: str) -> None:
     with gpuflow.transform(config_of(tmp_path, photos)) as transform:
-        with pytest.raises(ValueError, match="epoch must be") as found:
+        with pytest.raises(ValueError, match=r"^epoch must be") as found:
             transform(random_images(1), epoch=epoch, positions=[0])
-        assert str(found.value) == f"epoch must be an integer within [0, 2**63), got {shown}"
+        assert pin(found.value).endswith(f", got {shown}")
         expected = transform(random_images(1), epoch=3, positions=[0])
         others: tuple[Any, ...] = np.int32(3), torch.tensor(3)
         for other in others:
             assert torch.equal(transform(random_images(1), epoch=other, positions=[0]), expected)
-        with pytest.raises(ValueError, match=r"positions must be below 2\*\*63, got 9223372036854775808"):
+        with pytest.raises(ValueError, match=r"^positions must be .*, got 9223372036854775808$") as found:
             transform(random_images(1), epoch=3, positions=np.array([2**63], np.uint64))
+        pin(found.value)
         assert len(transform(random_images(1), epoch=2**63 - 1, positions=[2**62])) == 1
 
 
@@ -198,10 +202,8 @@ def test_an_image_that_a_stage_cannot_take_is_named(photos: Path, tmp_path: Path
     with gpuflow.transform(path) as transform:
         with pytest.raises(BadSampleError) as found:
             transform(images, epoch=0, positions=range(8))
-        assert str(found.value) == (
-            "images[5] (sample 5): random_crop: the crop is larger than the image, which has 20x50 pixels here"
-        )
-        assert found.value.index == 5
+        assert "20x50 pixels" in pin(found.value)
+        assert (found.value.stage, found.value.index, found.value.path) == ("random_crop", 5, "images[5]")
         del images[5]
         assert transform(images, epoch=0, positions=range(7)).shape == (7, 3, 32, 32), "it works on"
 
