@@ -43,8 +43,9 @@ _NAME = "gpuflow-ranks-"
 
 
 def shared_by_ranks(store: Store, key: str, size: int) -> Bytes | None:
-    """Return memory [size], zeros at first, that all ranks of this host get that ask with this key; None if it cannot
-    be had.
+    """Return memory [size], zeros at first, which all ranks of this host share that ask with the same key.
+
+    None if this system cannot share memory in this way.
 
     Raises RuntimeError if the store does not answer, or has no `compare_set`.
     """
@@ -114,7 +115,7 @@ class RankAgreement:
 
     def announce(self, describe: Callable[[], str]) -> None:
         """Write what this rank loads into the group's store, if there is a group already. Waits for no rank."""
-        with suppress(_store_error()):  # `check` says so
+        with suppress(_store_error()):  # `check` warns of it
             self._announce(describe)
 
     def _announce(self, describe: Callable[[], str]) -> None:
@@ -185,8 +186,7 @@ class RankAgreement:
 
     @property
     def _pipeline_key(self) -> str:
-        """Return the store's key for all loaders of one pipeline, of any source. The keys of one loader begin
-        otherwise."""
+        """Return the store's key for all loaders of one pipeline. The keys of a single loader begin with `gpuflow/`."""
         return f"gpuflow loaders/{self._plan.program.pipeline.name}/{self._plan.world_size}"
 
     def memory(self, size: int) -> Bytes | None:
@@ -235,8 +235,11 @@ class RankAgreement:
             )
 
     def _counterpart(self, last: Mapping[str, str]) -> str | None:
-        """Return what a rank without a loader of this name loads in its place, because the folder of its source has
-        another name: of the loaders whose names only one of the two ranks has, that of the same number, or None."""
+        """Return what another rank loads under another name, because the folder of its source has another name.
+
+        Of the loaders whose names only one of the two ranks has, it is the one of the same number. None if there is
+        none, or if the other rank has a loader of this name. last: the descriptions of its loaders, by name.
+        """
         with _announced_lock:
             own = _last(_announced[self._pipeline_key])
         if self._plan.shared_name in last:
@@ -249,8 +252,10 @@ class RankAgreement:
         return there[number] if number < len(there) and there[number] not in here else None
 
     def _agrees(self, other: Announcements) -> bool:
-        """Return whether another rank loads the same. If some ranks made loaders that others did not, it need not be
-        the loader of the same number."""
+        """Return True if another rank loads the same.
+
+        If some ranks made loaders that others did not make, the number of its loader may be another one.
+        """
         if _count(other) == self._number:
             return other[-1][1] == self._own
         return any(what == self._own for _, what in other)

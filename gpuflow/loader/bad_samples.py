@@ -1,4 +1,4 @@
-"""Counts the bad samples of a loader, and raises their errors, replaces them by others or skips them (`on_error`)."""
+"""Counts the bad samples of a loader, lists them in a file, and raises an error once they are too many."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from collections.abc import Callable
 from io import FileIO
 
 from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
-from gpuflow.loader.batch import Assembly
-from gpuflow.loader.sampler import Order
-from gpuflow.sources import Source, cache_counts
-from gpuflow.sources.storage import new_copies
 
 _SHOWN = 3
 """How many faults an error names."""
 
 
 class BadSamples:
-    """Counts the bad samples of one loader, and applies its policy to them. Any thread may `record` and `resolve`.
+    """Counts the bad samples of one loader. Any thread may `record`.
 
     Args:
         policy: `raise`, `replace` or `skip`.
@@ -109,54 +105,6 @@ class BadSamples:
                 f"run.bad_file cannot be written: {error.strerror}: {self._path!r}; free space, name a file elsewhere, "
                 "or remove the key"
             ) from error
-
-    def resolve(
-        self,
-        source: Source,
-        order: Order,
-        epoch: int,
-        batch: Assembly,
-        row: int,
-        fault: BadSampleError,
-        decode: Callable[[int], BadSampleError | None],
-        ended: Callable[[], bool],
-    ) -> None:
-        """Raise the error of a bad sample, put another sample into its row, or skip the row.
-
-        Args:
-            decode: decodes the sample of an index into the row, or returns why it is bad.
-            ended: whether the epoch is being ended. Asked before each replacement: there may be as many as samples.
-
-        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad, LoaderError
-        once the epoch is being ended.
-        """
-        index = int(batch.indices[row])
-        if fault.stage != "read" and cache_counts(source) is not None:
-            with new_copies():
-                again = decode(index)
-            if again is None:
-                return
-            fault = again
-        fault = fault.located(index, source.path(index))
-        if self.policy == "raise":
-            raise fault
-        self.record(fault)
-        if self.policy == "skip":
-            batch.kept[row] = False
-            return
-        position = int(batch.positions[row])
-        candidates = order.candidates(epoch, position)
-        for attempt in range(candidates):
-            if ended():
-                raise LoaderError(f"epoch {epoch} was ended while {fault} was being replaced")
-            index = order.replacement(epoch, position, attempt)
-            new_fault = decode(index)
-            if new_fault is None:
-                return
-            self.record(new_fault.located(index, source.path(index)))
-        raise TooManyBadSamples(
-            f"all {candidates} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
-        )
 
     def close(self) -> None:
         if self._file is not None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,13 +112,7 @@ class Batch(tuple[torch.Tensor, Any]):
         labels: torch.Tensor = self[1]
         return labels
 
-    @overload  # type: ignore[override]
-    def __getitem__(self, key: str) -> Any: ...
-
-    @overload
-    def __getitem__(self, key: int) -> Any: ...
-
-    def __getitem__(self, key: str | int | slice) -> Any:
+    def __getitem__(self, key: str | int | slice) -> Any:  # type: ignore[override]
         if not isinstance(key, str):
             return super().__getitem__(key)
         if key not in self.fields:

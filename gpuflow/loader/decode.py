@@ -217,9 +217,7 @@ class ChunkDecoder:
         payload, prepared = chunk.payload, chunk.prepared
         assert payload is not None
         chunk.payload = chunk.prepared = None
-        if self._plan.gpu is None:
-            return self.decode_on_cpu(payload, keys, chunk.slots, sizes)
-        return self._launch(payload, prepared, chunk.slots, ahead, sizes)
+        return self.decode_payload(payload, keys, chunk.slots, sizes, prepared, ahead)
 
     def _count_outcome(self, outcome: Outcome, sizes: Sizes) -> Faults:
         """Add what a worker did to the meters, and return its faults."""
@@ -229,17 +227,18 @@ class ChunkDecoder:
         self.meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
         return outcome.faults
 
-    def decode_payload(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes) -> Faults:
-        """Decode a payload into slots, on the GPU or the CPU as the plan says. Releases the bytes."""
-        gpu = self._plan.gpu
-        if gpu is None:
-            return self.decode_on_cpu(payload, keys, slots, sizes)
-        return self._launch(payload, gpu.prepare(payload, keys), slots, (), sizes)
+    def decode_payload(
+        self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes, prepared: Any = None, ahead: Sequence[Any] = ()
+    ) -> Faults:
+        """Decode a payload into slots on the CPU, or queue that on the GPU. Releases the bytes once that is done.
 
-    def _launch(self, payload: Payload, prepared: Any, slots: Any, ahead: Sequence[Any], sizes: Sizes) -> Faults:
-        """Queue the decoding of a prepared payload on the GPU. Its bytes are released once that is done."""
+        prepared: the payload, if it is prepared for the GPU already. ahead: see `ChunkRunner.launch`.
+        """
         gpu, device_stream = self._plan.gpu, self._plan.device_stream
-        assert gpu is not None and device_stream is not None
+        if gpu is None or device_stream is None:
+            return self.decode_on_cpu(payload, keys, slots, sizes)
+        if prepared is None:
+            prepared = gpu.prepare(payload, keys)
         if sizes is not None:
             sizes[:] = prepared.sizes
         faults = gpu.launch(prepared, slots, ahead)

@@ -100,10 +100,6 @@ class Admission:
         with suppress(queue.Empty):
             self._places.put(self._spare.get_nowait())
 
-    @property
-    def closed(self) -> bool:
-        return bool(self.stop)
-
     def close(self) -> None:
         """Refuse all threads that wait now or call `acquire` later."""
         self.stop.set()

@@ -159,8 +159,7 @@ class Progress:
 
     def begin(self) -> None:
         """Note that a `for` has begun the upcoming epoch."""
-        if self.begun:
-            self.move_to(self.following)
+        self.finish()
         self.begun = True
 
     def finish(self) -> None:

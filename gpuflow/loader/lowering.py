@@ -25,7 +25,7 @@ import torch
 from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 
-from gpuflow.errors import BadSampleError, GpuflowError, LoaderError, LoaderTimeout
+from gpuflow.errors import BadSampleError, GpuflowError, LoaderError, LoaderTimeout, TooManyBadSamples
 from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode import (
@@ -46,6 +46,8 @@ from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lock, use_stop_flag
+from gpuflow.sources import cache_counts
+from gpuflow.sources.storage import new_copies
 
 if TYPE_CHECKING:
     from gpuflow.execute.gpu.device_stream import ChunkRunner
@@ -223,7 +225,7 @@ class Feed:
             if offload is not None:
                 await self._wait_for_offloaded(chunk.batch, offload)
                 ahead.release()
-            if not admission.closed:  # else the batch may not be decoded
+            if not admission.stop:  # else the batch may not be decoded
                 finished.put(chunk.batch)  # SPDL's sink would pass it on by its event loop, later
 
         pools: list[DaemonPool] = []
@@ -343,7 +345,7 @@ class Feed:
     def _decode(self, epoch: _Epoch, chunk: Chunk) -> None:
         def read(chunk: Chunk) -> None:
             # No process has answered. A thread that decoded now could outlive the interpreter.
-            if epoch.admission.closed:
+            if epoch.admission.stop:
                 raise LoaderError("the epoch was ended")
             with self._reader.meter.work(len(chunk), chunk):
                 self._reader.read_chunk(epoch.number, chunk)
@@ -381,14 +383,14 @@ class Feed:
 
         decode: decodes what replaces bad samples into their slots.
         """
-        batch, plan = chunk.batch, self._plan
+        batch = chunk.batch
         if self._records is not None and sizes is not None:
             self._records.add(batch, chunk.start, chunk.indices, keys, sizes, faults, chunk.records)
         for i, fault in enumerate(faults):
             if fault is not None:
-                row, ended = chunk.start + i, epoch.admission.stop.__bool__
+                row = chunk.start + i
                 replace = functools.partial(self._replace, chunk, row, keys[i], decode, slots[i : i + 1])
-                plan.bad.resolve(plan.source, plan.order, epoch.number, batch, row, fault, replace, ended)
+                self._resolve(epoch, batch, row, fault, replace)
                 chunk.replacement = None
         with batch.lock:
             batch.unfinished -= 1
@@ -396,6 +398,50 @@ class Feed:
         if is_whole:
             self._delivery.deliver(epoch.number, batch)
             batch.end()
+
+    def _resolve(
+        self,
+        epoch: _Epoch,
+        batch: Assembly,
+        row: int,
+        fault: BadSampleError,
+        decode: Callable[[int], BadSampleError | None],
+    ) -> None:
+        """Raise the error of a bad sample, put another sample into its row, or skip the row.
+
+        decode: decodes the sample of an index into the row, or returns why it is bad.
+
+        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad, LoaderError
+        once the epoch is being ended.
+        """
+        source, order, bad = self._plan.source, self._plan.order, self._plan.bad
+        index = int(batch.indices[row])
+        if fault.stage != "read" and cache_counts(source) is not None:
+            with new_copies():
+                again = decode(index)
+            if again is None:
+                return
+            fault = again
+        fault = fault.located(index, source.path(index))
+        if bad.policy == "raise":
+            raise fault
+        bad.record(fault)
+        if bad.policy == "skip":
+            batch.kept[row] = False
+            return
+        position = int(batch.positions[row])
+        candidates = order.candidates(epoch.number, position)
+        for attempt in range(candidates):
+            if epoch.admission.stop:  # there may be as many attempts as samples
+                raise LoaderError(f"epoch {epoch.number} was ended while {fault} was being replaced")
+            index = order.replacement(epoch.number, position, attempt)
+            new_fault = decode(index)
+            if new_fault is None:
+                return
+            bad.record(new_fault.located(index, source.path(index)))
+        raise TooManyBadSamples(
+            f"all {candidates} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
+        )
 
     def _replace(
         self, chunk: Chunk, row: int, keys: Keys, decode: DecodePayload, slot: Any, index: int

@@ -42,7 +42,7 @@ class Share:
 
     The engines take a batch's first rows. The CPU takes the others, a few at a time and some batches ahead. It takes
     some of each batch, not a batch from time to time, so that neither waits long for the slower one. While the consumer
-    waits, the part moves to where the engines and the CPU need the same time.
+    waits, the part moves until the engines and the CPU need the same time.
 
     Args:
         part: to begin with, 0 to 1.
@@ -88,7 +88,7 @@ class Share:
 
 
 _CALLERS = 4
-"""While one reads and draws, and others wait for images that Python decodes, another keeps all threads at work."""
+"""While one reads and draws, and others wait for images that Python decodes, another keeps all threads busy."""
 _LARGEST_CHUNK, _LARGEST_SHARED_CHUNK = 32, 256
 
 
@@ -109,7 +109,7 @@ class LoaderPlan:
         gpu: decodes on the GPU; None where the CPU decodes.
         threads: that decode, or that launch work on the GPU.
         readers: threads that only read, for storage that is waited for; with 0 each decoding thread reads its own
-            chunks, which spares a hand-over.
+            chunks, so that no chunk passes from thread to thread.
         processes: worker processes that the decoding threads leave chunks to where the CPU decodes; they read, too.
         share: the part of each batch that the CPU decodes next to `gpu`, on separate threads, or None.
         prefetch: finished batches that wait for the consumer.
@@ -172,7 +172,7 @@ class LoaderPlan:
 
     @property
     def callers(self) -> int:
-        """Return how many threads of Python work on chunks at a time: a few if others share the images of these."""
+        """Return how many threads of Python work on chunks. A few are enough if native threads share the images."""
         return min(self.threads, _CALLERS) if self.shares_chunks else self.threads
 
     @property
@@ -188,8 +188,8 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
     """Decide where a pipeline of a configuration runs on a device.
 
     Raises:
-        ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
-            small.
+        ConfigError: `decode.backend` is gpu and the GPU cannot decode the pipeline; a preset cannot run on this device;
+            or `run.memory_limit` is too small.
     """
     program = _program_of(config, name)
     decoder = program.decoder

@@ -53,22 +53,6 @@ def drawn_candidate(candidates: int, attempt: int, *key: object) -> int:
     return int(permute([attempt], candidates, key64("replace", *key))[0])
 
 
-class EpochSteps(Protocol):
-    """Lists the steps of an epoch that are still to come."""
-
-    @property
-    def size(self) -> int:
-        """Return the number of samples in the whole epoch."""
-
-    def __len__(self) -> int: ...
-
-    def positions(self, step: int) -> tuple[Ints, Bools]:
-        """Return the positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
-
-    def reached(self, step: int) -> int:
-        """Return where the epoch stands after `step` of these steps, as `LoaderPlan.steps.begin` takes it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffledOrder:
     """Orders the whole source in one permutation an epoch. If `shuffle` is false, it keeps the source's order.
@@ -408,7 +392,7 @@ def _log(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class ListedSteps:
-    """Lists the batches of an epoch from number `start` on. See `EpochSteps`.
+    """Lists the batches of an epoch from number `start` on, with the methods of `Steps`.
 
     ends [steps]: how many samples come up to the end of each batch of the whole epoch. rank, world_size: see
     `ListedEpochs`.
@@ -435,14 +419,18 @@ class ListedSteps:
         return self.start + step
 
 
+EpochSteps = Steps | ListedSteps
+"""Lists the steps of an epoch that are still to come."""
+
+
 @final
 class ListedEpochs:
     """Orders samples and divides them into steps, as `draw` lists both when an epoch begins. See `Order` and `Steps`.
 
     The ranks take turns, sample by sample: the i-th sample of rank r of W has the position i*W + r. So samples of
     different ranks draw different random numbers, and those of `torch.utils.data.DistributedSampler`, which deals out
-    one sequence in this way, draw the same on any number of ranks. An epoch that is resumed goes on from the number of
-    a batch.
+    one sequence in this way, draw the same on any number of ranks. A resumed epoch continues from the
+    number of a batch.
 
     Args:
         draw: gets the epoch and the number of the first batch that is still to come, and returns the indices of this

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem, show
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.cpu.targets import TargetMapper
+from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, passes_of
 from gpuflow.loader.records import target_mapper, to_tensors
 from gpuflow.pipeline.records import Column, Field, Ragged, Records, RecordValue, values_of
@@ -32,7 +33,6 @@ from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import SourceSpec
 
 if TYPE_CHECKING:
-    from gpuflow.execute.gpu.device_stream import DeviceStream
     from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 
 Images = torch.Tensor | Sequence[torch.Tensor]
@@ -65,7 +65,7 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
             raise refused(rule, "stages", i, stage.stage_name, action="remove the stage, or use gpuflow.load")
     targets = target_mapper(config, name, _moved_fields(config.source))
     target = Ranks.on_host().device(device)
-    runner: _Runner
+    runner: _CpuRunner | _GpuRunner
     if target.type == "cuda":
         found: list[tuple[Pass, ...]] = []
         for one in program.programs if isinstance(program, ViewsProgram) else [program]:
@@ -81,17 +81,6 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
     return Transform(program, config.source.seed, target, runner, targets)
 
 
-class _Runner(Protocol):
-    """Runs a program's stages on N checked images."""
-
-    def run_stages(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
-        """Return the batch. shapes: [C, H, W] of each image. Raises BadSampleError."""
-        ...
-
-    def close(self) -> None:
-        """End its threads."""
-
-
 @final
 class Transform:
     """Runs the stages of one pipeline, after decoding, on batches of decoded images. Any thread may call it.
@@ -104,7 +93,7 @@ class Transform:
         program: AnyProgram,
         seed: int,
         device: torch.device,
-        runner: _Runner,
+        runner: _CpuRunner | _GpuRunner,
         targets: TargetMapper | None = None,
     ) -> None:
         """Take the parts that `build_transform` makes. targets: maps fields that follow the moves of pixels."""
@@ -276,6 +265,7 @@ class _CpuRunner:
         self._pool: DaemonPool | None = None
 
     def run_stages(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
+        """Return the batch of N checked images. shapes: [C, H, W] of each image. Raises BadSampleError."""
         if self._pid != os.getpid():  # in a forked child, without its parent's threads, which may have held these locks
             self._begin()
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
@@ -342,8 +332,8 @@ class _GpuRunner:
         self._lock = threading.Lock()
 
     def run_stages(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
+        """Queue the work on N checked images, and return their batch. As `_CpuRunner.run_stages`."""
         from gpuflow.execute.gpu.device_passes import interleaved
-        from gpuflow.execute.gpu.device_stream import allocate_slots
 
         device_stream, passes = self._of_current_stream()
         with device_stream.queued():
@@ -362,7 +352,6 @@ class _GpuRunner:
             return views
 
     def _of_current_stream(self) -> tuple[DeviceStream, list[RepeatedPasses]]:
-        from gpuflow.execute.gpu.device_stream import DeviceStream
         from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 
         stream = torch.cuda.current_stream(self._device)

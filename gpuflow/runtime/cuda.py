@@ -40,7 +40,7 @@ def request_queues() -> None:
 
 
 def warn_if_late() -> None:
-    """Log once that this process used the GPU before it imported gpuflow, what that costs, and how to mend it."""
+    """Log once that this process used the GPU before it imported gpuflow, what that costs, and how to avoid it."""
     global _late
     if _late:
         _late = False

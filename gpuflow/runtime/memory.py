@@ -107,7 +107,7 @@ def shared_block(memory: Array) -> SharedBlock | None:
 
 def shared_keys() -> set[int]:
     """Return the keys of all open regions."""
-    return _here().keys()
+    return {region.key for region in tuple(_here().regions)}
 
 
 _keys = itertools.count()
@@ -174,12 +174,9 @@ class _SharedMemory:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.blocks: dict[int, SharedBlock] = {}
-        self._regions: list[_Region] = []
+        self.regions: list[_Region] = []
         self._lock = threading.Lock()
         self._unreferenced: deque[tuple[int, _Region, SharedBlock]] = deque()
-
-    def keys(self) -> set[int]:
-        return {region.key for region in tuple(self._regions)}
 
     def allocate(self, size: int) -> Bytes:
         """Allocate `size` bytes, which views of the array keep. Raises OSError where there is no memory to share."""
@@ -197,12 +194,12 @@ class _SharedMemory:
         return memory
 
     def _acquire(self, length: int) -> tuple[_Region, int]:
-        for region in self._regions:
+        for region in self.regions:
             start = region.acquire(length)
             if start is not None:
                 return region, start
         region = _new_region(length)
-        self._regions.append(region)
+        self.regions.append(region)
         start = region.acquire(length)
         assert start is not None
         return region, start
@@ -220,7 +217,7 @@ class _SharedMemory:
                     del self.blocks[address]
                     region.release(block.start, block.length)
                     if region.unused:
-                        self._regions.remove(region)
+                        self.regions.remove(region)
                         region.close()
             finally:
                 self._lock.release()

@@ -258,11 +258,9 @@ def _group_quota(folder: Path) -> float | None:
 
     `cpu.max` holds `400000 100000` or `max 100000` microseconds. Version 1 has a file for each number, and -1.
     """
-    if (both := _text(folder / "cpu.max")) is not None:
-        quota, period = both.split()
-    else:
-        quota = (_text(folder / "cpu.cfs_quota_us") or "-1").strip()
-        period = (_text(folder / "cpu.cfs_period_us") or "100000").strip()
+    if (both := _text(folder / "cpu.max")) is None:
+        both = f"{_text(folder / 'cpu.cfs_quota_us') or -1} {_text(folder / 'cpu.cfs_period_us') or 100000}"
+    quota, period = both.split()
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 

@@ -327,7 +327,7 @@ def test_nothing_is_decoded_in_place_of_a_process_once_the_epoch_was_ended(
 
     def release() -> None:
         end = time.monotonic() + 60
-        while not admission.closed and time.monotonic() < end:
+        while not admission.stop and time.monotonic() < end:
             time.sleep(0.01)
         ended.set()
 
@@ -343,7 +343,7 @@ def test_nothing_is_decoded_in_place_of_a_process_once_the_epoch_was_ended(
         loader.reset()
         releasing.join(60)
         loader._feed.wait()
-        assert admission.closed and read == []
+        assert admission.stop and read == []
 
 
 def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path, python_with_torch: Python) -> None:
