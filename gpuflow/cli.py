@@ -657,7 +657,7 @@ def bench(
     for name in dict.fromkeys(job.workload for job in jobs):
         _print(f"{titles[name]}: {source}")
         _print(b.table({job: values for job, values in rates.items() if job.workload == name}, busy))
-    _plot("worker_scaling", results)
+    _plot("lines", "worker_scaling", results)
 
 
 def _counts(option: str, text: str) -> list[int]:
@@ -670,12 +670,12 @@ def _counts(option: str, text: str) -> list[int]:
     return counts
 
 
-def _plot(figure: str, results: Path) -> None:
-    """Draw results next to their file, by the module of this name in plots."""
+def _plot(module: str, function: str, results: Path) -> None:
+    """Draw results next to their file, by a function of a module in plots."""
     from gpuflow.errors import MissingExtra
 
     try:
-        draw = importlib.import_module(f"gpuflow.plots.{figure}").draw
+        draw = getattr(importlib.import_module(f"gpuflow.plots.{module}"), function)
     except ImportError as error:
         raise MissingExtra("the plot", "matplotlib", "plots") from error
     for written in (results, *draw(results, results.with_suffix(""))):
@@ -1092,7 +1092,7 @@ def evaluate(
     for file in others:
         _print(f"wrote {file}")
     if importlib.util.find_spec("matplotlib"):
-        _plot("confusion", confusion)
+        _plot("confusion", "draw", confusion)
     else:
         _print(f"wrote {confusion}; its picture needs pip install 'gpuflow[plots]'")
 
@@ -1142,7 +1142,7 @@ def load_test(
     results = out / "load_test.csv"
     write_results(results, loadtest.rows(points, arm=name, workload=data.name))
     if all(point.latency is not None for point in points):
-        _plot("load_test", results)
+        _plot("lines", "load_test", results)
     else:
         _print(f"wrote {results}; without a plot, as a measurement has no answers")
     if stopped is not None:

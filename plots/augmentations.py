@@ -52,7 +52,7 @@ class _Picture:
 
 
 def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
-    """Draw pictures.npz as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""
+    """Draw pictures.npz as OUT_STEM.svg and OUT_STEM.png. Return their paths."""
     about, stages = _read(pictures_npz)
     rows = -(-len(stages) // _COLUMNS)
     group = len(_FORMS) * (_CELL + _GAP) + _GROUP_GAP
@@ -87,7 +87,7 @@ def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
 
 
 def _draw_picture(axes: Any, left: float, top: float, picture: _Picture, *, heads: bool) -> None:
-    """The three forms of one magnitude next to each other, with the magnitude and the difference below."""
+    """Draw the three forms of one magnitude in a row, with the magnitude and the difference below them."""
     for form, (name, pixels) in enumerate(zip(_FORMS, (picture.cpu, picture.gpu, picture.amplified), strict=True)):
         x = left + form * (_CELL + _GAP)
         rows, columns = pixels.shape[:2]
@@ -104,7 +104,7 @@ def _draw_picture(axes: Any, left: float, top: float, picture: _Picture, *, head
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[_Picture]]]:
-    """What the file says about itself, and the pictures of each stage."""
+    """Return what the file says about itself, and the pictures of each stage."""
     with np.load(path, allow_pickle=False) as file:
         if "about" not in file:
             raise ValueError(f"{path} must have the array `about`; make it with experiments/augment/pictures.py")
@@ -119,4 +119,4 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[_Picture]]]:
 
 
 if __name__ == "__main__":
-    style.main(draw, "plots.augmentations")
+    style.main("plots.augmentations", draw)

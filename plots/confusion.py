@@ -6,7 +6,6 @@ python -m plots.confusion confusion.csv OUT_STEM
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ _NAMED, _NUMBERED = 40, 16
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
-    """Draw confusion.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""
+    """Draw confusion.csv as OUT_STEM.svg and OUT_STEM.png. Return their paths."""
     with results_path.open(newline="") as file:
         header, *rows = csv.reader(file)
     names, counts = header[1:], np.array([row[1:] for row in rows], dtype=np.int64)
@@ -48,4 +47,4 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    style.main(draw, "plots.confusion", sys.argv[1:])
+    style.main("plots.confusion", draw)

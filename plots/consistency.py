@@ -7,7 +7,6 @@ A column for each task, a row for each training. Workloads are `TASK; train=WAY;
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -44,7 +43,7 @@ Series = dict[tuple[str, str], style.Result]
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
-    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""
+    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Return their paths."""
     results = style.read_results(results_path, metric="recall_difference")
     panels, model = _panels(results_path, results)
     tasks, trainings = (list(dict.fromkeys(key[part] for key in panels)) for part in (0, 1))
@@ -55,14 +54,8 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
     with style.figure_style():
         figure = Figure(figsize=(width, height))
         grid = figure.subplots(len(trainings), len(tasks), sharex="col", sharey=True, squeeze=False)
-        figure.subplots_adjust(
-            left=_LEFT / width,
-            right=1 - 0.2 / width,
-            top=1 - _TOP / height,
-            bottom=_BOTTOM / height,
-            wspace=0.06,
-            hspace=_BETWEEN / panel_height,
-        )
+        hspace = _BETWEEN / panel_height
+        style.margins(figure, left=_LEFT, right=0.2, top=_TOP, bottom=_BOTTOM, wspace=0.06, hspace=hspace)
         for line, training in enumerate(trainings):
             for column, task in enumerate(tasks):
                 axes = grid[line][column]
@@ -76,10 +69,9 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
             axes.set_xlabel("difference of recall, points")
         seeds = max(result.repeats for result in results)
         subtitle = f"points against validation; means and 95% t intervals over {seeds} seeds; {model}"
-        style.title(figure, "What recall loses when serving prepares images in another way", subtitle)
         _legend(figure, height)
-        style.footer(figure, results)
-        return style.save(figure, out_stem)
+        heading = "What recall loses when serving prepares images in another way"
+        return style.finish(figure, out_stem, results, heading, subtitle)
 
 
 def _panels(path: Path, results: list[style.Result]) -> tuple[dict[tuple[str, str], Series], str]:
@@ -136,4 +128,4 @@ def _legend(figure: Figure, height: float) -> None:
 
 
 if __name__ == "__main__":
-    style.main(draw, "plots.consistency", sys.argv[1:])
+    style.main("plots.consistency", draw)

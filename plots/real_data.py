@@ -10,8 +10,6 @@ and what is done with them: `web; resnet18`.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -34,23 +32,18 @@ TRAININGS = {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "compiled_resnet1
 
 _HOW = "JPEG engines: nothing else runs, calls of one chroma sampling; lines: all repeats"
 
-Table = dict[str, dict[str, dict[str, style.Result]]]
-"""For each kind and workload its arms."""
-
 _WIDTH, _LINE, _HEADING, _TOP, _BOTTOM = 13.0, 0.3, 0.72, 1.2, 1.05  # inches
 _NUMBERS, _NAMES, _GAP, _COLUMN, _MARGIN = 0.75, 1.85, 0.2, 0.85, 0.3  # inches
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
-    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""
+    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Return their paths."""
     rates = [row for row in style.read_results(results_path, metric="images_per_s") if _workload(row)[1] == "alone"]
     if not rates:
         raise ValueError(f"{results_path} must have a workload that ends in `; alone`, found none")
-    try:
-        ratios = [row for row in style.read_results(results_path, metric="step_ratio") if _workload(row)[1] != "alone"]
-    except ValueError:
-        ratios = []
-    alone, fed = _table(results_path, rates), _table(results_path, ratios)
+    ratios = style.read_results(results_path, metric="step_ratio", may_lack=True)
+    ratios = [row for row in ratios if _workload(row)[1] != "alone"]
+    alone, fed = (style.table(results_path, rows, lambda row: (*_workload(row), row.arm)) for rows in (rates, ratios))
     kinds = sorted({**alone, **fed}, key=lambda kind: [*KINDS, kind].index(kind))
     arms, trained = style.arms_of(rates), style.arms_of(ratios)
     lines = [max(len(alone.get(kind, {}).get("alone", {})), len(fed.get(kind, {})), 1) for kind in kinds]
@@ -71,7 +64,13 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
             bottom, tall = (top - _LINE * count) / height, _LINE * count / height
             if kind in alone:
                 axes = figure.add_axes((labels / _WIDTH, bottom, wide / _WIDTH, tall))
-                _rates(axes, alone[kind]["alone"], arms, fastest, count)
+                rows = [alone[kind]["alone"][name] for name in arms if name in alone[kind]["alone"]]
+                style.bars(
+                    axes, rows, arms, [f"{row.value:,.0f}" for row in rows], height=0.72, capsize=3, gap=7, fontsize=12
+                )
+                axes.set_xlim(0, fastest or 1)
+                style.without_x(axes)
+                axes.set_ylim(count - 0.5, -0.5)  # as many lines as the panel on the right
             if kind in fed:
                 part = len(fed[kind]) / count
                 axes = figure.add_axes((right / _WIDTH, bottom + tall * (1 - part), wide / _WIDTH, tall * part))
@@ -82,48 +81,13 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
         headings += [(right, "training: part of its speed on a resident batch")] if fed else []
         for x, text in headings:
             figure.text(x / _WIDTH, place, text, fontsize=12, color=style.GRAY, va="bottom")
-        style.title(figure, "Loading and training on ordinary photographs", _HOW)
-        style.footer(figure, [*rates, *ratios])
-        return style.save(figure, out_stem)
+        return style.finish(figure, out_stem, [*rates, *ratios], "Loading and training on ordinary photographs", _HOW)
 
 
 def _workload(row: style.Result) -> tuple[str, str]:
-    """The kind of photographs and the workload."""
+    """Return the kind of photographs, and what is done with them."""
     kind, _, workload = row.workload.rpartition("; ")
     return kind, workload
-
-
-def _table(path: Path, results: Sequence[style.Result]) -> Table:
-    table: Table = {}
-    for row in results:
-        kind, workload = _workload(row)
-        if table.setdefault(kind, {}).setdefault(workload, {}).setdefault(row.arm, row) is not row:
-            raise ValueError(f"{path} must have one row for {row.arm!r} in {row.workload!r}, got several")
-    return table
-
-
-def _rates(axes: Axes, found: dict[str, style.Result], arms: dict[str, style.Arm], fastest: float, lines: int) -> None:
-    """A bar for each arm, with its value at the end."""
-    shown = [name for name in arms if name in found]
-    for place, name in enumerate(shown):
-        row = found[name]
-        axes.barh(place, row.value, height=0.72, color=arms[name].color)
-        _spread(axes, row, place, style.INK)
-        axes.annotate(
-            f"{row.value:,.0f}",
-            xy=(row.high, place),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=12,
-            fontweight="bold",
-            annotation_clip=False,
-        )
-    axes.set_yticks(range(len(shown)), [arms[name].label for name in shown], fontsize=12)
-    axes.set_xlim(0, fastest or 1)
-    axes.set_xticks([])
-    axes.spines["bottom"].set_visible(False)
-    _lines(axes, lines)
 
 
 def _ratios(
@@ -133,7 +97,7 @@ def _ratios(
     slowest: float,
     width: float,
 ) -> None:
-    """A line for each training with a point for each arm; the values stand in columns on the right."""
+    """Draw a line for each training with a point for each arm; the values stand in columns on the right."""
     shown = sorted(trainings, key=lambda training: [*TRAININGS, training].index(training))
     for place, training in enumerate(shown):
         found = trainings[training]
@@ -142,7 +106,7 @@ def _ratios(
         for column, (name, arm) in enumerate(arms.items()):
             if name not in found:
                 continue
-            _spread(axes, found[name], place, arm.color)
+            style.spread(axes, found[name], place, arm.color)
             axes.plot(found[name].value, place, arm.marker, color=arm.color, markeredgecolor="white", zorder=3)
             _in_column(axes, column, place, f"{found[name].value:.3f}", arm, width)
     for column, arm in enumerate(arms.values()):
@@ -155,11 +119,12 @@ def _ratios(
     axes.axvline(1.0, color=style.GRAY, linewidth=1.2)
     axes.spines["bottom"].set_visible(False)
     axes.spines["left"].set_visible(False)
-    _lines(axes, len(shown))
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
 
 
 def _in_column(axes: Axes, column: int, place: float, text: str, arm: style.Arm, width: float) -> None:
-    """A text to the right of a panel of this width in inches."""
+    """Write a text to the right of a panel of this width in inches."""
     x = 1 + (0.2 + _COLUMN * column) / width
     axes.text(
         x,
@@ -174,16 +139,5 @@ def _in_column(axes: Axes, column: int, place: float, text: str, arm: style.Arm,
     )
 
 
-def _spread(axes: Axes, row: style.Result, place: float, color: str) -> None:
-    spread = [[max(0.0, row.value - row.low)], [max(0.0, row.high - row.value)]]
-    axes.errorbar(row.value, place, xerr=spread, color=color, linewidth=1.3, capsize=3)
-
-
-def _lines(axes: Axes, lines: int) -> None:
-    """Lines of the same height in the panels of a kind, the first one at the top."""
-    axes.set_ylim(lines - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-
-
 if __name__ == "__main__":
-    style.main(draw, "plots.real_data", sys.argv[1:])
+    style.main("plots.real_data", draw)

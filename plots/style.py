@@ -11,7 +11,7 @@ import csv
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -113,8 +113,10 @@ class Result:
     date: str
 
 
-def read_results(path: Path, *, metric: str) -> list[Result]:
+def read_results(path: Path, *, metric: str, may_lack: bool = False) -> list[Result]:
     """Read the rows of one metric, in the order of the file. An empty `low` or `high` equals the value.
+
+    may_lack: return no rows for a metric that the file does not have.
 
     Raises:
         ValueError: a column or the metric is missing, or a number cannot be read.
@@ -126,7 +128,7 @@ def read_results(path: Path, *, metric: str) -> list[Result]:
         if missing := [name for name in names if name not in (reader.fieldnames or [])]:
             raise ValueError(f"{path} must have the columns {', '.join(names)}; it lacks {', '.join(missing)}")
         rows = [(reader.line_num, row) for row in reader if row["metric"] == metric]
-    if not rows:
+    if not rows and not may_lack:
         raise ValueError(f"{path} must have rows of the metric {metric}, found none; run the experiment that writes it")
     results = []
     for line, row in rows:
@@ -147,8 +149,38 @@ def split_workload(workload: str) -> tuple[str, dict[str, str]]:
     return "; ".join(part for part in parts if "=" not in part), settings
 
 
+def count_of(path: Path, result: Result, setting: str) -> tuple[str, int]:
+    """Return a result's workload without a setting that is a number, and that number.
+
+    Raises:
+        ValueError: the workload has no such setting.
+    """
+    text, settings = split_workload(result.workload)
+    count = settings.pop(setting, "")
+    if not count.isdecimal():
+        raise ValueError(f"{path} workload must end in `; {setting}=N`, got {result.workload!r}")
+    return "; ".join(filter(None, [text, *(f"{key}={value}" for key, value in settings.items())])), int(count)
+
+
+def table(path: Path, results: Iterable[Result], keys: Callable[[Result], Sequence[Hashable]]) -> dict[Any, Any]:
+    """Arrange results in nested dictionaries, by the keys of each.
+
+    Raises:
+        ValueError: two results have the same keys.
+    """
+    nested: dict[Any, Any] = {}
+    for result in results:
+        *outer, last = keys(result)
+        inner = nested
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        if inner.setdefault(last, result) is not result:
+            raise ValueError(f"{path} must have one row for {result.arm!r} in {result.workload!r}, got several")
+    return nested
+
+
 def arms_of(results: Iterable[Result]) -> dict[str, Arm]:
-    """How to draw each arm of these results, known arms first. Unknown arms get spare colours in order."""
+    """Return how to draw each arm of these results, known arms first. Unknown arms get spare colours in order."""
     names = list(dict.fromkeys(result.arm for result in results))
     spare = itertools.cycle(_SPARE)
     known = {name: arm for name, arm in ARMS.items() if name in names}
@@ -198,6 +230,65 @@ def count_axis(axes: Axes, which: str) -> None:
     axis.grid(True)
 
 
+def without_x(axes: Axes) -> None:
+    """Hide the x axis of a panel whose bars have their values next to them."""
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+
+
+def spread(axes: Axes, result: Result, place: float, color: str, capsize: float = 3) -> None:
+    """Draw the range of a result's repeats as a horizontal line at `place`."""
+    ranges = [[max(0.0, result.value - result.low)], [max(0.0, result.high - result.value)]]
+    axes.errorbar(result.value, place, xerr=ranges, color=color, linewidth=1.3, capsize=capsize)
+
+
+def bars(
+    axes: Axes,
+    results: Sequence[Result],
+    arms: Mapping[str, Arm],
+    texts: Iterable[str],
+    *,
+    height: float,
+    capsize: float,
+    gap: float,
+    fontsize: float | None = None,
+) -> None:
+    """Draw a bar for each result from the top down, with its spread, a text at its end and its arm's name.
+
+    Args:
+        axes: to draw in.
+        results: of which each gets a bar.
+        arms: how to draw each arm.
+        texts: what is written at the ends.
+        height: of a bar, as a part of its row.
+        capsize: of the spread's ends, in points.
+        gap: between a bar and its text, in points.
+        fontsize: of texts and names; None for the figure's.
+    """
+    for place, (result, text) in enumerate(zip(results, texts, strict=True)):
+        axes.barh(place, result.value, height=height, color=arms[result.arm].color)
+        spread(axes, result, place, INK, capsize)
+        axes.annotate(
+            text,
+            xy=(result.high, place),
+            xytext=(gap, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=fontsize,
+            fontweight="bold",
+            annotation_clip=False,
+        )
+    axes.set_yticks(range(len(results)), [arms[result.arm].label for result in results], fontsize=fontsize)
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+
+
+def margins(figure: Figure, *, left: float, right: float, top: float, bottom: float, **between: float) -> None:
+    """Set the margins around a figure's panels in inches. between: `wspace` and `hspace`, in sizes of a panel."""
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height, **between)
+
+
 def spread_apart(places: Sequence[float], gap: float, lowest: float = -math.inf) -> list[float]:
     """Move positions as little as needed to be `gap` apart and not below `lowest`, and keep their order."""
     order = sorted(range(len(places)), key=places.__getitem__)
@@ -217,8 +308,15 @@ def spread_apart(places: Sequence[float], gap: float, lowest: float = -math.inf)
     return moved
 
 
+def finish(figure: Figure, stem: Path, results: Sequence[Result], heading: str, subtitle: str) -> list[Path]:
+    """Add the title and the footer, and save the figure. Return what `save` does."""
+    title(figure, heading, subtitle)
+    footer(figure, results)
+    return save(figure, stem)
+
+
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write stem.svg and stem.png, byte for byte the same for the same figure."""
+    """Write stem.svg and stem.png, byte for byte the same for the same figure, and return their paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "png": {"Software": None}}
     paths = [stem.with_name(f"{stem.name}.{ending}") for ending in metadata]
@@ -227,12 +325,19 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     return paths
 
 
-def main(draw: Callable[[Path, Path], list[Path]], prog: str, arguments: Sequence[str] | None = None) -> None:
-    """The command line of every figure: RESULTS OUT_STEM."""
+Draw = Callable[[Path, Path], list[Path]]
+"""Draws the figure of a results.csv as OUT_STEM.svg and OUT_STEM.png, and returns their paths."""
+
+
+def main(prog: str, *figures: Draw, arguments: Sequence[str] | None = None) -> None:
+    """Run the command line of a module: RESULTS OUT_STEM, with a figure's name before them if there are several."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description="Draw results.csv as OUT_STEM.svg and .png.")
+    if len(figures) > 1:
+        parser.add_argument("figure", choices=[draw.__name__ for draw in figures], help="which figure")
     parser.add_argument("results", type=Path, help="a results.csv")
     parser.add_argument("out_stem", type=Path, help="where to write, without the ending")
     parsed = parser.parse_args(arguments)
+    draw = next(draw for draw in figures if draw.__name__ == getattr(parsed, "figure", draw.__name__))
     try:
         paths = draw(parsed.results, parsed.out_stem)
     except (OSError, ValueError) as error:

@@ -66,11 +66,11 @@ def main() -> None:
         *order(),
         *memory(quick),
     ]
-    from gpuflow.plots import loader_cpu
+    from gpuflow.plots import bars
     from gpuflow.tools.bench import write_results
 
     write_results(HERE / "results.csv", rows)
-    for path in loader_cpu.draw(HERE / "results.csv", HERE / "images_per_s"):
+    for path in bars.loader_cpu(HERE / "results.csv", HERE / "images_per_s"):
         print("wrote", path)
 
 
@@ -102,7 +102,7 @@ def measured(jobs: dict[Job, str], quick: bool) -> dict[Job, list[float]]:
 
 def own_photographs(folder: Path, quick: bool) -> None:
     """Measure OWN_ARMS on a folder of classes with each of OWN_CONFIGS, and a worker for each core."""
-    from gpuflow.plots import loader_cpu
+    from gpuflow.plots import bars
     from gpuflow.tools.bench import Job, row, write_results
 
     source = (f"source.folder={folder}",)
@@ -125,7 +125,7 @@ def own_photographs(folder: Path, quick: bool) -> None:
         for job, (name, workload) in jobs.items()
     ]
     write_results(HERE / f"{folder.name}.csv", rows)
-    for path in loader_cpu.draw(HERE / f"{folder.name}.csv", HERE / folder.name):
+    for path in bars.loader_cpu(HERE / f"{folder.name}.csv", HERE / folder.name):
         print("wrote", path)
 
 

@@ -123,9 +123,9 @@ def main() -> None:
     for line in compare(rounds.rows()):
         print(line)
     if options.repeats and charted:  # the chart shows no bounds
-        from gpuflow.plots import load_test
+        from gpuflow.plots import lines
 
-        for path in load_test.draw(options.out, options.out.with_name("service")):
+        for path in lines.load_test(options.out, options.out.with_name("service")):
             print("wrote", path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from plots import loader_cpu
+from plots import bars
 from tests.experiments.scripts import imported
 
 HERE = Path(__file__).parents[2] / "experiments" / "peers"
@@ -137,5 +137,5 @@ def test_what_is_measured_is_not_measured_again(
     assert {arm: row["value"] for arm, row in rows.items()} == {"gpuflow": "1001", "dataloader": "1005"}
     assert rows["gpuflow"]["versions"] == rows["dataloader"]["versions"] == "some x 1"
     assert "dali-mixed" in (tmp_path / "gpu.csv").read_text()
-    svg, _ = loader_cpu.draw(tmp_path / "results.csv", tmp_path / "figure")
+    svg, _ = bars.loader_cpu(tmp_path / "results.csv", tmp_path / "figure")
     assert "1,001" in svg.read_text()

@@ -18,7 +18,7 @@ import torch
 import yaml
 from PIL import Image
 
-from plots import worker_scaling
+from plots import lines
 from tests.datasets import make_photos
 from tests.experiments.scripts import imported
 
@@ -215,5 +215,5 @@ def test_what_is_measured_is_not_measured_again(
     assert "left out: gpuflow-gpu: it needs a GPU" in printed
     assert ("left out: transfer: this workload needs a GPU" in printed) == (not options)
     if options:
-        svg, _ = worker_scaling.draw(tmp_path / "results.csv", tmp_path / "figure")
+        svg, _ = lines.worker_scaling(tmp_path / "results.csv", tmp_path / "figure")
         assert "gpuflow  8,000" in svg.read_text()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plots import epoch_time, extension, gpu_path, load_test, loader_cpu, real_data, style, worker_scaling
+from plots import bars, lines, real_data, style
 
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
@@ -47,18 +47,18 @@ def texts(svg: Path) -> set[str]:
 
 
 CASES = {
-    "scaling": (worker_scaling.draw, [f"train 128; batch=64; workers={n}" for n in (1, 2, 4, 8)], tuple(ARMS)),
-    "scaling panels": (worker_scaling.draw, [f"{k}; workers={n}" for k in ("a", "b") for n in (1, 9)], tuple(ARMS)),
-    "one number of workers": (worker_scaling.draw, ["train; workers=4"], tuple(ARMS)),
-    "bars": (loader_cpu.draw, ["train 128; workers=2"], tuple(ARMS)),
-    "gpu": (gpu_path.draw, ["random_resized_crop 224; batch=256"], tuple(ARMS)),
-    "panels": (loader_cpu.draw, ["train 128; workers=2", "val 128; workers=2", "val 224; workers=2"], tuple(ARMS)),
-    "devices": (extension.draw, ["cpu, 375x500", "cuda, 375x500"], ("gpuflow", "spdl", "plain")),
+    "scaling": (lines.worker_scaling, [f"train 128; batch=64; workers={n}" for n in (1, 2, 4, 8)], tuple(ARMS)),
+    "scaling panels": (lines.worker_scaling, [f"{k}; workers={n}" for k in ("a", "b") for n in (1, 9)], tuple(ARMS)),
+    "one number of workers": (lines.worker_scaling, ["train; workers=4"], tuple(ARMS)),
+    "bars": (bars.loader_cpu, ["train 128; workers=2"], tuple(ARMS)),
+    "gpu": (bars.gpu_path, ["random_resized_crop 224; batch=256"], tuple(ARMS)),
+    "panels": (bars.loader_cpu, ["train 128; workers=2", "val 128; workers=2", "val 224; workers=2"], tuple(ARMS)),
+    "devices": (bars.extension, ["cpu, 375x500", "cuda, 375x500"], ("gpuflow", "spdl", "plain")),
     "kinds": (real_data.draw, ON_KINDS, ("gpuflow", "dali")),
     "kinds without training": (real_data.draw, ["same; alone"], tuple(ARMS)),
-    "trainings": (epoch_time.draw, ["resnet18; epochs=5", "resnet50; epochs=5"], TRAINING),
-    "load": (load_test.draw, [f"{size}; clients={n}" for size in ("small", "large") for n in (1, 5, 40)], SERVED),
-    "one number of clients": (load_test.draw, ["photos; batch=1; clients=10"], ("service",)),
+    "trainings": (bars.epoch_time, ["resnet18; epochs=5", "resnet50; epochs=5"], TRAINING),
+    "load": (lines.load_test, [f"{size}; clients={n}" for size in ("small", "large") for n in (1, 5, 40)], SERVED),
+    "one number of clients": (lines.load_test, ["photos; batch=1; clients=10"], ("service",)),
 }
 cases = pytest.mark.parametrize(("draw", "workloads", "arms"), CASES.values(), ids=CASES)
 
@@ -88,14 +88,14 @@ def test_nothing_is_clipped(draw: Draw, workloads: list[str], arms: tuple[str, .
 
 def test_a_ratio_stands_at_every_bar_but_the_baseline(tmp_path: Path) -> None:
     arms = ("gpuflow", "dataloader", "bare threads")
-    svg, _ = loader_cpu.draw(results(tmp_path / "results.csv", "train; workers=2", arms=arms), tmp_path / "figure")
+    svg, _ = bars.loader_cpu(results(tmp_path / "results.csv", "train; workers=2", arms=arms), tmp_path / "figure")
     assert {"1,500   3.0x", "500", "12,345   25x"} <= texts(svg)
 
 
 def test_kinds_have_a_row_each_with_the_engines_and_the_ratios(tmp_path: Path) -> None:
     path = results(tmp_path / "results.csv", *ON_KINDS, arms=("gpuflow", "dali", "engines"))
-    lines = path.read_text().splitlines()
-    kept = [line for line in lines if not (line.startswith("engines") and "step_ratio" in line)]
+    rows = path.read_text().splitlines()
+    kept = [line for line in rows if not (line.startswith("engines") and "step_ratio" in line)]
     path.write_text("\n".join(kept) + "\n")
     svg, _ = real_data.draw(path, tmp_path / "figure")
     found = re.findall(r"<!-- (.*?) -->", svg.read_text())
@@ -110,13 +110,13 @@ IDEAL = "ideal: gpuflow, 1 worker x N"
 
 def test_the_legend_of_one_workload_has_the_last_values(tmp_path: Path) -> None:
     workloads, arms = [f"train; workers={n}" for n in (1, 2, 4)], ("gpuflow", "spdl")
-    svg, _ = worker_scaling.draw(results(tmp_path / "results.csv", *workloads, arms=arms), tmp_path / "figure")
+    svg, _ = lines.worker_scaling(results(tmp_path / "results.csv", *workloads, arms=arms), tmp_path / "figure")
     assert {"gpuflow  4,500", "SPDL  30", "1", "2", "4", IDEAL} <= texts(svg)
 
 
 def test_each_workload_has_a_panel_and_all_share_a_legend(tmp_path: Path) -> None:
     workloads = ["decode: own; workers=1", "transfer: own; workers=1", "web; batch=2; workers=1"]
-    svg, _ = worker_scaling.draw(
+    svg, _ = lines.worker_scaling(
         results(tmp_path / "results.csv", *workloads, arms=("gpuflow", "spdl")), tmp_path / "figure"
     )
     found = re.findall(r"<!-- (.*?) -->", svg.read_text())
@@ -127,13 +127,13 @@ def test_each_workload_has_a_panel_and_all_share_a_legend(tmp_path: Path) -> Non
 
 def test_the_ideal_line_ends_at_the_number_of_cores_and_needs_one_worker(tmp_path: Path) -> None:
     path = results(tmp_path / "results.csv", *[f"w; workers={n}" for n in (1, 4, 16)], arms=("gpuflow",))
-    svg, _ = worker_scaling.draw(path, tmp_path / "figure")
+    svg, _ = lines.worker_scaling(path, tmp_path / "figure")
     path.write_text(path.read_text().replace("a machine with a rather long name, ", "4 cores of X"))
-    on_four, _ = worker_scaling.draw(path, tmp_path / "four")
+    on_four, _ = lines.worker_scaling(path, tmp_path / "four")
     ends = [max(float(x) for x in re.findall(r"L (\d+\.\d+) ", dashed(file))) for file in (svg, on_four)]
     assert ends[1] < ends[0]
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "workers=1," not in line))
-    without, _ = worker_scaling.draw(path, tmp_path / "without")
+    without, _ = lines.worker_scaling(path, tmp_path / "without")
     assert IDEAL not in texts(without)
 
 
@@ -146,16 +146,16 @@ def dashed(svg: Path) -> str:
 def test_a_panel_is_of_one_machine(tmp_path: Path) -> None:
     path = results(tmp_path / "results.csv", *[f"w; workers={n}" for n in (1, 2)], arms=("gpuflow", "spdl"))
     machine = '"' + "a machine with a rather long name, " * 3 + '"'
-    lines = [line.replace(machine, "A" if "workers=1" in line else "B") for line in path.read_text().splitlines()]
-    path.write_text("\n".join(lines) + "\n")
+    rows = [line.replace(machine, "A" if "workers=1" in line else "B") for line in path.read_text().splitlines()]
+    path.write_text("\n".join(rows) + "\n")
     with pytest.raises(ValueError, match="machine") as caught:
-        worker_scaling.draw(path, tmp_path / "figure")
+        lines.worker_scaling(path, tmp_path / "figure")
     assert str(caught.value) == f"{path} must have 'w' of one machine, got A and B; measure all of it on one"
 
 
 def test_loads_are_labelled_with_their_last_values(tmp_path: Path) -> None:
     workloads = [f"{size}; batch=1; clients={n}" for size in ("small", "large") for n in (1, 5, 10)]
-    svg, _ = load_test.draw(results(tmp_path / "results.csv", *workloads, arms=SERVED), tmp_path / "figure")
+    svg, _ = lines.load_test(results(tmp_path / "results.csv", *workloads, arms=SERVED), tmp_path / "figure")
     found = texts(svg)
     assert {"small; batch=1", "large; batch=1"} <= found, "a row of panels each"
     assert {"cv2, one lock  150", "graph, GPU decode  3,702", "TP50  300", "TP99  4,500"} <= found
@@ -163,30 +163,30 @@ def test_loads_are_labelled_with_their_last_values(tmp_path: Path) -> None:
 
 
 def test_a_training_has_its_share_of_the_time_its_seconds_and_its_accuracy(tmp_path: Path) -> None:
-    svg, _ = epoch_time.draw(results(tmp_path / "results.csv", "resnet18", arms=("gpuflow",)), tmp_path / "figure")
+    svg, _ = bars.epoch_time(results(tmp_path / "results.csv", "resnet18", arms=("gpuflow",)), tmp_path / "figure")
     assert {"gpuflow", "resnet18", "15%   150.0 s   accuracy 15.0%"} <= texts(svg)
 
 
 def test_a_load_without_any_answer_has_no_latency(tmp_path: Path) -> None:
     path = results(tmp_path / "results.csv", "w; clients=1", "w; clients=5", arms=("service", "plain"))
-    lines = path.read_text().splitlines()
-    kept = [line for line in lines if not ("_ms" in line and "clients=5" in line and line.startswith("service"))]
+    rows = path.read_text().splitlines()
+    kept = [line for line in rows if not ("_ms" in line and "clients=5" in line and line.startswith("service"))]
     path.write_text("\n".join(kept) + "\n")
-    svg, _ = load_test.draw(path, tmp_path / "figure")
+    svg, _ = lines.load_test(path, tmp_path / "figure")
     assert {"service  190", "TP50  190", "TP50  200"} <= texts(svg)
 
 
 @pytest.mark.parametrize(
     ("draw", "workloads", "text"),
     [
-        (worker_scaling.draw, ["train 128"], "workload must end in `; workers=N`, got 'train 128'"),
+        (lines.worker_scaling, ["train 128"], "workload must end in `; workers=N`, got 'train 128'"),
         (
-            worker_scaling.draw,
+            lines.worker_scaling,
             ["train; workers=1", "train; workers=1"],
-            "must have one row for 'gpuflow' with 1 workers, got several",
+            "must have one row for 'gpuflow' in 'train; workers=1', got several",
         ),
         (
-            loader_cpu.draw,
+            bars.loader_cpu,
             ["train; workers=1", "train; workers=1"],
             "must have one row for 'gpuflow' in 'train; workers=1', got several",
         ),
@@ -196,9 +196,9 @@ def test_a_load_without_any_answer_has_no_latency(tmp_path: Path) -> None:
             ["same; alone", "same; alone"],
             "must have one row for 'gpuflow' in 'same; alone', got several",
         ),
-        (load_test.draw, ["photos"], "workload must end in `; clients=N`, got 'photos'"),
+        (lines.load_test, ["photos"], "workload must end in `; clients=N`, got 'photos'"),
         (
-            load_test.draw,
+            lines.load_test,
             ["photos; clients=1", "photos; clients=1"],
             "must have one row for 'gpuflow' in 'photos; clients=1', got several",
         ),
@@ -213,8 +213,12 @@ def test_errors_name_the_file_and_the_rule(draw: Draw, workloads: list[str], tex
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = results(tmp_path / "results.csv", "train; workers=1")
-    style.main(worker_scaling.draw, "plots.worker_scaling", [str(path), str(tmp_path / "out")])
+    figures = lines.load_test, lines.worker_scaling
+    style.main("plots.lines", *figures, arguments=["worker_scaling", str(path), str(tmp_path / "out")])
     assert capsys.readouterr().out == f"{tmp_path / 'out.svg'}\n{tmp_path / 'out.png'}\n"
+    with pytest.raises(SystemExit, match="2"):
+        style.main("plots.lines", *figures, arguments=[str(path), str(tmp_path / "out")])
+    assert "worker_scaling" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="1"):
-        style.main(worker_scaling.draw, "plots.worker_scaling", [str(tmp_path / "absent.csv"), str(tmp_path / "out")])
+        style.main("plots.lines", lines.worker_scaling, arguments=[str(tmp_path / "absent.csv"), str(tmp_path / "out")])
     assert "absent.csv" in capsys.readouterr().err
