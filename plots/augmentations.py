@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from plots import style
@@ -59,8 +58,7 @@ def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
     column = _LABEL + 3 * group
     width = 0.3 + _COLUMNS * column + (_COLUMNS - 1) * _COLUMN_GAP
     height = _HEAD + rows * (_CELL + _CAPTION) + _FOOT
-    with style.figure_style():
-        figure = Figure(figsize=(width, height))
+    with style.new_figure(width, height) as figure:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         for i, (name, pictures) in enumerate(stages.items()):

@@ -38,8 +38,7 @@ def _rates(results_path: Path, out_stem: Path, heading: str, baseline: str, *, o
     counts = [len(panel) for panel in panels.values()]
     bar, between, top, bottom = 0.52, 0.5 if one_scale else 1.0, 0.95 if len(panels) == 1 else 1.15, 1.15  # inches
     height = top + bottom + bar * sum(counts) + between * (len(counts) - 1)
-    with style.figure_style():
-        figure = Figure(figsize=(9, height))
+    with style.new_figure(9, height) as figure:
         left = style.text_width(arm.label for arm in arms.values()) + 0.2
         right = style.text_width(["12,345   1.2x"]) + 0.1
         column = stacked(figure, counts, left=left, right=right, top=top, bar=bar, between=between)
@@ -96,8 +95,7 @@ def gpu_path(results_path: Path, out_stem: Path) -> list[Path]:
     results = [row for _, _, rows in panels for row in rows]
     arms = style.arms_of(results)
     bar, between, top, bottom = 0.42, 0.62, 0.72, 0.75  # inches
-    with style.figure_style():
-        figure = Figure(figsize=(9, top + bottom + between * len(panels) + bar * len(results)))
+    with style.new_figure(9, top + bottom + between * len(panels) + bar * len(results)) as figure:
         left = style.text_width(arm.label for arm in arms.values()) + 0.2
         counts = [len(rows) for *_, rows in panels]
         column = stacked(figure, counts, left=left, right=1.2, top=top + between, bar=bar, between=between)
@@ -119,8 +117,7 @@ def epoch_time(results_path: Path, out_stem: Path) -> list[Path]:
     arms = style.arms_of(results)
     counts = [len(panel) for panel in shares.values()]
     bar, between, top, bottom = 0.42, 0.65, 1.05, 1.1  # inches
-    with style.figure_style():
-        figure = Figure(figsize=(11, top + bottom + bar * sum(counts) + between * (len(counts) - 1)))
+    with style.new_figure(11, top + bottom + bar * sum(counts) + between * (len(counts) - 1)) as figure:
         column = stacked(figure, counts, left=2.2, right=3.4, top=top, bar=bar, between=between)
         for axes, (workload, panel) in zip(column, shares.items(), strict=True):
             names = [name for name in arms if name in panel]

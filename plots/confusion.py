@@ -9,7 +9,6 @@ import csv
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from . import style
 
@@ -23,9 +22,8 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
         header, *rows = csv.reader(file)
     names, counts = header[1:], np.array([row[1:] for row in rows], dtype=np.int64)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    with style.figure_style():
-        side = min(14.0, max(6.0, 0.3 * len(names) + 4))
-        figure = Figure(figsize=(side, side))
+    side = min(14.0, max(6.0, 0.3 * len(names) + 4))
+    with style.new_figure(side, side) as figure:
         axes = figure.add_axes((0.25, 0.2, 0.7, 0.66))
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
         axes.set_xlabel("predicted")

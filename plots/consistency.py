@@ -51,8 +51,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
     panel_height = _LINE * len(ways)
     height = _TOP + _BOTTOM + len(trainings) * panel_height + (len(trainings) - 1) * _BETWEEN
     width = _LEFT + len(tasks) * _PANEL + 0.3
-    with style.figure_style():
-        figure = Figure(figsize=(width, height))
+    with style.new_figure(width, height) as figure:
         grid = figure.subplots(len(trainings), len(tasks), sharex="col", sharey=True, squeeze=False)
         hspace = _BETWEEN / panel_height
         style.margins(figure, left=_LEFT, right=0.2, top=_TOP, bottom=_BOTTOM, wspace=0.06, hspace=hspace)

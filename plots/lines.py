@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from . import style
@@ -74,8 +73,7 @@ def worker_scaling(results_path: Path, out_stem: Path) -> list[Path]:
     bottom = 0.65 + footer + 0.29 * -(-len(labels) // in_line)
     height = top + rows * panel + (rows - 1) * between + bottom
     counts = sorted({count for series in panels.values() for points in series.values() for count in points})
-    with style.figure_style():
-        figure = Figure(figsize=(width, height))
+    with style.new_figure(width, height) as figure:
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         wspace = left * columns / (width - 0.2 - left * columns)
         style.margins(figure, left=left, right=0.2, top=top, bottom=bottom, wspace=wspace, hspace=between / panel)
@@ -170,8 +168,7 @@ def load_test(results_path: Path, out_stem: Path) -> list[Path]:
     width, panel, left, gap, top, bottom = 13.0, 2.9, 0.85, 0.95, 1.65, 1.35  # inches
     rows = len(throughput)
     height = top + bottom + rows * panel + (rows - 1) * gap
-    with style.figure_style():
-        figure = Figure(figsize=(width, height))
+    with style.new_figure(width, height) as figure:
         grid = figure.subplots(rows, 2, squeeze=False)
         names = style.text_width(f"{arms[result.arm].label}  {result.value:,.0f}" for result in rates)
         numbers = style.text_width(f"TP99  {result.value:,.0f}" for results in times.values() for result in results)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
 from . import style
@@ -38,12 +38,12 @@ _NUMBERS, _NAMES, _GAP, _COLUMN, _MARGIN = 0.75, 1.85, 0.2, 0.85, 0.3  # inches
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
     """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Return their paths."""
-    rates = [row for row in style.read_results(results_path, metric="images_per_s") if _workload(row)[1] == "alone"]
+    rates = [row for row in style.read_results(results_path, metric="images_per_s") if row.workload.endswith("; alone")]
     if not rates:
         raise ValueError(f"{results_path} must have a workload that ends in `; alone`, found none")
     ratios = style.read_results(results_path, metric="step_ratio", may_lack=True)
-    ratios = [row for row in ratios if _workload(row)[1] != "alone"]
-    alone, fed = (style.table(results_path, rows, lambda row: (*_workload(row), row.arm)) for rows in (rates, ratios))
+    ratios = [row for row in ratios if not row.workload.endswith("; alone")]
+    alone, fed = (_table(results_path, rows) for rows in (rates, ratios))
     kinds = sorted({**alone, **fed}, key=lambda kind: [*KINDS, kind].index(kind))
     arms, trained = style.arms_of(rates), style.arms_of(ratios)
     lines = [max(len(alone.get(kind, {}).get("alone", {})), len(fed.get(kind, {})), 1) for kind in kinds]
@@ -54,8 +54,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
     right = labels + wide + _NUMBERS + _GAP + _NAMES
     fastest = max(row.high for row in rates)
     slowest = min([0.9, *(math.floor(row.low * 10) / 10 for row in ratios)])
-    with style.figure_style():
-        figure = Figure(figsize=(_WIDTH, height))
+    with style.new_figure(_WIDTH, height) as figure:
         top = height - _TOP
         for kind, count in zip(kinds, lines, strict=True):
             top -= _HEADING
@@ -84,10 +83,9 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
         return style.finish(figure, out_stem, [*rates, *ratios], "Loading and training on ordinary photographs", _HOW)
 
 
-def _workload(row: style.Result) -> tuple[str, str]:
-    """Return the kind of photographs, and what is done with them."""
-    kind, _, workload = row.workload.rpartition("; ")
-    return kind, workload
+def _table(path: Path, results: list[style.Result]) -> dict[str, Any]:
+    """Return the results by the kind of photographs, what is done with them, and the arm."""
+    return style.table(path, results, lambda row: (*row.workload.rpartition("; ")[::2], row.arm))
 
 
 def _ratios(

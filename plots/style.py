@@ -188,12 +188,12 @@ def arms_of(results: Iterable[Result]) -> dict[str, Arm]:
 
 
 @contextmanager
-def figure_style() -> Iterator[None]:
-    """Apply the common style to everything drawn and saved inside the block, and only there."""
+def new_figure(width: float, height: float) -> Iterator[Figure]:
+    """Yield a figure of this size in inches. The common style applies to what is drawn and saved inside the block."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
-        yield
+        yield Figure(figsize=(width, height))
 
 
 def title(figure: Figure, text: str, subtitle: str = "") -> None:

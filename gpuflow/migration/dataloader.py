@@ -39,6 +39,11 @@ def bytes_loader(path: str | os.PathLike[str]) -> bytes:
     """Return the content of a file: the `loader` that an ImageFolder for `gpuflow.wrap` has.
 
     torchpipe's training integration calls it `cv2_loader`.
+
+    >>> Path("image.jpg").write_bytes(b"encoded")
+    7
+    >>> bytes_loader("image.jpg")
+    b'encoded'
     """
     return Path(path).read_bytes()
 
@@ -117,7 +122,7 @@ def _lock_of(dataset: Any) -> threading.Lock:
 
 @final
 class DatasetSource:
-    """The samples of a map-style dataset, each (encoded bytes, label), read on gpuflow's threads.
+    """Reads the samples of a map-style dataset, each (encoded bytes, label), on gpuflow's threads.
 
     lock: held while the dataset is called.
 
@@ -136,7 +141,7 @@ class DatasetSource:
 
     @property
     def fingerprint(self) -> str:
-        """Of the number of samples and the classes: nothing else is known without reading."""
+        """Return the hash of the number of samples and of the classes: nothing else is known without reading."""
         return fingerprint(b"", np.empty(0, np.int64), self.classes, [len(self)])
 
     def __len__(self) -> int:
@@ -169,7 +174,7 @@ class DatasetSource:
         return replace(Payload.of(files, allocate), errors=errors, labels=labels)
 
     def _sample(self, index: int) -> tuple[bytes | Bytes, Array]:
-        """Raises what the dataset does, with a note that names the sample."""
+        """Return a sample's bytes and label. Raises what the dataset does, with a note that names the sample."""
         try:
             several = getattr(self._dataset, "__getitems__", None)  # which a DataLoader prefers
             with self._lock:
@@ -225,10 +230,10 @@ def _label(label: Any) -> Array | None:
 
 @final
 class SamplerDraws:
-    """The batches of each epoch of a DataLoader with a batch sampler.
+    """Draws the batches of each epoch of a DataLoader with a batch sampler.
 
     They are those that the DataLoader would have given: random numbers are drawn from the same generators in the same
-    order. samples: in the dataset.
+    order. samples: the number of samples of the dataset.
     """
 
     def __init__(self, dataloader: DataLoader[Any], samples: int) -> None:
@@ -319,7 +324,7 @@ class SamplerDraws:
 
     @property
     def samplers(self) -> list[Any]:
-        """The batch sampler, and the sampler that it groups."""
+        """Return the batch sampler, and the sampler that it groups."""
         batch_sampler = self._dataloader.batch_sampler
         grouped = getattr(batch_sampler, "sampler", None)  # which may be an array
         return [batch_sampler] if grouped is None else [batch_sampler, grouped]

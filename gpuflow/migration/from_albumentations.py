@@ -19,12 +19,14 @@ from gpuflow.migration.imported import (
     apart,
     decode,
     each_channel,
-    gap,
+    filter_keys,
     normalize,
     number,
+    numbers,
     picture,
     read_document,
     size_of,
+    span,
 )
 
 _MATCHES = (
@@ -111,7 +113,7 @@ class _State:
     def gap(self, key: str, rule: str, nearest: str, measured: str = "") -> Problem:
         """Return the gap of a transform whose key is not carried over as it is; of the whole without a key."""
         at = (*self.at, key) if key else self.at
-        return gap(self.document.place(*at), rule, nearest=nearest, apart=measured, path=at)
+        return self.document.gap(rule, *at, nearest=nearest, apart=measured)
 
     def scale(self, mean: Sequence[float], std: Sequence[float]) -> _State:
         """Subtract `mean` and divide by `std`, after all that was scaled before."""
@@ -236,21 +238,16 @@ def _filters(given: _Given, state: _State, stage: str) -> tuple[dict[str, Any], 
             rule = "takes OpenCV's nearest pixels, of two that are equally near often the other one"
             gaps = [state.gap("interpolation", rule, f"{stage}: {{interpolation: nearest, antialias: false}}")]
         return {**({} if mode == _LINEAR else {"interpolation": _FILTERS[mode]}), "antialias": False}, gaps
+    from PIL.Image import Resampling
+
     nearest = "bilinear" if mode == _AREA else "bicubic"
     measured = apart(
         lambda image: cv2.resize(picture(), (224, 168), interpolation=mode),
-        lambda image: image.resize((224, 168), getattr(_pillow(), nearest.upper())),
+        lambda image: image.resize((224, 168), Resampling[nearest.upper()]),
     )
     rule = f"is OpenCV's number {mode}, a filter that the stage {stage} does not have"
     action = f"{stage}: {{interpolation: {nearest}, antialias: true}}"
-    keys = {} if nearest == "bilinear" else {"interpolation": nearest}
-    return keys, [state.gap("interpolation", rule, action, measured)]
-
-
-def _pillow() -> Any:
-    from PIL import Image
-
-    return Image.Resampling
+    return filter_keys(nearest), [state.gap("interpolation", rule, action, measured)]
 
 
 _Given = Mapping[str, Any]
@@ -330,7 +327,7 @@ def _crop(stage: str, **keys: Any) -> _Make:
 def _random_resized_crop(state: _State, given: _Given) -> Iterator[_Part]:
     yield from _always(state, given, "random_resized_crop")
     yield _RANDOM
-    keys = {key: [number(x) for x in given[key]] for key in ("scale", "ratio")}
+    keys = {key: numbers(given[key]) for key in ("scale", "ratio")}
     filters, gaps = _filters(given, state, "random_resized_crop")
     yield from gaps
     yield Entry("random_resized_crop", {"size": size_of(given["size"]), **keys, **filters})
@@ -367,7 +364,7 @@ def _color_jitter(state: _State, given: _Given) -> Iterator[_Part]:
         yield _RANDOM
     if any(given["hue"]):
         yield _HUE
-    keys = {name: [number(x) for x in given[name]] for name in neutral}
+    keys = {name: numbers(given[name]) for name in neutral}
     yield Entry("color_jitter", {**keys, "probability": given["p"]})
 
 
@@ -381,8 +378,7 @@ def _posterize(state: _State, given: _Given) -> Iterator[_Part]:
 
 def _rotate(state: _State, given: _Given) -> Iterator[_Part]:
     yield from _always(state, given, "rotate")
-    low, high = (number(x) for x in given["limit"])
-    yield from _draws(given, (low, high))
+    yield from _draws(given, given["limit"])
     borders = {number: name for name, number in OPENCV_BORDERS.items()}
     if (border := borders.get(given.get("border_mode", 0))) is None:
         yield state.gap("border_mode", "is a border that the stage rotate does not have", "border: reflect")
@@ -394,7 +390,7 @@ def _rotate(state: _State, given: _Given) -> Iterator[_Part]:
         yield _BORDER
     if mode == "bicubic":
         yield state.gap("interpolation", "is a filter that the stage rotate does not have", "bilinear")
-    keys: dict[str, Any] = {"degrees": high if low == -high else [low, high]}
+    keys: dict[str, Any] = {"degrees": span(given["limit"])}
     keys |= {"interpolation": "nearest"} if mode == "nearest" else {}
     keys |= {"border": border} if border != "constant" else {}
     fill = _levels(given)
@@ -413,13 +409,7 @@ def _normalize(state: _State, given: _Given) -> Iterator[_Part]:
         rule, nearest = "takes mean and std of each image", "normalize with the data set's mean and std"
         yield state.gap("normalization", rule, nearest)
     unit = given["max_pixel_value"]
-    mean, std = ([unit * x for x in _numbers(given[key])] for key in ("mean", "std"))
-    yield state.scale(mean, std)
-
-
-def _numbers(value: Any) -> list[float]:
-    """Return what Albumentations takes as one number or as a list."""
-    return [float(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
+    yield state.scale(*([unit * x for x in np.ravel(given[key]).tolist()] for key in ("mean", "std")))
 
 
 def _to_float(state: _State, given: _Given) -> Iterator[_Part]:
@@ -439,7 +429,7 @@ def _sides(value: Any, neutral: float = 0.0, unit: float = 1.0, default: float =
 
 
 def _like_blur(given: _Given) -> Entry:
-    widest = max(_numbers(given.get("blur_limit") or 3))
+    widest = max(numbers(given.get("blur_limit") or 3))
     return Entry("gaussian_blur", {"kernel_size": max(3, int(widest) // 2 * 2 + 1), "probability": given["p"]})
 
 
@@ -456,7 +446,7 @@ def _like_hue(given: _Given) -> Entry:
 
 def _like_affine(given: _Given) -> Entry:
     degrees = given.get("rotate_limit") or given.get("rotate") or [0, 0]
-    return Entry("affine", {"degrees": [number(x) for x in degrees]})
+    return Entry("affine", {"degrees": numbers(degrees)})
 
 
 def _with_probability(stage: str, **keys: Any) -> Callable[[_Given], Entry]:
@@ -470,7 +460,7 @@ _LIKE: dict[str, tuple[str, Callable[[_Given], Entry]]] = {
     "Affine": (", which has no probability; by its angles alone", _like_affine),
     "SafeRotate": (
         ", which keeps the size",
-        lambda given: Entry("rotate", {"degrees": [number(x) for x in given.get("limit", (-90, 90))]}),
+        lambda given: Entry("rotate", {"degrees": numbers(given.get("limit", (-90, 90)))}),
     ),
     "Perspective": ("", _with_probability("perspective")),
     "CoarseDropout": (", which fills one box", _with_probability("random_erasing")),

@@ -9,37 +9,41 @@ from typing import Any
 
 from gpuflow.errors import Problem
 from gpuflow.migration.imported import (
+    FILTERS,
     IMAGENET_MEAN,
     IMAGENET_STD,
     PILLOW_13,
+    PILLOW_FILTERS,
     Document,
     Entry,
     Imported,
-    apart,
     decode,
-    gap,
+    filter_keys,
+    filters_apart,
     normalize,
     read_document,
     size_of,
 )
 
-_HALF = (0.5, 0.5, 0.5)
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_NEAREST, _LANCZOS, _BILINEAR, _BICUBIC, _BOX, _HAMMING = range(6)
-_NAMES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+_Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+_HALF: _Statistics = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_IMAGENET: _Statistics = IMAGENET_MEAN, IMAGENET_STD
+_BILINEAR, _BICUBIC = 2, 3
+"""Pillow's numbers of these filters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """The defaults of a class of image processors, for keys that a file leaves out.
+    """Holds the defaults of a class of image processors, for keys that a file leaves out.
 
-    square: whether a size that is one number is that of a square. convert: whether it converts images to RGB.
+    statistics: the mean and the standard deviation. square: a size that is one number is that of a square. convert: it
+    converts images to RGB.
     """
 
     size: Mapping[str, int]
     resample: int = _BICUBIC
-    mean: tuple[float, ...] = _CLIP_MEAN
-    std: tuple[float, ...] = _CLIP_STD
+    statistics: _Statistics = _CLIP
     crop: Mapping[str, int] | None = None
     square: bool = True
     crop_pct: float | None = None
@@ -52,33 +56,32 @@ def _square(side: int) -> dict[str, int]:
 
 
 _224, _SHORTEST = _square(224), {"shortest_edge": 224}
-_MOBILENET = Processor(size={"shortest_edge": 256}, resample=_BILINEAR, mean=_HALF, std=_HALF, crop=_224, square=False)
+_MOBILENET = Processor(size={"shortest_edge": 256}, resample=_BILINEAR, statistics=_HALF, crop=_224, square=False)
 PROCESSORS = {
-    "BeitImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF),
+    "BeitImageProcessor": Processor(size=_224, statistics=_HALF),
     "BitImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
     "BlipImageProcessor": Processor(size=_square(384), convert=True),
     "ChineseCLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
     "CLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
     "ConvNextImageProcessor": Processor(
-        size={"shortest_edge": 384}, mean=_HALF, std=_HALF, square=False, crop_pct=224 / 256
+        size={"shortest_edge": 384}, statistics=_HALF, square=False, crop_pct=224 / 256
     ),
-    "DeiTImageProcessor": Processor(size=_square(256), mean=_HALF, std=_HALF, crop=_224),
-    "DPTImageProcessor": Processor(size=_square(384), mean=_HALF, std=_HALF),
-    "LayoutLMv3ImageProcessor": Processor(size=_224, resample=_BILINEAR, mean=_HALF, std=_HALF),
+    "DeiTImageProcessor": Processor(size=_square(256), statistics=_HALF, crop=_224),
+    "DPTImageProcessor": Processor(size=_square(384), statistics=_HALF),
+    "LayoutLMv3ImageProcessor": Processor(size=_224, resample=_BILINEAR, statistics=_HALF),
     "MobileNetV1ImageProcessor": _MOBILENET,
     "MobileNetV2ImageProcessor": _MOBILENET,
-    "PvtImageProcessor": Processor(size=_224, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    "PvtImageProcessor": Processor(size=_224, statistics=_IMAGENET),
     "RTDetrImageProcessor": Processor(
         size=_square(640),
         resample=_BILINEAR,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
+        statistics=_IMAGENET,
         square=False,
         normalizes=False,
     ),
-    "SegformerImageProcessor": Processor(size=_square(512), resample=_BILINEAR, mean=IMAGENET_MEAN, std=IMAGENET_STD),
-    "SiglipImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF, square=False, convert=True),
-    "ViTImageProcessor": Processor(size=_224, resample=_BILINEAR, mean=_HALF, std=_HALF),
+    "SegformerImageProcessor": Processor(size=_square(512), resample=_BILINEAR, statistics=_IMAGENET),
+    "SiglipImageProcessor": Processor(size=_224, statistics=_HALF, square=False, convert=True),
+    "ViTImageProcessor": Processor(size=_224, resample=_BILINEAR, statistics=_HALF),
 }
 """The classes that only resize, crop at the centre, rescale and normalize."""
 _KEYS = (
@@ -113,6 +116,16 @@ _NEVER_NULL = ("resample", "rescale_factor", "image_mean", "image_std")
 _EIGHT_BITS = 1 / 255
 
 
+def processor_document(name: str) -> Document:
+    """Read preprocessor_config.json. name: its folder, or the file.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = Path(name)
+    return read_document(str(path / "preprocessor_config.json" if path.is_dir() else path))
+
+
 def read_huggingface(name: str) -> Imported:
     """Return the stages of an image processor.
 
@@ -122,8 +135,7 @@ def read_huggingface(name: str) -> Imported:
     Raises:
         ConfigError: there is no such file, or a value is none that these processors take.
     """
-    path = Path(name)
-    document = read_document(str(path / "preprocessor_config.json" if path.is_dir() else path))
+    document = processor_document(name)
     problems = list(document.unknown((), document.data, (*_KEYS, *_IGNORED), "an image processor"))
     processor = _class_of(document)
     if isinstance(processor, Problem):
@@ -152,12 +164,12 @@ def _class_of(document: Document) -> Processor | Problem:
     if cut in PROCESSORS:
         return PROCESSORS[cut]
     rule = f"is {name}, which may do more than resize, crop and normalize; known: {', '.join(PROCESSORS)}"
-    return gap(document.place(key), rule, nearest="the stages of ViTImageProcessor with these keys", path=(key,))
+    return document.gap(rule, key, nearest="the stages of ViTImageProcessor with these keys")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    """A file and the defaults of its class."""
+    """Reads the values of a file, and the defaults of its class for keys that it leaves out."""
 
     document: Document
     processor: Processor
@@ -173,12 +185,14 @@ class _File:
         return False if key in keys and key.startswith("do_") else default
 
     def positive(self, key: str, default: float | None) -> float:
+        """Return the value of a key, which must be a number above 0."""
         value = self.get(key, default)
         if not isinstance(value, (int, float)) or not value > 0:
             raise self.document.error("must be a number above 0", key, value=value)
         return float(value)
 
     def numbers(self, key: str, default: tuple[float, ...]) -> list[float]:
+        """Return the value of a key, one number for each channel. A single number counts for all three."""
         value = self.get(key, default)
         value = [value] * 3 if isinstance(value, (int, float)) else list(value)
         if len(value) != 3 or not all(isinstance(x, (int, float)) for x in value):
@@ -196,7 +210,8 @@ class _File:
                 raise self.document.error("must be a number, or height and width", key, value=value)
 
     def gap(self, key: str, rule: str, nearest: str, measured: str = "") -> Problem:
-        return gap(self.document.place(key), rule, nearest=nearest, apart=measured, path=(key,))
+        """Return the gap of a key that is not carried over as it is."""
+        return self.document.gap(rule, key, nearest=nearest, apart=measured)
 
 
 _Parts = Iterator[Entry | Problem]
@@ -294,22 +309,17 @@ def _convnext(file: _File, side: int, filters: Mapping[str, Any]) -> Iterator[En
 def _filters(file: _File) -> tuple[dict[str, Any], list[Problem]]:
     """Return the key `interpolation`, unless it is the default, and the gap of a filter that `resize` does not have."""
     resample = file.get("resample", file.processor.resample)
-    if type(resample) is not int or resample not in range(len(_NAMES)):
+    if type(resample) is not int or resample not in range(len(PILLOW_FILTERS)):
         raise file.document.error("must be a filter of Pillow, 0 to 5", "resample", value=resample)
-    ours = "bicubic" if resample in (_BICUBIC, _LANCZOS) else "bilinear"
-    keys = {} if ours == "bilinear" else {"interpolation": ours}
-    if resample in (_BILINEAR, _BICUBIC):
+    name = PILLOW_FILTERS[resample]
+    keys = filter_keys(name)
+    if name in FILTERS:
         return keys, []
-    from PIL import Image
-
-    measured = apart(
-        lambda image: image.resize((224, 224), Image.Resampling(resample)),
-        lambda image: image.resize((224, 224), getattr(Image.Resampling, ours.upper())),
-    )
-    if resample == _LANCZOS:
+    measured = filters_apart(name)
+    if name == "lanczos":
         measured += "; the fast processor takes bicubic itself with torchvision below 0.27"
-    rule = f"is {_NAMES[resample]}, which the stage resize does not have"
-    return keys, [file.gap("resample", rule, f"interpolation: {ours}", measured)]
+    rule, nearest = f"is {name}, which the stage resize does not have", keys.get("interpolation", "bilinear")
+    return keys, [file.gap("resample", rule, f"interpolation: {nearest}", measured)]
 
 
 def _scale(file: _File) -> Iterator[Entry]:
@@ -317,7 +327,8 @@ def _scale(file: _File) -> Iterator[Entry]:
     factor = file.positive("rescale_factor", _EIGHT_BITS) if file.get("do_rescale", True) else 1.0
     unit = _EIGHT_BITS / factor
     if file.get("do_normalize", file.processor.normalizes):
-        mean, std = (file.numbers(f"image_{key}", getattr(file.processor, key)) for key in ("mean", "std"))
+        given = zip(("image_mean", "image_std"), file.processor.statistics, strict=True)
+        mean, std = (file.numbers(key, default) for key, default in given)
         yield normalize([x * unit for x in mean], [x * unit for x in std])
     elif factor != 1:
         yield normalize(std=[unit] * 3)

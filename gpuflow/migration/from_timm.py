@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpuflow.errors import ConfigError, Problem, suggest
+from gpuflow.errors import Problem, suggest
 from gpuflow.migration.imported import (
+    FILTERS,
     IMAGENET_MEAN,
     IMAGENET_STD,
     PILLOW_13,
+    PILLOW_FILTERS,
     Entry,
     Imported,
-    apart,
     decode,
+    filter_keys,
+    filters_apart,
     gap,
     needs,
     normalize,
     read_document,
     size_of,
+    source_error,
 )
 from gpuflow.pipeline.parameters import LONGEST
 
@@ -33,7 +37,6 @@ _OTHER = (
     *("model_args",),
 )
 """Keys of a pretrained_cfg, or of a model's config.json, that say nothing of the pixels."""
-_FILTERS = ("bilinear", "bicubic")
 _MATCHES = (
     "Matches timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=...)) on PIL images: Pillow's "
     "resize is within 1 level of this one for bilinear filters, and 2 for bicubic ones. " + PILLOW_13,
@@ -47,7 +50,11 @@ _MATCHES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """What timm.data.resolve_data_config gives."""
+    """Holds what timm.data.resolve_data_config gives.
+
+    >>> DataConfig(crop_pct=0.95).input_size
+    (3, 224, 224)
+    """
 
     input_size: tuple[int, int, int] = (3, 224, 224)
     interpolation: str = "bicubic"
@@ -76,8 +83,7 @@ def data_config(name: str) -> tuple[DataConfig, list[Problem]]:
             action = (
                 suggest(name if tag else model, known, else_all=False) or "gpuflow takes names of timm.list_models()"
             )
-            problem = Problem(f"timm:{name}:", "names no model of timm", action=action, code="import.source")
-            raise ConfigError([problem])
+            raise source_error(f"timm:{name}:", "names no model of timm", action=action)
         return _resolved({key: getattr(found, key) for key in _DATA}), []
     document = read_document(name)
     at = ("pretrained_cfg",) if isinstance(document.data.get("pretrained_cfg"), dict) else ()
@@ -85,37 +91,33 @@ def data_config(name: str) -> tuple[DataConfig, list[Problem]]:
     if not set(keys) & set(_DATA):
         raise document.error(f"must hold timm's data_config or pretrained_cfg: none of {', '.join(_DATA)} is there")
     problems = list(document.unknown(at, keys, (*_DATA, *_OTHER), "timm's pretrained_cfg"))
-    for key, rule in _RULES.items():
-        if keys.get(key) and not _fits(key, keys[key]):
+    for key, (rule, fits) in _RULES.items():
+        if keys.get(key) and not fits(keys[key]):
             raise document.error(f"must be {rule}", *at, key, value=keys[key])
     if max(size := keys.get("input_size") or [0]) > LONGEST:
         raise document.error(f"must have sides of at most {LONGEST:,} pixels", *at, "input_size", value=size)
     return _resolved(keys), problems
 
 
-_RULES = {
-    "input_size": "three whole numbers: channels, height and width",
-    "interpolation": "the name of a filter",
-    "mean": "one number for each channel",
-    "std": "one number for each channel",
-    "crop_pct": "a number above 0",
-    "crop_mode": "center, squash or border",
+def _is_list(value: Any, least: float, *lengths: int, types: tuple[type, ...] = (int, float)) -> bool:
+    """Return True for a list of one of these lengths, of numbers of these types that are `least` or more."""
+    known = isinstance(value, list) and len(value) in lengths
+    return known and all(type(x) in types and x >= least for x in value)
+
+
+_CHANNELS = ("one number for each channel", lambda value: _is_list(value, 0, 1, 3))
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "input_size": (
+        "three whole numbers: channels, height and width",
+        lambda value: _is_list(value, 1, 3, types=(int,)),
+    ),
+    "interpolation": ("the name of a filter", lambda value: isinstance(value, str)),
+    "mean": _CHANNELS,
+    "std": _CHANNELS,
+    "crop_pct": ("a number above 0", lambda value: isinstance(value, (int, float)) and value > 0),
+    "crop_mode": ("center, squash or border", lambda value: value in ("center", "squash", "border")),
 }
-
-
-def _fits(key: str, value: Any) -> bool:
-    """Return True if timm takes a value."""
-    if key == "crop_mode":
-        return value in ("center", "squash", "border")
-    if key == "interpolation":
-        return isinstance(value, str)
-    if key == "crop_pct":
-        return isinstance(value, (int, float)) and value > 0
-    if not isinstance(value, list):
-        return False
-    if key == "input_size":
-        return len(value) == 3 and all(isinstance(side, int) and side > 0 for side in value)
-    return len(value) in (1, 3) and all(isinstance(x, (int, float)) and x >= 0 for x in value)
+"""What a value must be, and the check of that."""
 
 
 def _resolved(keys: Mapping[str, Any]) -> DataConfig:
@@ -133,10 +135,10 @@ def read_timm(name: str) -> Imported:
     config, problems = data_config(name)
     source = f"timm:{name}"
     entries, gaps = _evaluation(config, source)
-    size = size_of(config.input_size[1:])
+    keys = {"size": size_of(config.input_size[1:]), **filter_keys(config.interpolation)}
     train = [
         decode(),
-        Entry("random_resized_crop", {"size": size, **_filter(config)}, "scale and ratio: timm's defaults"),
+        Entry("random_resized_crop", keys, "scale and ratio: timm's defaults"),
         Entry("flip", {"horizontal": 0.5}),
         Entry("color_jitter", {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4}, "color_jitter=0.4"),
         normalize(config.mean, config.std),
@@ -151,16 +153,19 @@ def read_timm(name: str) -> Imported:
 
 def _evaluation(config: DataConfig, source: str) -> tuple[list[Entry], list[Problem]]:
     """Return create_transform's evaluation, and what no stage equals."""
-    gaps = []
+    gaps, filters = [], filter_keys(config.interpolation)
     if config.input_size[0] != 3:
         rule = f"input_size has {config.input_size[0]} channels, and gpuflow decodes three"
         gaps.append(gap(f"{source}:", rule, nearest="decode: {color: gray} and one mean and std"))
-    if config.interpolation not in _FILTERS:
+    if config.interpolation not in FILTERS:
         rule = f"interpolation is {config.interpolation!r}, which the stage resize does not have"
-        measured = _measured(config) if config.interpolation != "random" else "for evaluation, timm draws none"
-        gaps.append(
-            gap(f"{source}:", rule, nearest=f"resize: {_filter(config) or '{interpolation: bilinear}'}", apart=measured)
-        )
+        measured = "for evaluation, timm draws none"
+        if config.interpolation != "random":
+            known = config.interpolation in PILLOW_FILTERS
+            size = (config.input_size[2], config.input_size[1])
+            measured = filters_apart(config.interpolation, size) if known else "not measured: timm does not have it"
+        nearest = f"resize: {filters or '{interpolation: bilinear}'}"
+        gaps.append(gap(f"{source}:", rule, nearest=nearest, apart=measured))
     height, width = config.input_size[1:]
     box = [math.floor(side / config.crop_pct) for side in (height, width)]
     note = f"{height} / crop_pct {config.crop_pct:g}"
@@ -168,39 +173,19 @@ def _evaluation(config: DataConfig, source: str) -> tuple[list[Entry], list[Prob
     ending = [crop, normalize(config.mean, config.std)]
     match config.crop_mode:
         case "squash":
-            resize = Entry("resize", {"height": box[0], "width": box[1], **_filter(config)}, f"squash: {note}")
+            resize = Entry("resize", {"height": box[0], "width": box[1], **filters}, f"squash: {note}")
         case "border":
             fill = [round(255 * level) for level in config.mean]
-            resize = Entry("letterbox", {"size": size_of(box), "fill": fill, **_filter(config)}, f"border: {note}")
+            resize = Entry("letterbox", {"size": size_of(box), "fill": fill, **filters}, f"border: {note}")
             if box == [height, width]:
                 ending = ending[1:]
             else:
                 rule = "crop_mode 'border' pads and crops in one step, which rounds once"
                 gaps.append(gap(f"{source}:", rule, nearest="letterbox, center_crop", apart="up to one pixel apart"))
         case "center" if box[0] == box[1]:
-            resize = Entry("resize", {"shorter": box[0], **_filter(config)}, note)
+            resize = Entry("resize", {"shorter": box[0], **filters}, note)
         case _:
-            resize = Entry("resize", {"shorter": max(box), **_filter(config)}, note)
+            resize = Entry("resize", {"shorter": max(box), **filters}, note)
             rule = f"crop_mode {config.crop_mode!r} with an input of {height}x{width} fits the image around a box"
             gaps.append(gap(f"{source}:", rule, nearest=f"resize: {{shorter: {max(box)}}}", apart="another scale"))
     return [decode(), resize, *ending], gaps
-
-
-def _filter(config: DataConfig) -> dict[str, Any]:
-    """Return the key `interpolation`, unless it is the default; bicubic for filters that are not offered."""
-    if config.interpolation == "bilinear":
-        return {}
-    return {"interpolation": "bicubic" if config.interpolation != "hamming" else "bilinear"}
-
-
-def _measured(config: DataConfig) -> str:
-    from PIL import Image
-
-    filters = {name.lower(): getattr(Image.Resampling, name) for name in ("NEAREST", "LANCZOS", "HAMMING", "BOX")}
-    wanted, nearest = filters.get(config.interpolation), _filter(config)["interpolation"].upper()
-    if wanted is None:
-        return "not measured: timm does not have it"
-    size = (config.input_size[2], config.input_size[1])
-    return apart(
-        lambda image: image.resize(size, wanted), lambda image: image.resize(size, getattr(Image.Resampling, nearest))
-    )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuflow.errors import ConfigError, Problem, suggest
-from gpuflow.migration.imported import Entry, Imported, PresetEntry, gap, normalize, read_toml
+from gpuflow.errors import Problem, suggest
+from gpuflow.migration.imported import Entry, Imported, PresetEntry, gap, normalize, read_toml, source_error
 
 _MATCHES = (
     "Matches torchpipe's own operators by a preset. Their pixels differ from those of decode and resize: no "
@@ -64,14 +64,11 @@ class _Reader:
             for operator in found:
                 if operator.lower() not in _KNOWN:
                     rule = f"{operator} is an operator that gpuflow has not"
-                    self._gaps.append(gap(self._at(name), rule, nearest="leave it out", apart="not measured"))
+                    self._gap(name, rule, "leave it out", apart="not measured")
         lower = {name: {operator.lower() for operator in found} for name, found in operators.items()}
         decoding = [name for name, found in lower.items() if {_ON_GPU[0], _ON_CPU[0]} & found]
         if not decoding:
-            problem = Problem(
-                f"{self._path}:", "has no node that decodes by DecodeTensor or DecodeMat", code="import.source"
-            )
-            raise ConfigError([problem])
+            raise source_error(f"{self._path}:", "has no node that decodes by DecodeTensor or DecodeMat")
         paths = {name: self._path_from(name) for name in self._nodes}
         on_gpu = any(_ON_GPU[0] in lower[name] for name in decoding)
         fallback = on_gpu and any(_ON_CPU[0] in lower[name] for name in decoding)
@@ -79,7 +76,7 @@ class _Reader:
         models = [name for name in (*paths[decoding[0]], *self._nodes) if _MODEL in lower[name]]
         model, *others = dict.fromkeys(models) or (None,)
         for other in others:
-            self._gaps.append(gap(self._at(other), "is a second model", nearest=f"serve.model of [{model}] alone"))
+            self._gap(other, "is a second model", f"serve.model of [{model}] alone")
         path = [*paths[decoding[0]], *([model] if model else [])]
         entries = self._normalization(path, named=preset.color == "rgb")
         served = None if model is None else self._served(model)
@@ -100,6 +97,10 @@ class _Reader:
     def _at(self, name: str) -> str:
         return f"{self._path}: [{name}]"
 
+    def _gap(self, name: str, rule: str, nearest: str, *path: str, apart: str = "") -> None:
+        """Note what of a node is not carried over. path: its key."""
+        self._gaps.append(gap(self._at(name), rule, nearest=nearest, apart=apart, path=path))
+
     def _check_keys(self) -> None:
         for name, node in self._nodes.items():
             for key in node.keys() - set(_KEYS):
@@ -119,11 +120,10 @@ class _Reader:
             for wrong in [one for one in names if one not in self._nodes or one in path]:
                 rule = f"{wrong!r} leads back to a node before it" if wrong in path else f"{wrong!r} names no node"
                 action = "" if wrong in path else suggest(wrong, [*(self._nodes.keys() - path)] or self._nodes)
-                place = self._at(path[-1])
-                raise ConfigError([Problem(place, rule, action=action, path=("next",), code="import.source")])
+                raise source_error(self._at(path[-1]), rule, action=action, path=("next",))
             if len(names) > 1 and path == [name]:
                 rule = "leads to several nodes"
-                self._gaps.append(gap(self._at(name), rule, nearest=f"[{names[0]}] alone", path=("next",)))
+                self._gap(name, rule, f"[{names[0]}] alone", "next")
             path.append(names[0])
         return path
 
@@ -138,9 +138,7 @@ class _Reader:
         for name, other in found.items():
             if other != first:
                 rule = "resizes to another size or color than the node before it"
-                self._gaps.append(
-                    gap(self._at(name), rule, nearest=f"{first[0]}x{first[1]}, {first[2]}, for all files")
-                )
+                self._gap(name, rule, f"{first[0]}x{first[1]}, {first[2]}, for all files")
         preset = "torchpipe_gpu" if on_gpu else "torchpipe_cpu"
         return PresetEntry(preset=preset, height=first[0], width=first[1], color=first[2])
 
@@ -149,8 +147,7 @@ class _Reader:
         holder = next((name for name in path if key in self._nodes[name]), None)
         if holder is None:
             action = "write it there or in a node that follows by next"
-            problem = Problem(self._at(path[0]), f"leads to no node with {key}", action=action, code="import.source")
-            raise ConfigError([problem])
+            raise source_error(self._at(path[0]), f"leads to no node with {key}", action=action)
         side: int = self._value(holder, key, int, "must be a whole number of pixels")
         return side
 
@@ -174,7 +171,7 @@ class _Reader:
         keys: dict[str, Any] = {"file": str(node.get("model", "model.onnx"))}
         if Path(keys["file"]).suffix != ".onnx":
             rule, nearest = "is no ONNX file, of which gpuflow builds engines", "serve without a model"
-            self._gaps.append(gap(self._at(model), f"{keys['file']} {rule}", nearest=nearest, path=("model",)))
+            self._gap(model, f"{keys['file']} {rule}", nearest, "model")
             return None
         if (batch := _first_side(node, "max")) is not None:
             keys["batch"] = batch
@@ -195,12 +192,12 @@ class _Reader:
             keys |= {"precision": _PRECISIONS[str(precision)]} if _PRECISIONS[str(precision)] != "float32" else {}
         else:
             rule = f"is {precision}, which gpuflow builds no engine of"
-            self._gaps.append(gap(self._at(model), rule, nearest="precision: float16", path=("precision",)))
+            self._gap(model, rule, "precision: float16", "precision")
             keys["precision"] = "float16"
         settings: dict[str, Any] = {}
         if (least := _first_side(node, "min")) is not None and least > batch:
             rule = f"is {least}, but max is {batch}"
-            self._gaps.append(gap(self._at(model), rule, nearest="batches from 1 on", path=("min",)))
+            self._gap(model, rule, "batches from 1 on", "min")
         elif least is not None and least > 1:
             settings["min_batch"] = least
         if (cache := node.get("model::cache")) is not None:
@@ -218,7 +215,7 @@ class _Reader:
         try:
             return make(str(value))
         except ValueError as error:
-            raise ConfigError([Problem(self._at(name), rule, value, path=(key,), code="import.source")]) from error
+            raise source_error(self._at(name), rule, value, path=(key,)) from error
 
 
 def _first_side(node: Mapping[str, Any], key: str) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,18 +11,23 @@ import numpy as np
 
 from gpuflow.config.stage_entries import make_stage
 from gpuflow.migration.imported import (
+    FILTERS,
     IMAGENET_MEAN,
     PILLOW_13,
+    PILLOW_FILTERS,
     Entry,
     Imported,
     Step,
     apart,
     decode,
     each_channel,
+    filter_keys,
     gap,
     normalize,
     number,
+    numbers,
     size_of,
+    span,
 )
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import range_of
@@ -53,7 +57,6 @@ _FLOATS_ROUND = (
 )
 _RANDOM = "Random transforms have the same distributions and other draws, which follow from seed, epoch and position."
 _DRAWS = "not measured: it draws random numbers"
-_FILTERS = ("bilinear", "bicubic")
 _LEVELS = s.ImageSpec(shape=(None, None, 3), color="rgb")
 _FLOATS = _LEVELS.replace(dtype="float32", layout="nchw")
 
@@ -262,13 +265,14 @@ def _refused(state: _State, transform: Any, reason: str = "is not a transform th
         rule = f"{name} {_REFUSED.get(name, reason)}"
     if (held := _composes(transform)) and name not in _REFUSED:
         return _holder(state, place, rule, held)
-    if (like := _LIKE_TIMM.get(name)) is not None and type(transform).__module__.startswith("timm."):
-        nearest, entry = like
-        return _with_gap(Step(state=state, entries=(entry,)), place, rule, nearest=nearest, apart=_DRAWS)
-    if (likely := _NEAREST.get(name)) is not None:
-        return _with_gap(Step(state=state), place, rule, nearest=likely, apart=_DRAWS)
-    measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
-    return _with_gap(Step(state=state), place, rule, nearest="leave it out", apart=measured)
+    entries: tuple[Entry, ...] = ()
+    nearest, measured = _NEAREST.get(name), _DRAWS
+    if name in _LIKE_TIMM and type(transform).__module__.startswith("timm."):
+        nearest, entries = _LIKE_TIMM[name]
+    if nearest is None:
+        nearest = "leave it out"
+        measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
+    return _with_gap(Step(state=state, entries=entries), place, rule, nearest=nearest, apart=measured)
 
 
 def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _Step:
@@ -287,7 +291,7 @@ def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _S
 
 def _normalize(state: _State, transform: Any) -> _Step:
     """Return the step of torchvision's Normalize, or of a preset with its numbers."""
-    given = {key: _numbers_of(getattr(transform, key)) for key in ("mean", "std")}
+    given = {key: numbers(getattr(transform, key)) for key in ("mean", "std")}
     if not state.scaled or state.floats:
         return _by_name(state, transform, **given)
     mean = each_channel(given["mean"], gray=state.gray)
@@ -386,13 +390,6 @@ _Equal = Entry | _Nearest | None
 """What stands for a transform; None if it runs as it is, by its name."""
 
 
-def _filters(interpolation: str, *, antialias: bool) -> dict[str, Any]:
-    """Return the keys of a resize, without those that are defaults; of the filter most like it if it is not offered."""
-    chosen = interpolation if interpolation in _FILTERS else "bicubic" if interpolation == "lanczos" else "bilinear"
-    keys = {} if chosen == "bilinear" else {"interpolation": chosen}
-    return keys if antialias else {**keys, "antialias": False}
-
-
 def _mode(transform: Any) -> str:
     """Return the interpolation's name; `random` where timm draws it."""
     mode = transform.interpolation
@@ -401,7 +398,7 @@ def _mode(transform: Any) -> str:
     return _PILLOW_NUMBERS.get(mode, str(mode)) if isinstance(mode, int) else str(getattr(mode, "value", mode))
 
 
-_PILLOW_NUMBERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+_PILLOW_NUMBERS = dict(enumerate(PILLOW_FILTERS))
 """What v2's transforms take for names of filters, too."""
 
 
@@ -447,16 +444,17 @@ def _sampled(state: _State, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
     if mode.startswith("nearest") and (parameters := _parameters(t)) is not None:
         rule = f"{type(t).__name__} takes Pillow's nearest pixels, of two that are equally near often the other one"
         return _Nearest(Entry("torchvision", {**parameters, "interpolation": "nearest-exact"}), rule)
-    entry = Entry(stage, {**keys, **_filters(mode, antialias=not state.tensor or bool(getattr(t, "antialias", True)))})
+    antialias = not state.tensor or bool(getattr(t, "antialias", True))
+    entry = Entry(stage, {**keys, **filter_keys(mode, antialias=antialias)})
     if unclamped:
         return _Nearest(entry, f"{type(t).__name__} resizes floats by bicubic, and does not clamp them to 0-1")
-    if mode in _FILTERS:
+    if mode in FILTERS:
         return entry
     return _Nearest(entry, f"{type(t).__name__} resizes by {mode}, which the stage {stage} does not have")
 
 
 def _random_resized_crop(state: _State, t: Any) -> _Equal:
-    scale, ratio = ([number(x) for x in value] for value in (t.scale, t.ratio))
+    scale, ratio = numbers(t.scale), numbers(t.ratio)
     keys: dict[str, Any] = {"size": size_of(t.size)}
     keys |= {"scale": scale} if scale != [0.08, 1] else {}
     keys |= {"ratio": ratio} if ratio != [0.75, number(4 / 3)] else {}
@@ -465,7 +463,7 @@ def _random_resized_crop(state: _State, t: Any) -> _Equal:
 
 def _random_crop(state: _State, t: Any) -> _Equal:
     keys: dict[str, Any] = {"size": size_of(t.size)}
-    padding = _numbers(_padding_of(t) or 0)
+    padding = _one_if_equal(_padding_of(t) or 0)
     if t.pad_if_needed or padding != 0:
         if (around := _around(state, t)) is None:
             return None
@@ -485,8 +483,9 @@ def _padding_of(crop: Any) -> Any:
     return [left, top, right, bottom]
 
 
-def _flip(side: str) -> Callable[[_State, Any], _Equal]:
-    return lambda state, t: Entry("flip", {side: number(t.p)})
+def _stage(stage: str, **attributes: str) -> Callable[[_State, Any], _Equal]:
+    """Return what makes a stage of numbers. attributes: its keys, and torchvision's names of them."""
+    return lambda state, t: Entry(stage, {key: number(getattr(t, name)) for key, name in attributes.items()})
 
 
 def _of_images(value: Any) -> Any:
@@ -503,10 +502,10 @@ def _of_type(values: dict[Any, Any], *types: str) -> Any:
 def _fill(state: _State, t: Any) -> dict[str, Any] | None:
     """Return the key `fill`, unless it is black; None if it is no level."""
     fill = _of_images(t.fill)
-    levels = [state.level(value) for value in (fill if isinstance(fill, (list, tuple)) else [fill or 0])]
+    levels = [state.level(value) for value in np.ravel(fill or 0).tolist()]
     if None in levels:
         return None
-    return {"fill": levels[0] if len(set(levels)) == 1 else levels} if any(levels) else {}
+    return {"fill": _one_if_equal(levels)} if any(levels) else {}
 
 
 def _warped(state: _State, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
@@ -519,23 +518,17 @@ def _warped(state: _State, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
     if expand:
         keys = {**keys, "expand": True}
     if center is not None:
-        keys = {**keys, "center": [number(x) for x in center]}
+        keys = {**keys, "center": numbers(center)}
     return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **fill})
 
 
-def _span(value: Sequence[float]) -> Any:
-    """Return [-v, v] as v."""
-    low, high = (number(x) for x in value)
-    return high if low == -high else [low, high]
-
-
 def _affine(state: _State, t: Any) -> _Equal:
-    keys: dict[str, Any] = {"degrees": _span(t.degrees)}
+    keys: dict[str, Any] = {"degrees": span(t.degrees)}
     for key in ("translate", "scale"):
         if (value := getattr(t, key)) is not None:
-            keys[key] = [number(x) for x in value]
+            keys[key] = numbers(value)
     if t.shear is not None:
-        keys["shear"] = _span(t.shear) if len(t.shear) == 2 else [number(x) for x in t.shear]
+        keys["shear"] = span(t.shear) if len(t.shear) == 2 else numbers(t.shear)
     return _warped(state, t, "affine", keys)
 
 
@@ -547,18 +540,13 @@ def _perspective(state: _State, t: Any) -> _Equal:
 
 def _pad(state: _State, t: Any) -> _Equal:
     around = _around(state, t)
-    return None if around is None else Entry("pad", {"padding": _numbers(t.padding), **around})
+    return None if around is None else Entry("pad", {"padding": _one_if_equal(t.padding), **around})
 
 
-def _numbers(value: int | Sequence[int]) -> int | list[int]:
+def _one_if_equal(values: Any) -> Any:
     """Return a padding or a neighbourhood as YAML has it: one number if all are equal."""
-    sides = [value] if isinstance(value, int) else [int(side) for side in value]
+    sides = numbers(values)
     return sides[0] if len(set(sides)) == 1 else sides
-
-
-def _numbers_of(value: Any) -> list[float]:
-    """Return the mean or the deviation of a Normalize: a sequence, or, in v1, one number for all channels."""
-    return [number(x) for x in ([value] if np.ndim(value) == 0 else value)]
 
 
 def _around(state: _State, t: Any) -> dict[str, Any] | None:
@@ -576,12 +564,8 @@ def _color_jitter(state: _State, t: Any) -> _Equal:
             low, high = bounds
             amount = round(high - neutral, 7)
             symmetric = abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9
-            keys[name] = number(amount) if symmetric else [number(low), number(high)]
+            keys[name] = number(amount) if symmetric else numbers([low, high])
     return Entry("color_jitter", keys)
-
-
-def _probability(stage: str) -> Callable[[_State, Any], _Equal]:
-    return lambda state, t: Entry(stage, {"probability": number(t.p)})
 
 
 def _solarize(state: _State, t: Any) -> _Equal:
@@ -594,8 +578,7 @@ def _grayscale(state: _State, t: Any) -> _Equal:
 
 
 def _gaussian_blur(state: _State, t: Any) -> _Equal:
-    low, high = (number(x) for x in t.sigma)
-    return Entry("gaussian_blur", {"kernel_size": _numbers(t.kernel_size), "sigma": [low, high]})
+    return Entry("gaussian_blur", {"kernel_size": _one_if_equal(t.kernel_size), "sigma": numbers(t.sigma)})
 
 
 def _random_erasing(state: _State, t: Any) -> _Equal:
@@ -603,14 +586,14 @@ def _random_erasing(state: _State, t: Any) -> _Equal:
     value = [float(x) for x in t.value] if isinstance(t.value, (list, tuple)) else t.value
     keys: dict[str, Any] = {"probability": number(t.p)}
     for key, default in (("scale", [0.02, 0.33]), ("ratio", [0.3, 3.3])):
-        given = [number(x) for x in getattr(t, key)]
+        given = numbers(getattr(t, key))
         keys |= {key: given} if given != default else {}
     return Entry("random_erasing", {**keys, **_mean_level(state)}) if value in (0, [0.0]) else None
 
 
 def _erasing_of_timm(state: _State, t: Any) -> _Equal:
-    keys: dict[str, Any] = {"probability": number(t.probability), "scale": [number(t.min_area), number(t.max_area)]}
-    keys["ratio"] = [number(math.exp(x)) for x in t.log_aspect_ratio]
+    keys: dict[str, Any] = {"probability": number(t.probability), "scale": numbers([t.min_area, t.max_area])}
+    keys["ratio"] = numbers(np.exp(t.log_aspect_ratio))
     entry = Entry("random_erasing", {**keys, **_mean_level(state)})
     if t.rand_color or t.per_pixel or t.max_count != 1:
         return _Nearest(entry, "timm's RandomErasing fills with noise, or several boxes")
@@ -642,19 +625,19 @@ _OF_TORCHVISION: dict[str, Callable[[_State, Any], _Equal]] = {
     "CenterCrop": lambda state, t: Entry("center_crop", {"size": size_of(t.size)}),
     "RandomCrop": _random_crop,
     "RandomResizedCrop": _random_resized_crop,
-    "RandomHorizontalFlip": _flip("horizontal"),
-    "RandomVerticalFlip": _flip("vertical"),
-    "RandomRotation": lambda state, t: _warped(state, t, "rotate", {"degrees": _span(t.degrees)}),
+    "RandomHorizontalFlip": _stage("flip", horizontal="p"),
+    "RandomVerticalFlip": _stage("flip", vertical="p"),
+    "RandomRotation": lambda state, t: _warped(state, t, "rotate", {"degrees": span(t.degrees)}),
     "RandomAffine": _affine,
     "RandomPerspective": _perspective,
     "Pad": _pad,
     "ColorJitter": _color_jitter,
     "Grayscale": _grayscale,
-    "RandomGrayscale": _probability("grayscale"),
-    "RandomAutocontrast": _probability("autocontrast"),
-    "RandomEqualize": _probability("equalize"),
-    "RandomInvert": _probability("invert"),
-    "RandomPosterize": lambda state, t: Entry("posterize", {"bits": t.bits, "probability": number(t.p)}),
+    "RandomGrayscale": _stage("grayscale", probability="p"),
+    "RandomAutocontrast": _stage("autocontrast", probability="p"),
+    "RandomEqualize": _stage("equalize", probability="p"),
+    "RandomInvert": _stage("invert", probability="p"),
+    "RandomPosterize": _stage("posterize", bits="bits", probability="p"),
     "RandomSolarize": _solarize,
     "RandomAdjustSharpness": lambda state, t: Entry(
         "sharpness", {"amount": [number(t.sharpness_factor)] * 2, "probability": number(t.p)}
@@ -704,9 +687,9 @@ _NEAREST = {
     "CutMix": "cutmix, at the end of pipelines.train",
 }
 _LIKE_TIMM = {
-    "RandAugment": ("rand_augment, whose magnitudes are torchvision's", Entry("rand_augment", {})),
-    "AutoAugment": ("auto_augment", Entry("auto_augment", {})),
-    "AugMixAugment": ("torchvision: {name: AugMix}", Entry("torchvision", {"name": "AugMix"})),
+    "RandAugment": ("rand_augment, whose magnitudes are torchvision's", (Entry("rand_augment", {}),)),
+    "AutoAugment": ("auto_augment", (Entry("auto_augment", {}),)),
+    "AugMixAugment": ("torchvision: {name: AugMix}", (Entry("torchvision", {"name": "AugMix"}),)),
 }
 """The stages that are most like transforms of timm."""
 
@@ -815,7 +798,7 @@ def _plain(value: Any) -> Any:
     if kind == "dtype":
         return str(value).removeprefix("torch.")
     if kind == "Tensor":
-        return [number(x) for x in value.flatten().tolist()]
+        return numbers(value)
     return number(value) if isinstance(value, float) else value if value is None or kind in _PLAIN else _UNKNOWN
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 from gpuflow.arrays import Bytes, Floats
 from gpuflow.config.yaml_file import Lines, read_yaml
 from gpuflow.decode import self_test
-from gpuflow.errors import UNSET, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
+from gpuflow.errors import UNSET, Code, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
 from gpuflow.pipeline.parameters import IMAGENET
 
 _HEIGHT, _WIDTH = 361, 480
@@ -76,7 +77,13 @@ _MOST_BYTES = 1 << 20
 
 
 class Document:
-    """The mapping that a JSON or YAML file holds, and where its values stand."""
+    """Holds the mapping of a JSON or YAML file, and the lines of its values.
+
+    >>> Path("config.json").write_text('{"size": 224}')
+    13
+    >>> read_document("config.json").error("must be above 300", "size", value=224)
+    ConfigError('config.json:1: size must be above 300, got 224')
+    """
 
     def __init__(self, path: str, data: Mapping[str, Any], lines: Lines) -> None:
         self.path, self.data, self._lines = path, data, lines
@@ -99,7 +106,28 @@ class Document:
                 yield Problem(self.place(*at, key), rule, found[key], action, (*at, key), "import.unknown_key")
 
     def error(self, rule: str, *at: Key, value: object = UNSET, action: str = "") -> ConfigError:
-        return ConfigError([Problem(self.place(*at), rule, value, action, at, "import.source")])
+        """Return the error of a value that no reader can take. at: the keys that lead to it."""
+        return source_error(self.place(*at), rule, value, action, at)
+
+    def gap(self, rule: str, *at: Key, nearest: str, apart: str = "") -> Problem:
+        """Return what `gap` does, at the value that these keys lead to."""
+        return gap(self.place(*at), rule, nearest=nearest, apart=apart, path=at)
+
+
+def source_error(
+    place: str,
+    rule: str,
+    value: object = UNSET,
+    action: str = "",
+    path: tuple[Key, ...] = (),
+    code: Code = "import.source",
+) -> ConfigError:
+    """Return the error of a source that cannot be read, with the parts of its only problem.
+
+    >>> source_error("x.toml:", "is not valid TOML", action="correct it")
+    ConfigError('x.toml: is not valid TOML; correct it')
+    """
+    return ConfigError([Problem(place, rule, value, action, path, code)])
 
 
 def read_document(path: str) -> Document:
@@ -112,19 +140,11 @@ def read_document(path: str) -> Document:
     try:
         return Document(path, *read_yaml(path, holds="keys"))
     except ConfigError:
-        data = _json_of(path)  # which may be indented by tabs, as YAML may not
-        if data is None:
-            raise
-        return Document(path, data, {})
-
-
-def _json_of(path: str) -> dict[str, Any] | None:
-    """Return the mapping that a file holds as JSON; None if it holds none."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) else None
+        with suppress(OSError, ValueError, RecursionError):
+            data = json.loads(Path(path).read_text(encoding="utf-8"))  # may be indented by tabs, as YAML may not
+            if isinstance(data, dict):
+                return Document(path, data, {})
+        raise
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -137,37 +157,35 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        problem = Problem(f"{path}:", f"cannot be read as UTF-8 text: {error}", code="config.file")
-        raise ConfigError([problem]) from error
+        raise source_error(f"{path}:", f"cannot be read as UTF-8 text: {error}", code="config.file") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([Problem(f"{path}:", f"is not valid TOML: {error}", code="config.file")]) from error
+        raise source_error(f"{path}:", f"is not valid TOML: {error}", code="config.file") from error
 
 
 def _check_size(path: str) -> None:
     """Raise ConfigError if there is no such file, or if it is larger than any file of transforms."""
     if not Path(path).exists():
-        raise _no_file(path)
+        siblings = [str(sibling) for sibling in Path(path).parent.glob(f"*{Path(path).suffix}")]
+        action = suggest(path, siblings, else_all=False) or "check the path"
+        raise source_error(f"{path}:", "no such file", action=action, code="config.file")
     if (size := Path(path).stat().st_size) > _MOST_BYTES:
         rule = f"must be a file of at most {_MOST_BYTES:,} bytes"
-        raise ConfigError([Problem(f"{path}:", rule, size, "name the file of the transforms", code="config.file")])
-
-
-def _no_file(path: str) -> ConfigError:
-    """Return the error of a missing file, with one of its folder that has a similar name, if there is one."""
-    siblings = [str(sibling) for sibling in Path(path).parent.glob(f"*{Path(path).suffix}")]
-    action = suggest(path, siblings, else_all=False) or "check the path"
-    return ConfigError([Problem(f"{path}:", "no such file", action=action, code="config.file")])
+        raise source_error(f"{path}:", rule, size, "name the file of the transforms", code="config.file")
 
 
 class MissingLibrary(GpuflowError, ImportError):
-    """A library whose transforms are imported, or compared with, is not installed."""
+    """Says that a library whose transforms are imported, or compared with, is not installed."""
 
 
 def needs(library: str, source: str) -> Any:
-    """Import another library.
+    """Import another library, and return its module. source: what needs it, as the user named it.
 
     Raises:
         MissingLibrary: it is not installed.
+
+    >>> needs("absent_library", "timm:resnet50")
+    Traceback (most recent call last):
+    gpuflow.migration.imported.MissingLibrary: timm:resnet50: needs absent_library, ...
     """
     try:
         return importlib.import_module(library)
@@ -192,7 +210,7 @@ def _attribute(name: str) -> Any:
     module_name, _, path = name.partition(":")
 
     def error(rule: str, action: str = "") -> ConfigError:
-        return ConfigError([Problem(f"{name}:", rule, action=action, code="import.source")])
+        return source_error(f"{name}:", rule, action=action)
 
     if not module_name or not path:
         raise error("must be module:attribute", "name a transform at the top of a module, such as train:transform")
@@ -233,7 +251,7 @@ def _weights_transform(name: str) -> Any:
         return found[member].transforms()
     action = suggest(name, [f"{cls}.{known}" for known in found] or enums, else_all=bool(found))
     action = action or "give module:attribute, or weights such as ResNet50_Weights.IMAGENET1K_V2"
-    raise ConfigError([Problem(f"{name}:", "names no weights of torchvision", action=action, code="import.source")])
+    raise source_error(f"{name}:", "names no weights of torchvision", action=action)
 
 
 PILLOW_13 = (
@@ -245,7 +263,11 @@ IMAGENET_MEAN, IMAGENET_STD = IMAGENET["mean"], IMAGENET["std"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a list of stages: the stage's key in YAML, its parameters, and a comment after it."""
+    """Stands for an entry of a list of stages: the stage's key in YAML, its parameters, and a comment after it.
+
+    >>> Entry("flip", {"horizontal": 0.5}).as_yaml
+    {'flip': {'horizontal': 0.5}}
+    """
 
     stage: str
     parameters: Mapping[str, Any]
@@ -253,13 +275,13 @@ class Entry:
 
     @property
     def as_yaml(self) -> dict[str, Any]:
-        """As `make_stage` takes it."""
+        """Return the entry as `make_stage` takes it."""
         return {self.stage: dict(self.parameters)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PresetEntry:
-    """torchpipe's own operators, which decode and resize: the keys of a preset."""
+    """Stands for torchpipe's own operators, which decode and resize: the keys of a preset."""
 
     preset: str
     height: int
@@ -269,7 +291,7 @@ class PresetEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """What a reader found.
+    """Holds what a reader found.
 
     source: what was imported, as the user named it. matches: sentences that say which behaviour the stages have.
     pipelines: the entries of `train`, of `val`, or of both. gaps: what no stage equals, with the nearest stage, which
@@ -289,7 +311,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step(Generic[State]):
-    """What a transform becomes: the value that readers of chains of transforms fold.
+    """Holds what a transform becomes: the value that readers of chains of transforms fold.
 
     state: what is known of the image after it. entries: stages of levels. floats: what comes after those, from the
     entry on that makes floats. gaps: what no stage equals. notes: sentences on how the stages differ from it.
@@ -321,6 +343,31 @@ def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key
     return Problem(place, rule, action=action, path=path, code="import.stage")
 
 
+PILLOW_FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Pillow's filters, by their numbers."""
+FILTERS = ("bilinear", "bicubic")
+"""Those that the stage `resize` has, too."""
+
+
+def filter_keys(name: str, *, antialias: bool = True) -> dict[str, Any]:
+    """Return the keys of `resize` for a filter, without defaults; of the most similar filter if it has none such.
+
+    >>> filter_keys("lanczos"), filter_keys("bilinear", antialias=False)
+    ({'interpolation': 'bicubic'}, {'antialias': False})
+    """
+    keys = {"interpolation": "bicubic"} if name in ("bicubic", "lanczos") else {}
+    return keys if antialias else {**keys, "antialias": False}
+
+
+def filters_apart(name: str, size: tuple[int, int] = (224, 224)) -> str:
+    """Return what `apart` says of a filter of Pillow and that of `filter_keys`. size: (width, height)."""
+    from PIL.Image import Resampling
+
+    nearest = filter_keys(name).get("interpolation", "bilinear")
+    wanted, similar = Resampling[name.upper()], Resampling[nearest.upper()]
+    return apart(lambda image: image.resize(size, wanted), lambda image: image.resize(size, similar))
+
+
 def decode() -> Entry:
     """Return the first stage of all that is imported."""
     return Entry("decode", {"color": "rgb"})
@@ -332,30 +379,63 @@ def normalize(
     """Return the stage that scales pixels to 0-1 and normalizes them.
 
     named: write `imagenet` where the numbers are those of ImageNet, which is right for RGB.
+
+    >>> normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)).as_yaml
+    {'normalize': {'mean': 'imagenet', 'std': 'imagenet'}}
     """
     parameters: dict[str, Any] = {}
     for name, values in (("mean", mean), ("std", std)):
-        numbers = [number(value) for value in values]
-        parameters[name] = "imagenet" if named and tuple(numbers) == IMAGENET[name] else numbers
+        parameters[name] = "imagenet" if named and tuple(numbers(values)) == IMAGENET[name] else numbers(values)
     if dtype != "float32":
         parameters["dtype"] = dtype
     return Entry("normalize", parameters)
 
 
 def each_channel(numbers: Sequence[float], *, gray: bool) -> tuple[float, ...]:
-    """Return a number for each channel, three or one; the libraries repeat a single one. gray: there is one channel."""
+    """Return a number for each channel, three or one; the libraries repeat a single one. gray: there is one channel.
+
+    >>> each_channel([0.5], gray=False), each_channel([0.5], gray=True)
+    ((0.5, 0.5, 0.5), (0.5,))
+    """
     return (*numbers,) * (3 if len(numbers) == 1 and not gray else 1)
 
 
 def size_of(sides: float | Sequence[float]) -> int | list[int]:
-    """Return a size as YAML has it: one number for a square, else [height, width]."""
+    """Return a size as YAML has it: one number for a square, else [height, width].
+
+    >>> size_of(224), size_of((224, 224)), size_of((224, 320))
+    (224, 224, [224, 320])
+    """
     given = [int(side) for side in (sides if isinstance(sides, Sequence) else [sides])]
     height, width = given if len(given) == 2 else given * 2
     return height if height == width else [height, width]
 
 
+def numbers(values: Any) -> list[float | int]:
+    """Return numbers, or a single one, as a list of numbers as people write them.
+
+    >>> numbers(0.5), numbers((1.0, 1 / 3))
+    ([0.5], [1, 0.3333333333])
+    """
+    return [number(value) for value in np.ravel(values)]
+
+
+def span(values: Any) -> Any:
+    """Return a range as YAML has it: one number for a range around zero, else [low, high].
+
+    >>> span((-10, 10)), span((-5, 20))
+    (10, [-5, 20])
+    """
+    low, high = numbers(values)
+    return high if low == -high else [low, high]
+
+
 def number(value: float) -> float | int:
-    """Return a number as people write it: a float32 in as few digits as it needs, others without the last digits."""
+    """Return a number as people write it: a float32 in as few digits as it needs, others without the last digits.
+
+    >>> number(224.0), number(np.float32(0.1)), number(0.1 + 0.2)
+    (224, 0.1, 0.3)
+    """
     exact = float(value)
     single = np.float32(exact)
     short = float(str(single)) if float(single) == exact else float(f"{exact:.10g}")

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.migration.from_albumentations import read_albumentations
-from gpuflow.migration.from_huggingface import read_huggingface
+from gpuflow.migration.from_huggingface import processor_document, read_huggingface
 from gpuflow.migration.from_timm import data_config, read_timm
 from gpuflow.migration.from_torchpipe import read_torchpipe
 from gpuflow.migration.from_torchvision import read_transform
-from gpuflow.migration.imported import Entry, Imported, gap, named_transform, needs, read_document
+from gpuflow.migration.imported import Entry, Imported, gap, named_transform, needs, read_document, source_error
 from gpuflow.pipeline.program import Program, WarpStep
 from gpuflow.pipeline.stage import Stage
 from gpuflow.version import __version__
@@ -61,7 +61,7 @@ def read_source(source: str, table: Mapping[str, type[Stage]]) -> Imported:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A YAML file that `gpuflow check` accepts, and a problem for each thing that it leaves out."""
+    """Holds a YAML file that `gpuflow check` accepts, and a problem for each thing that it leaves out."""
 
     text: str
     problems: tuple[Problem, ...]
@@ -73,7 +73,7 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
     Args:
         sources: as in `read_source`; of two, one gives the pipeline `train` and the other `val`.
         table: the vocabulary.
-        partial: whether a file is written although something has no equal stage. It is valid all the same.
+        partial: write a file although something has no equal stage. It is valid all the same.
 
     Raises:
         ConfigError: a source cannot be read, two give the same pipeline, or `gpuflow check` refuses the result; without
@@ -83,9 +83,7 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
     names = [name for one in found for name in one.pipelines]
     if len(set(names)) < len(names):
         rule = f"give the pipelines {', '.join(names)}; two sources must give train, which is random, and val"
-        raise ConfigError(
-            [Problem(f"{' '.join(sources)}:", rule, action="import them one by one", code="import.source")]
-        )
+        raise source_error(f"{' '.join(sources)}:", rule, action="import them one by one")
     text = to_yaml(found)
     config = _checked(text, " ".join(sources), table)
     if partial and not isinstance(config, Config) and any(problem.code == "stage.size" for problem in config):
@@ -145,6 +143,13 @@ def to_yaml(found: Sequence[Imported]) -> str:
     """Return what was imported as a YAML file with comments, which `gpuflow check` accepts.
 
     Of two sources, one gives the pipeline `train` and the other `val`.
+
+    >>> resize = Entry("resize", {"shorter": 256}, "as in the paper")
+    >>> print(to_yaml([Imported(source="x", matches=(), pipelines={"val": [resize]})]))
+    # Imported by gpuflow ...
+    preprocess: &eval ...
+      - resize: {shorter: 256}                # as in the paper
+    ...
     """
     text = "\n".join((*_header(found), *_body(found))) + "\n"
     return text.encode(errors="backslashreplace").decode()  # names of files, in comments, need not be text
@@ -233,9 +238,9 @@ def _flow(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LibraryTransform:
-    """A transform of a PIL image to a tensor [C, H, W]. about: what runs, with versions.
+    """Runs a transform of a PIL image to a tensor [C, H, W]. about: what runs, with versions.
 
-    converts: whether it converts images to RGB itself, so that it gets what Image.open gives; else it gets what
+    converts: it converts images to RGB itself, so that it gets what Image.open gives; else it gets what
     Image.open(path).convert("RGB") gives, as the loaders of torchvision and timm do.
     other: another implementation of the same transform, and its name, such as `slow`.
     """
@@ -255,7 +260,7 @@ def library_transform(source: str) -> LibraryTransform:
     library, _, name = source.partition(":")
     if library not in _OPENERS:
         action = f"known: {', '.join(f'{known}:...' for known in _OPENERS)}"
-        raise ConfigError([Problem("--against:", "names no library to run", source, action, code="import.source")])
+        raise source_error("--against:", "names no library to run", source, action)
     return _OPENERS[library](name)
 
 
@@ -273,14 +278,11 @@ def _timm(name: str) -> LibraryTransform:
 
 
 def _huggingface(name: str) -> LibraryTransform:
-    transformers, path = needs("transformers", f"hf:{name}"), Path(name)
-    document = read_document(str(path / "preprocessor_config.json" if path.is_dir() else path))
-    backends = ("torchvision", "pil")
+    transformers = needs("transformers", f"hf:{name}")
+    folder = str(Path(processor_document(name).path).parent)
+    choices: tuple[dict[str, Any], ...] = {"use_fast": True}, {"use_fast": False}
     if int(transformers.__version__.partition(".")[0]) >= 5:
-        choices: tuple[dict[str, Any], ...] = tuple({"backend": backend} for backend in backends)
-    else:
-        choices = ({"use_fast": True}, {"use_fast": False})
-    folder = str(Path(document.path).parent)
+        choices = {"backend": "torchvision"}, {"backend": "pil"}
     fast, slow = (
         transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True, **choice) for choice in choices
     )

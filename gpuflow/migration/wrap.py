@@ -110,42 +110,42 @@ class WrappedLoader:
 
     @property
     def dataset(self) -> Any:
-        """The DataLoader's."""
+        """Return the DataLoader's."""
         return self._dataloader.dataset
 
     @property
     def sampler(self) -> Any:
-        """The DataLoader's."""
+        """Return the DataLoader's."""
         return self._dataloader.sampler
 
     @property
     def batch_sampler(self) -> Any:
-        """The DataLoader's."""
+        """Return the DataLoader's."""
         return self._dataloader.batch_sampler
 
     @property
     def batch_size(self) -> int | None:
-        """The DataLoader's; None if it was made with a batch sampler."""
+        """Return the DataLoader's; None if it was made with a batch sampler."""
         return self._dataloader.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """The DataLoader's."""
+        """Return the DataLoader's."""
         return self._dataloader.drop_last
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names; empty if the dataset has none."""
+        """Return the class names; empty if the dataset has none."""
         return self._loader.classes
 
     @property
     def pipeline(self) -> Pipeline | ViewsPipeline:
-        """The stages, those of the transforms included."""
+        """Return the stages, those of the transforms included."""
         return self._loader.pipeline
 
     @property
     def preprocessing(self) -> str:
-        """The fingerprint of the stages and all their parameters, 16 hex digits."""
+        """Return the fingerprint of the stages and all their parameters, 16 hex digits."""
         return self._loader.preprocessing
 
     def __repr__(self) -> str:
@@ -229,7 +229,7 @@ def _check_dataloader(dataloader: Any) -> None:
 
 
 def _check_arguments(cpu_percentage: Any, parallel_type: Any, local_rank: Any) -> None:
-    if cpu_percentage != "auto" and not (_is_number(cpu_percentage) and 0 <= cpu_percentage <= 1):
+    if cpu_percentage != "auto" and not (type(cpu_percentage) in (int, float) and 0 <= cpu_percentage <= 1):
         action = "0.3 stands for 30%"
         raise _problem(("cpu_percentage",), "must be auto or within [0, 1]", cpu_percentage, action)
     if parallel_type not in ("ddp", "dp", None):
@@ -237,10 +237,6 @@ def _check_arguments(cpu_percentage: Any, parallel_type: Any, local_rank: Any) -
         raise _problem(("parallel_type",), "must be ddp, dp or None", parallel_type, action)
     if local_rank is not None and not (type(local_rank) is int and local_rank >= 0):
         raise _problem(("local_rank",), "must be the number of a GPU", local_rank, "pass LOCAL_RANK as a whole number")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
@@ -358,6 +354,9 @@ class TensorToTensor:
     """Turns levels of 0-255 into numbers of 0-1: a tensor divided by 255, as torchpipe's training integration does.
 
     In `gpuflow.wrap` it stands where torchvision has ToTensor.
+
+    >>> TensorToTensor()(torch.tensor([0, 51, 255], dtype=torch.uint8)).tolist()
+    [0.0, 0.2..., 1.0]
     """
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
@@ -382,6 +381,9 @@ def cv2_resize(size: tuple[int, int]) -> Cv2Resize:
 
     In `transforms_cpu` of `gpuflow.wrap` it names the size that the stages of the file resize to. Those stages say with
     which pixels: `preset: torchpipe_cpu` has OpenCV's.
+
+    >>> cv2_resize((24, 32))(np.zeros((48, 48, 3), np.uint8)).shape
+    (24, 32, 3)
     """
     height, width = size
     return Cv2Resize(height, width)
@@ -389,7 +391,7 @@ def cv2_resize(size: tuple[int, int]) -> Cv2Resize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The stages that transforms stand for, as they stand in YAML. resize: the `cv2_resize` that they begin with."""
+    """Holds the stages that transforms stand for, as in YAML. resize: the `cv2_resize` that they begin with."""
 
     entries: tuple[Mapping[str, Any], ...]
     resize: Cv2Resize | None

@@ -44,7 +44,7 @@ _HUGE = 60_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParityImage:
-    """One encoded image. kind: `own` for the user's images, `hostile`, or `bad` for bytes that are no valid image."""
+    """Holds one encoded image. kind: `own` for the user's images, `hostile`, or `bad` for bytes that are no image."""
 
     name: str
     kind: Kind
@@ -87,7 +87,12 @@ def own_images(
 
 @final
 class InMemory:
-    """A source of images in memory. All have the same label."""
+    """Offers images in memory as a source. All have the same label.
+
+    >>> source = InMemory([np.frombuffer(b"encoded", np.uint8)])
+    >>> len(source), source.path(0)
+    (1, '0')
+    """
 
     shard_sizes = storage = None
     classes = ("image",)
@@ -117,6 +122,9 @@ def hostile_images() -> list[ParityImage]:
 
     Hostile: every subsampling, odd sizes, gray, CMYK, EXIF 1-8, progressive, 1x1, extreme aspect ratios, upscaling,
     other formats, transparency.
+
+    >>> [image.name for image in hostile_images() if image.kind == "bad"]
+    ['empty file', 'text', 'jpeg cut short', 'jpeg of 60000x60000']
     """
     kinds: tuple[tuple[Kind, Iterator[tuple[str, bytes]]], ...] = (("hostile", _hostile()), ("bad", _bad()))
     return [ParityImage(name, kind, np.frombuffer(data, np.uint8)) for kind, made in kinds for name, data in made]

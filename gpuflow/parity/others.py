@@ -99,17 +99,9 @@ class Reference(Way):
         return None
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
-
         transforms = [stage.torchvision() for stage in prefix.program.pipeline.stages[1:]]
         for data in images:
-            with warnings.catch_warnings(action="ignore"):  # on large images, unusual palettes, filters that PIL lacks
-                try:
-                    result: Result = self._image(data, prefix.program.decoder, transforms)
-                except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
-                    if is_system_fault(error):
-                        raise
-                    result = BadSampleError("torchvision", reason_of(error))
-            yield result
+            yield _attempt("torchvision", self._image, data, prefix.program.decoder, transforms)
 
     def _image(self, data: Encoded, decoder: s.Decoder, transforms: Sequence[Callable[[Any], Any]]) -> torch.Tensor:
         from PIL import Image
@@ -123,6 +115,17 @@ class Reference(Way):
         image = functional.pil_to_tensor(image) if isinstance(image, Image.Image) else image
         tensor: torch.Tensor = image.as_subclass(torch.Tensor)
         return tensor
+
+
+def _attempt(stage: str, make: Callable[..., torch.Tensor], *arguments: Any) -> Result:
+    """Return an image that another library's code makes, which may raise anything, or the error as that of a stage."""
+    with warnings.catch_warnings(action="ignore"):  # on large images, unusual palettes, filters that Pillow lacks
+        try:
+            return make(*arguments)
+        except Exception as error:
+            if is_system_fault(error):
+                raise
+            return BadSampleError(stage, reason_of(error))
 
 
 def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
@@ -335,8 +338,7 @@ class TorchpipeOperators(Way):
         return missing_torchpipe(preset=True) or missing_gpu(self._head().device)
 
     def refuses(self, prefix: Prefix) -> str | None:
-        whole = prefix.program.pipeline.stages == self.program.pipeline.stages
-        return None if whole else "its operators have no such stages"
+        return None if prefix.is_of(self.program) else "its operators have no such stages"
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         head, stages = self._head(), self.program.pipeline.stages
@@ -371,7 +373,11 @@ _UNKNOWN = (
 
 
 def is_library(way: str) -> bool:
-    """Return True if a way's name is a source of another library, such as `timm:resnet50.a1_in1k`."""
+    """Return True if a way's name is a source of another library.
+
+    >>> is_library("timm:resnet50.a1_in1k"), is_library("val@cuda")
+    (True, False)
+    """
     return ":" in way
 
 
@@ -417,11 +423,11 @@ class Library(Way):
         return f"{random!r} is random, so the library draws something else" if random is not None else None
 
     def refuses(self, prefix: Prefix) -> str | None:
-        whole = prefix.program.pipeline.stages == self.program.pipeline.stages
-        return None if whole or prefix.count == 1 else "the library's transforms run as a whole"
+        possible = prefix.is_of(self.program) or prefix.count == 1
+        return None if possible else "the library's transforms run as a whole"
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
-        if prefix.program.pipeline.stages != self.program.pipeline.stages:
+        if not prefix.is_of(self.program):
             yield from Reference(self.program, "tensor").run(prefix, images)
             return
         for data in images:
@@ -435,12 +441,12 @@ class Library(Way):
         if prefix.count < len(self.program.pipeline.stages):
             yield cause, None
             return
-        given, decoder = self._given(opened), self.program.decoder
-        yield _ROWS_FIRST, self._run(_rows_first(given))
+        run, given, decoder = self.transform.run, self._given(opened), self.program.decoder
+        yield _ROWS_FIRST, _attempt("library", run, _rows_first(given))
         pixels, _ = CpuDecoder(decoder.color, background=decoder.background).decode(data, header_of(data, decoder))
         decoded = Image.fromarray(pixels.squeeze())
-        yield cause, self._run(decoded)
-        yield f"{cause}; and {_ROWS_FIRST}", self._run(_rows_first(decoded))
+        yield cause, _attempt("library", run, decoded)
+        yield f"{cause}; and {_ROWS_FIRST}", _attempt("library", run, _rows_first(decoded))
         yield _UNKNOWN, None
 
     def _given(self, image: Image) -> Image:
@@ -449,18 +455,7 @@ class Library(Way):
             return image if self.transform.converts else image.convert("RGB")
 
     def _result(self, data: Encoded) -> Result:
-        try:
-            image = self._given(_opened(data))
-        except Exception as error:  # Pillow's parsers raise anything
-            return _bad(error)
-        return self._run(image)
-
-    def _run(self, image: Image) -> Result:
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                return self.transform.run(image)
-            except Exception as error:  # the library's code raises anything
-                return _bad(error)
+        return _attempt("library", lambda: self.transform.run(self._given(_opened(data))))
 
 
 def _opened(data: Encoded) -> Image:
@@ -469,12 +464,6 @@ def _opened(data: Encoded) -> Image:
     with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data.tobytes()), formats=FORMATS) as image:
         image.load()
         return image
-
-
-def _bad(error: Exception) -> BadSampleError:
-    if is_system_fault(error):
-        raise error
-    return BadSampleError("library", reason_of(error))
 
 
 def _cause_of(image: Image, *, converts: bool) -> str:

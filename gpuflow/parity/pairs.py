@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Literal
 
 import numpy as np
 import torch
@@ -111,66 +110,62 @@ def missing_stage(config: Config, program: Program, path: Path | None) -> str | 
     )
 
 
-class Classifier:
-    """Runs a model on the CPU. All batches have one size, so that equal images get equal logits.
+@contextmanager
+def classifier(file: str, program: Program, *, batch: int) -> Iterator[Callable[[Sequence[Result]], Answers]]:
+    """Run a model on the CPU: give a function from at most `batch` results to their logits.
+
+    All batches have one size, so that equal images get equal logits.
 
     Args:
         file: the model file.
         program: the program whose results are its input.
         batch: the batch size.
     """
+    with ExitStack() as stack:
+        thread = DaemonPool(1, "parity_model")  # an engine sets torch's thread count for its thread
+        stack.callback(thread.shutdown)
+        model, image = ModelSpec(file=file, batch=batch), program.result
+        engine: Engine = thread.submit(open_engine, model, image=image, device=_CPU).result(_SECONDS)
+        stack.callback(engine.close)
 
-    def __init__(self, file: str, program: Program, *, batch: int) -> None:
-        model = ModelSpec(file=file, batch=batch)
-        self._image, self._batch = program.result, batch
-        self._thread = DaemonPool(1, "parity_model")  # an engine sets torch's thread count for its thread
-        try:
-            opening = self._thread.submit(open_engine, model, image=self._image, device=_CPU)
-            self._engine: Engine = opening.result(_SECONDS)
-        except BaseException:
-            self._thread.shutdown()
-            raise
+        def classify(results: Sequence[Result]) -> Answers:
+            images = black_images(batch, image, _CPU)
+            form, taken = (images.shape[1:], images.dtype), []
+            for row, result in enumerate(results):
+                if isinstance(result, torch.Tensor) and (result.shape, result.dtype) == form:
+                    images[row] = result.cpu()
+                    taken.append(row)
+            logits = thread.submit(engine.run, images).result(_SECONDS)
+            return [logits[row] if row in taken else None for row in range(len(results))]
 
-    def __call__(self, results: Sequence[Result]) -> Answers:
-        """Compute the logits of at most `batch` results."""
-        batch = black_images(self._batch, self._image, _CPU)
-        taken = []
-        for row, result in enumerate(results):
-            if isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (batch.shape[1:], batch.dtype):
-                batch[row] = result.cpu()
-                taken.append(row)
-        logits = self._thread.submit(self._engine.run, batch).result(_SECONDS)
-        return [logits[row] if row in taken else None for row in range(len(results))]
-
-    def __enter__(self) -> Classifier:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._engine.close()
-        self._thread.shutdown()
+        yield classify
 
 
 class LogitTally:
-    """Gathers differences of logits over images of one kind, `own` or `hostile`."""
+    """Gathers differences of logits over images of one kind, `own` or `hostile`.
+
+    >>> tally = LogitTally()
+    >>> tally.add(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0]))
+    >>> tally.result("own")
+    Logits(kind='own', images=1, max=1.0, mean=0.75, flips=1)
+    """
 
     def __init__(self) -> None:
-        self._images, self._flips, self._values = 0, 0, 0
-        self._max, self._sum = 0.0, 0.0
+        self._images: list[tuple[float, float, bool]] = []
+        """The largest and the mean difference of each, and whether its class differs."""
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the logits [K] of one image from both ways."""
         apart = differences(a, b)
-        self._images += 1
-        self._flips += int(a.argmax() != b.argmax())
-        self._max, self._sum = max(self._max, float(apart.max())), self._sum + float(apart.sum())
-        self._values += apart.numel()
+        self._images.append((float(apart.max()), float(apart.mean()), bool(a.argmax() != b.argmax())))
 
     def result(self, kind: str) -> Logits | None:
         """Return the summary; None if there was no image."""
-        if self._images == 0:
+        if not self._images:
             return None
-        mean = self._sum / self._values
-        return Logits(kind=kind, images=self._images, max=self._max, mean=mean, flips=self._flips)
+        highest, means, flips = zip(*self._images, strict=True)
+        mean = sum(means) / len(means)
+        return Logits(kind=kind, images=len(means), max=max(highest), mean=mean, flips=sum(flips))
 
 
 CPU_AND_GPU = 2.0
@@ -209,12 +204,7 @@ class Rule:
                 return self.levels
             case "reference" | "library":
                 return reduce(lambda levels, stage: _spread(levels, stage) + stage.tolerance, stages, 0.0)
-            case "asked":
-                return 0.0
-            case "nothing":
-                return None
-            case _:
-                assert_never(self.kind)
+        return 0.0 if self.kind == "asked" else None
 
     def words(self, *, same_device: bool) -> str:
         """Return the limit as text; empty if there is none."""
@@ -225,14 +215,9 @@ class Rule:
                 return f"at most {CPU_AND_GPU:g} levels{_SPREAD}: one runs on the CPU, one on a GPU"
             case "library" | "asked" if self.levels:
                 return f"at most {self.levels:g} levels, as asked for"
-            case "library" | "asked" if self.kind == "asked" or self.levels is not None:
-                return "equal, as asked for"
-            case "reference" | "library":
+            case "reference" | "library" if self.levels is None or self.kind == "reference":
                 return f"at most the sum of the stages' tolerances{_SPREAD}"
-            case "nothing":
-                return ""
-            case _:
-                assert_never(self.kind)
+        return "" if self.kind == "nothing" else "equal, as asked for"
 
 
 def _spread(levels: float, stage: Stage) -> float:
@@ -299,9 +284,8 @@ class PairComparison:
         self._rows: list[Row] = []
         self._skipped: list[tuple[str, str]] = []
         self._logits = {"own": LogitTally(), "hostile": LogitTally()}
-        self._worst: dict[str, list[tuple[float, int, Picture]]] = {"own": [], "hostile": []}
+        self._worst: dict[str, list[tuple[float, Picture]]] = {"own": [], "hostile": []}
         self._same_device = True
-        self._order = itertools.count()
 
     @property
     def judged(self) -> bool:
@@ -335,27 +319,24 @@ class PairComparison:
     ) -> None:
         """Compare both ways' results for several images. sizes: rows and columns to compare in each, None for all."""
         for sample, size, a, b in zip(samples, sizes, *both, strict=True):
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-                if (a.shape, a.dtype) == (b.shape, b.dtype):
-                    self._compare(sample, size, a, b)
-                else:
-                    excused = a.shape[0] != b.shape[0] and self._rule.kind == "library" and self._may_refuse(sample)
-                    forms = f"{self.a} gives {_form(a)}, {self.b} gives {_form(b)}"
-                    (self._reference_refuses if excused else self._alone).append((sample.name, forms))
-                    if not excused:
-                        self._find_cause(sample, size, a)
-                continue
             faults = [(way, x) for way, x in ((self.a, a), (self.b, b)) if isinstance(x, BadSampleError)]
             if len(faults) == 2:
                 self._refused.append(sample.name)
                 continue
-            ((way, fault),) = faults
-            excused = way == self.b and self._may_refuse(sample)
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                if (a.shape, a.dtype) == (b.shape, b.dtype):
+                    self._compare(sample, size, a, b)
+                    continue
+                reason = f"{self.a} gives {_form(a)}, {self.b} gives {_form(b)}"
+                may_differ = a.shape[0] != b.shape[0] and self._rule.kind == "library"
+            else:
+                ((way, fault),) = faults
+                reason = f"{way} refuses it: {fault.stage}: {fault.reason}"
+                may_differ = way == self.b
+            excused = may_differ and self._may_refuse(sample)
             if isinstance(a, torch.Tensor) and not excused:
                 self._find_cause(sample, size, a)
-            (self._reference_refuses if excused else self._alone).append(
-                (sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}")
-            )
+            (self._reference_refuses if excused else self._alone).append((sample.name, reason))
 
     def _may_refuse(self, sample: ParityImage) -> bool:
         """Return True if the reference may refuse an image: torchvision any, another library any but the user's.
@@ -380,12 +361,12 @@ class PairComparison:
         if not self._prefix.program.specs[self._prefix.count].fixed:
             return
         score, worst = float(levels.mean() if self._rule.kind == "nothing" else levels.max()), self._worst[kind]
-        if len(worst) < _PICTURES or score > worst[0][0]:
+        if len(worst) < _PICTURES or score > worst[-1][0]:
             color = self._prefix.program.decoder.color
             shown = [_rgb(self._scale.levels(image), color) for image in (a, b)]
-            picture = Picture(sample.name, shown[0], shown[1], levels.max(axis=0).astype(np.float32))
-            push = heapq.heappush if len(worst) < _PICTURES else heapq.heapreplace
-            push(worst, (score, -next(self._order), picture))
+            worst.append((score, Picture(sample.name, shown[0], shown[1], largest.astype(np.float32))))
+            worst.sort(key=lambda one: one[0], reverse=True)
+            del worst[_PICTURES:]
 
     def _within(self, levels: Differences) -> bool:
         """Return True if differences are not more than allowed after these stages."""
@@ -440,7 +421,6 @@ class PairComparison:
 
     def result(self, faults: Sequence[str] = (), notes: Sequence[str] = ()) -> Pair:
         """Return the pair's results, with pictures of its last stage. faults, notes: see `Pair`."""
-        worst = [entry for kind in ("own", "hostile") for entry in sorted(self._worst[kind], reverse=True)]
         return Pair(
             a=self.a,
             b=self.b,
@@ -450,7 +430,7 @@ class PairComparison:
             skipped=tuple(self._skipped),
             faults=tuple(faults),
             notes=tuple(notes),
-            pictures=tuple(picture for _, _, picture in worst),
+            pictures=tuple(picture for worst in self._worst.values() for _, picture in worst),
         )
 
 

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def max(self) -> float:
-        """The largest difference, in levels."""
+        """Return the largest difference, in levels."""
         return max((levels.max for levels in (self.own, self.hostile) if levels is not None), default=0.0)
 
     @property
@@ -122,6 +122,7 @@ class Pair:
 
     @property
     def breach(self) -> bool:
+        """Return True if an image or a fault shows that the pair exceeds its limit."""
         return bool(self.faults) or any(row.breach for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -185,16 +186,17 @@ class Report:
 
     @property
     def breach(self) -> bool:
+        """Return True if any pair exceeds its limit."""
         return any(pair.breach for pair in self.pairs)
 
     @property
     def judged(self) -> tuple[Pair, ...]:
-        """The pairs that have a limit."""
+        """Return the pairs that have a limit."""
         return tuple(pair for pair in self.pairs if pair.asked)
 
     @property
     def naive(self) -> tuple[Pair, ...]:
-        """The pairs that have no limit and are shown for information."""
+        """Return the pairs that have no limit and are shown for information."""
         return tuple(pair for pair in self.pairs if not pair.asked)
 
     def as_dict(self) -> dict[str, Any]:
@@ -202,17 +204,11 @@ class Report:
         return {
             "version": 1,
             "verdict": "breach" if self.breach else "pass",
-            "file": self.file,
-            "pipeline": self.pipeline,
-            "stages": self.stages,
-            "preprocessing": self.preprocessing,
+            **{field.name: getattr(self, field.name) for field in fields(self)},
             "images": dict(self.images),
-            "model": self.model,
             "pairs": [pair.as_dict() for pair in self.pairs],
             "ways": [asdict(way) for way in self.ways],
             "versions": dict(self.versions),
-            "date": self.date,
-            "command": self.command,
         }
 
 
@@ -320,7 +316,11 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def show_levels(value: float) -> str:
-    """Format a number of levels: `0`, `1`, `12.58`, `0.029`, `<0.001`."""
+    """Format a number of levels.
+
+    >>> [show_levels(value) for value in (0, 1, 12.5812, 0.0291, 0.0001)]
+    ['0', '1', '12.58', '0.029', '<0.001']
+    """
     if value == 0:
         return "0"
     return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 1 else f"{value:.4g}"
@@ -352,7 +352,11 @@ def show_allowed(row: Row) -> str:
 
 
 def show_logit(difference: float) -> str:
-    """Format a difference of logits in six characters: two significant digits, or one if it is small."""
+    """Format a difference of logits in six characters: two significant digits, or one if it is small.
+
+    >>> [show_logit(value) for value in (12.34, 0.1234, 0.0001234)]
+    ['12', '0.12', '1e-04']
+    """
     if difference >= 10:
         return f"{difference:.0f}"
     return f"{difference:.2g}" if difference >= 0.001 or not difference else f"{difference:.0e}"
@@ -448,7 +452,11 @@ def page(report: Report) -> str:
 
 
 def html_page(title: str, style: str, body: Sequence[str]) -> str:
-    """Return a page without links to other files. style: CSS. body: lines of HTML."""
+    """Return a page without links to other files. style: CSS. body: lines of HTML.
+
+    >>> "<title>a &amp; b</title>" in html_page("a & b", "p { margin: 0; }", ["<p>text</p>"])
+    True
+    """
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -539,7 +547,11 @@ def _picture(pair: Pair, picture: Picture) -> str:
 
 
 def data_uri(pixels: Bytes) -> str:
-    """Encode RGB or gray pixels, uint8 HWC, as the data URI of a PNG."""
+    """Encode RGB or gray pixels, uint8 HWC, as the data URI of a PNG.
+
+    >>> data_uri(np.zeros((2, 2, 3), np.uint8))
+    'data:image/png;base64,iVBOR...'
+    """
     encoded = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1]
     return f"data:image/png;base64,{base64.b64encode(encoded.tobytes()).decode()}"
 

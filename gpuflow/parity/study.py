@@ -22,7 +22,7 @@ from gpuflow.errors import GpuflowError, MissingExtra
 from gpuflow.parity.images import ParityImage, hostile_images, own_images
 from gpuflow.parity.measure import Scale
 from gpuflow.parity.others import NAIVE, libraries_of, ways_of
-from gpuflow.parity.pairs import Classifier, PairComparison, find_model, missing_stage, pairs_of
+from gpuflow.parity.pairs import Answers, PairComparison, classifier, find_model, missing_stage, pairs_of
 from gpuflow.parity.report import Report, WayNote
 from gpuflow.parity.ways import Prefix, Result, Way, prefixes_of
 from gpuflow.pipeline.program import fold, trace
@@ -123,7 +123,7 @@ def study(
         with ExitStack() as stack:
             classify = None
             if study_model is not None and study_model.count == prefix.count:
-                classify = stack.enter_context(Classifier(study_model.file, prefix.program, batch=_CHUNK))
+                classify = stack.enter_context(classifier(study_model.file, prefix.program, batch=_CHUNK))
             for images in _measure(
                 prefix,
                 samples,
@@ -175,7 +175,7 @@ def _measure(
     pairs: Sequence[PairComparison],
     ways: Mapping[str, Way],
     missing: dict[str, str | None],
-    classify: Classifier | None,
+    classify: Callable[[Sequence[Result]], Answers] | None,
     *,
     may_fail: Sequence[str],
 ) -> Iterator[int]:

@@ -32,7 +32,7 @@ from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.plan import explain_gpu
 from gpuflow.parity.images import Encoded, InMemory
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, ResamplingStep, WarpStep, fold, trace
+from gpuflow.pipeline.program import OpaqueStep, Program, ResamplingStep, Step, WarpStep, fold, trace
 from gpuflow.sources import Folder
 from gpuflow.torchpipe.adapter import missing_operators, missing_scheduler
 
@@ -82,6 +82,10 @@ class Prefix:
     program: Program
     sizes: tuple[Size | None, ...]
 
+    def is_of(self, program: Program) -> bool:
+        """Return True if the prefix has all stages of a program, and no canvas."""
+        return self.program.pipeline.stages == program.pipeline.stages
+
 
 def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) -> Iterator[Prefix]:
     """Yield every prefix, the shortest first, except those whose image sizes are not known before they have run.
@@ -98,31 +102,30 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
     for count in range(1, len(stages) + 1):
         if isinstance(stages[count - 1], s.Mixing):
             return
-        spec = program.specs[count]
+        spec, pipeline = program.specs[count], s.Pipeline(name, stages[:count])
         if spec.fixed:
             height, width, _ = spec.shape
             assert height is not None and width is not None
-            pipeline = s.Pipeline(name, stages[:count])
             sizes = [size and (height, width) for size in decoded]
-            yield Prefix(count, fold(pipeline, trace(pipeline)), tuple(sizes))
-            continue
-        steps = fold(s.Pipeline(name, stages[:count]), program.specs[: count + 1]).steps
-        if spec.dtype != "uint8" or not all(
-            isinstance(step, ResamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep) for step in steps
-        ):
-            continue
-        sizes = []
-        for i, size in enumerate(decoded):
-            keys = s.Keys(seed, 0, np.array([i]))
-            for step in steps:
-                if size is not None and isinstance(step, ResamplingStep | WarpStep):
-                    rows, columns = step.draw(keys, *np.array(size)[:, None]).size
-                    size = int(rows[0]), int(columns[0])
-            sizes.append(size)
-        canvas = _canvas([size for size in sizes if size is not None], program.decoder.max_pixels)
-        pipeline = s.Pipeline(name, (*stages[:count], canvas))
-        seen = [size and (min(size[0], canvas.height), min(size[1], canvas.width)) for size in sizes]
-        yield Prefix(count, fold(pipeline, trace(pipeline)), tuple(seen))
+        else:
+            steps = fold(pipeline, program.specs[: count + 1]).steps
+            if spec.dtype != "uint8" or any(isinstance(step, OpaqueStep) for step in steps):
+                continue
+            keys = [s.Keys(seed, 0, np.array([i])) for i in range(len(decoded))]
+            after = [size and _size_after(steps, size, one) for size, one in zip(decoded, keys, strict=True)]
+            canvas = _canvas([size for size in after if size is not None], program.decoder.max_pixels)
+            sizes = [size and (min(size[0], canvas.height), min(size[1], canvas.width)) for size in after]
+            pipeline = s.Pipeline(name, (*stages[:count], canvas))
+        yield Prefix(count, fold(pipeline, trace(pipeline)), tuple(sizes))
+
+
+def _size_after(steps: Sequence[Step], size: Size, keys: s.Keys) -> Size:
+    """Return the size of an image after steps that draw by these keys. size: the one before them."""
+    for step in steps:
+        if isinstance(step, ResamplingStep | WarpStep):
+            rows, columns = step.draw(keys, *np.array(size)[:, None]).size
+            size = int(rows[0]), int(columns[0])
+    return size
 
 
 def _canvas(sizes: Sequence[Size], max_pixels: int) -> Canvas:

@@ -110,8 +110,8 @@ def test_spread_apart_keeps_the_order_and_the_gap(places: list[float], gap: floa
 
 def test_the_style_applies_only_inside_its_block() -> None:
     before = dict(mpl.rcParams)
-    with style.figure_style():
-        Figure().subplots()
+    with style.new_figure(4, 3) as figure:
+        figure.subplots()
     assert dict(mpl.rcParams) == before
 
 
