@@ -30,6 +30,7 @@ from torchvision.datasets import ImageFolder
 import gpuflow
 from gpuflow.errors import BadSampleError, ConfigError, LoaderError, StateError, TooManyBadSamples
 from tests.datasets import flat, jpeg, make_photos, nothing_left_behind, rows, truncate
+from tests.texts import outline, pin
 
 COUNT = 24
 FILE = """\
@@ -155,10 +156,7 @@ def test_a_resumed_epoch_equals_an_uninterrupted_one(name: str, photos: ImageFol
         if name == "batches":
             with pytest.raises(StateError) as caught:
                 iter(loader)
-            assert str(caught.value) == (
-                "the sampler drew another order for epoch 1 than the one that the state was taken in; call its "
-                "set_epoch(1), or seed what it draws from as before, or start a new epoch with set_epoch(2)"
-            )
+            assert "epoch 1" in pin(caught.value)
             return
         assert [rows(batch) for batch in loader] == whole[2:]
         assert (states[-1]["position"], list(states[-1]["sampler"])) == (0, ["generators", "begun"])
@@ -543,97 +541,87 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
 
 def faults(photos: ImageFolder) -> dict[str, tuple[Any, dict[str, Any], str]]:
-    """By name: the DataLoader, the other arguments and the error's text. FILE stands for the configuration."""
+    """Return by name the DataLoader, the other arguments and the outline of the error."""
     sound = DataLoader(photos, batch_size=4)
     pixels = ImageFolder(photos.root)
     changed = ImageFolder(photos.root, loader=gpuflow.bytes_loader, transform=v1.ToTensor())
     resize = gpuflow.cv2_resize((32, 32))
     return {
-        "no DataLoader": (photos, {}, "dataloader must be a torch.utils.data.DataLoader, got 'ImageFolder'"),
+        "no DataLoader": (photos, {}, "dataloader config.conflict, got 'ImageFolder'"),
         "other batches": (
             Prepared(photos),
             {},
-            "dataloader must iterate as a DataLoader does, got 'Prepared'; wrap the DataLoader before another library "
-            "prepares it, on several ranks with a DistributedSampler",
+            "dataloader config.conflict, got 'Prepared'",
         ),
         "iterable": (
             DataLoader(Stream()),
             {},
-            "dataloader.dataset must be a map-style dataset, and is an IterableDataset; "
-            "use gpuflow.load with source.tar for shards",
+            "dataloader.dataset config.conflict",
         ),
         "no batches": (
             DataLoader(photos, batch_size=None),
             {},
-            "dataloader.batch_size must be a number of samples, got null; set it",
+            "dataloader.batch_size config.conflict, got null",
         ),
         "collate_fn": (
             DataLoader(photos, collate_fn=list),
             {},
-            "dataloader.collate_fn must be the default, because gpuflow makes the batches, and is list; "
-            "remove it; mixup and cutmix are stages",
+            "dataloader.collate_fn config.conflict",
         ),
         "no length": (
             DataLoader(photos, batch_sampler=Endless()),
             {},
-            "dataloader.batch_sampler must have a length; give it a __len__, the number of batches of an epoch",
+            "dataloader.batch_sampler config.conflict",
         ),
         "no samples": (
             DataLoader(Subset(photos, [])),
             {},
-            "dataloader.dataset must have samples, got none; check the folder, or the indices of the subset",
+            "dataloader.dataset config.type",
         ),
         "pixels": (
             DataLoader(pixels),
             {},
-            "dataloader.dataset must give (bytes, label) for each sample, and sample 0 is (Image, int); "
-            "pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number or tensor that "
-            "int64 or float32 holds",
+            "dataloader.dataset config.type",
         ),
         "transform": (
             DataLoader(changed),
             {},
-            "dataloader.dataset.transform must be None, because the dataset gives encoded bytes, got ToTensor(); "
-            "pass it as transforms_gpu, and give the dataset none",
+            "dataloader.dataset.transform config.type, got ToTensor()",
         ),
         "share": (
             sound,
             {"cpu_percentage": 30},
-            "cpu_percentage must be auto or within [0, 1], got 30; 0.3 stands for 30%",
+            "cpu_percentage config.conflict, got 30",
         ),
         "type": (
             sound,
             {"parallel_type": "fsdp"},
-            "parallel_type must be ddp, dp or None, got 'fsdp'; None is for a single GPU",
+            "parallel_type config.conflict, got 'fsdp'",
         ),
         "rank": (
             sound,
             {"local_rank": "0"},
-            "local_rank must be the number of a GPU, got '0'; pass LOCAL_RANK as a whole number",
+            "local_rank config.conflict, got '0'",
         ),
         "resize on GPU": (
             sound,
             {"transforms_gpu": [resize]},
-            "transforms_gpu cannot have cv2_resize, because the file resizes; remove it",
+            "transforms_gpu config.conflict",
         ),
         "size": (
             sound,
             {"transforms_cpu": [resize, *GPU.transforms]},
-            "transforms_cpu is cv2_resize to 32 x 32, and the stages of FILE give images of 32 x 28; "
-            "write resize: {height: 32, width: 32} there",
+            "transforms_cpu config.conflict",
         ),
         "crop": (
             sound,
             {"transforms_gpu": v1.Compose([v1.RandomHorizontalFlip(), v1.RandomCrop(40)])},
-            "transforms_gpu.random_crop crops 40x40 from an image of 32x28, which is smaller; "
-            "crop less or resize to more",
+            "transforms_gpu.random_crop stage.order",
         ),
         "different": (
             sound,
             {"transforms_gpu": AUGMENT, "transforms_cpu": [v1.ToPILImage(), *AUGMENT[:2], v1.RandomRotation(20)]},
-            "transforms_cpu must stand for the same stages as transforms_gpu; stage 2 of the two is "
-            "rotate(degrees=20, interpolation=nearest) and rotate(degrees=15, interpolation=nearest); "
-            "make them equal, or leave out transforms_cpu",
+            "transforms_cpu config.conflict",
         ),
     }
 
@@ -648,29 +636,24 @@ NAMES = (
 def test_bad_input_is_an_error_with_its_place(name: str, photos: ImageFolder, config: Path) -> None:
     known = faults(photos)
     assert set(known) == set(NAMES)
-    dataloader, arguments, text = known[name]
+    dataloader, arguments, expected = known[name]
     with pytest.raises(ConfigError) as caught:
         gpuflow.wrap(dataloader, config, **arguments)
-    assert str(caught.value) == "gpuflow.wrap: " + text.replace("FILE", str(config))
+    assert outline(caught.value) == f"gpuflow.wrap: {expected}"
 
 
 def test_files_that_wrap_does_not_take(photos: ImageFolder, config: Path, tmp_path: Path) -> None:
     sound = DataLoader(photos, batch_size=4)
     with pytest.raises(ConfigError) as caught:
         gpuflow.wrap(sound, "gpu_decode_train.toml")
-    assert str(caught.value) == (
-        "gpuflow.wrap: config must be a YAML file, got 'gpu_decode_train.toml'; "
-        "gpuflow import gpu_decode_train.toml > FILE.yaml"
-    )
+    assert outline(caught.value) == "gpuflow.wrap: config config.conflict, got 'gpu_decode_train.toml'"
     two = tmp_path / "two.yaml"
     two.write_text(
         config.read_text().replace("run:", "  val:\n    stages: [decode, {resize: {height: 8, width: 8}}]\nrun:")
     )
     with pytest.raises(ConfigError) as caught:
         gpuflow.wrap(sound, two)
-    assert (
-        str(caught.value) == f"gpuflow.wrap: name must be one of the pipelines of {two}: all, val, got null; pass name="
-    )
+    assert outline(caught.value) == "gpuflow.wrap: name config.conflict, got null"
     gpuflow.wrap(sound, two, name="val").close()
     preset = tmp_path / "preset.yaml"
     preset.write_text(
@@ -680,10 +663,7 @@ def test_files_that_wrap_does_not_take(photos: ImageFolder, config: Path, tmp_pa
         assert next(iter(loader))[0].shape == (4, 3, 24, 24)
     with pytest.raises(ConfigError) as caught:
         gpuflow.wrap(sound, preset, cpu_percentage=0.3)
-    assert str(caught.value) == (
-        "gpuflow.wrap: cpu_percentage must be auto or 0 with preset: torchpipe_cpu, which decodes in one place, "
-        "got 0.3; remove it"
-    )
+    assert outline(caught.value) == "gpuflow.wrap: cpu_percentage config.conflict, got 0.3"
     views = tmp_path / "views.yaml"
     views.write_text(
         "source: {folder: x}\npipelines: {train: {decode: {}, views: {a: {stages: [resize: {height: 8, width: 8}]}}}}\n"
@@ -692,30 +672,24 @@ def test_files_that_wrap_does_not_take(photos: ImageFolder, config: Path, tmp_pa
         assert next(iter(loader)).views["a"].shape == (1, 4, 3, 8, 8)
     with pytest.raises(ConfigError) as caught:
         gpuflow.wrap(sound, views, transforms_gpu=GPU)
-    assert str(caught.value) == (
-        "gpuflow.wrap: transforms_gpu cannot follow the views of the pipeline 'train'; "
-        "write the stages into the file's views"
-    )
+    assert outline(caught.value) == "gpuflow.wrap: transforms_gpu config.conflict"
 
 
 @pytest.mark.parametrize(
-    ("sampler", "text"),
+    ("sampler", "value"),
     [
-        ([[0, 1], [COUNT]], f"the sampler gave the index {COUNT}, and the dataset has {COUNT} samples"),
-        ([[0], []], "the sampler gave an empty batch, number 1; leave it out"),
-        ([[0.9], [1]], "the sampler must give indices of the dataset, whole numbers, got 0.9"),
-        (
-            [[(0, 224)]],
-            "the sampler must give indices of the dataset, whole numbers, got (0, 224)",
-        ),
-        (WrongLength(), "the sampler gave more than the 2 batches that its length says; correct its length"),
+        ([[0, 1], [COUNT]], f" {COUNT}, "),
+        ([[0], []], "number 1;"),
+        ([[0.9], [1]], "got 0.9"),
+        ([[(0, 224)]], "got (0, 224)"),
+        (WrongLength(), " 2 batches"),
     ],
 )
-def test_a_faulty_sampler_is_an_error(sampler: Any, text: str, photos: ImageFolder, config: Path) -> None:
+def test_a_faulty_sampler_is_an_error(sampler: Any, value: str, photos: ImageFolder, config: Path) -> None:
     with gpuflow.wrap(DataLoader(photos, batch_sampler=sampler), config) as loader:
         with pytest.raises(LoaderError) as caught:
             iter(loader)
-        assert str(caught.value) == text
+        assert value in pin(caught.value)
 
 
 @pytest.mark.parametrize("order", [np.arange(COUNT)[::-1].copy(), torch.arange(COUNT).flip(0)])
