@@ -26,6 +26,7 @@ from gpuflow.stages import STAGES, Normalize
 from tests.datasets import RAW, VAL, Entries
 from tests.parity.conftest import read
 from tests.serve.models import save_program
+from tests.texts import outline, pin
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 BAD = ("empty file", "jpeg cut short", "jpeg of 60000x60000", "text")
@@ -404,13 +405,8 @@ def test_only_pairs_with_serving_are_judged_by_what_it_accepts(photos: Path, tmp
 def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(GpuflowError) as caught:
         study(read(photos, tmp_path, VAL, RAW), count=0, against=("serve", "torchpipe_cpu"))
-    assert str(caught.value) == (
-        "parity: serve and torchpipe_cpu have no stage in common: "
-        "after decode: a graph gives images of one size, and after this stage they differ; "
-        "after resize: a graph gives images of one size, and after this stage they differ; "
-        "after center_crop: its operators have no such stages; "
-        "after normalize: serving ends before this stage, which a model can contain"
-    )
+    text = pin(caught.value)
+    assert all(f"after {stage}: " in text for stage in ("decode", "resize", "center_crop", "normalize"))
 
 
 def test_a_way_of_ours_that_fails_fails_the_study(photos: Path, tmp_path: Path) -> None:
@@ -435,10 +431,7 @@ def test_serving_that_cannot_run_here_is_no_pass(photos: Path, tmp_path: Path) -
     ways = {**ways_of(config, "val"), "serve": absent, "serve@cuda": absent}
     with pytest.raises(GpuflowError) as caught:
         study(config, count=1, ways=ways)
-    assert str(caught.value) == (
-        f"parity: val and serve cannot be compared here: {absent.missing()}; to leave serving out, name two other ways "
-        "by --against"
-    )
+    assert f": {absent.missing()};" in pin(caught.value)
     assert not study(config, count=1, ways=ways, against=("val", "torchvision"), tolerance=2).breach
 
 
@@ -448,21 +441,19 @@ def test_nothing_to_compare(photos: Path, tmp_path: Path) -> None:
     ways |= {name: ways_of(config, "val")["serve"] for name in ("val@cuda", "serve@cuda")}
     with pytest.raises(GpuflowError) as caught:
         study(config, ways=ways)
-    assert str(caught.value) == (
-        f"parity: no two ways can be compared here: serve: {tmp_path}/y.yaml has no block serve; "
-        "torchvision: flip(horizontal=0.5) is random, so torchvision draws something else; "
-        f"val@cuda: {tmp_path}/y.yaml has no block serve; serve@cuda: {tmp_path}/y.yaml has no block serve"
-    )
+    text = pin(caught.value)
+    assert all(f"{way}: {tmp_path}/y.yaml has no block" in text for way in ("serve", "val@cuda", "serve@cuda"))
+    assert "torchvision: flip(horizontal=0.5)" in text
 
 
 def test_ways_that_cannot_be_asked_for(photos: Path, tmp_path: Path) -> None:
     config = read(photos, tmp_path)
     with pytest.raises(GpuflowError) as caught:
         study(config, against=("val", "open_cv"))
-    assert str(caught.value) == "--against: there is no way 'open_cv'; did you mean 'opencv'?"
+    assert "'open_cv'; did you mean 'opencv'?" in pin(caught.value)
     with pytest.raises(GpuflowError) as caught:
         study(config, against=("val", "serve"))
-    assert str(caught.value) == f"--against: serve cannot run here: {tmp_path}/y.yaml has no block serve"
+    assert f"serve cannot run here: {tmp_path}/y.yaml" in pin(caught.value)
 
 
 def test_a_file_without_val(photos: Path, tmp_path: Path) -> None:
@@ -658,9 +649,6 @@ def test_a_model_that_does_not_fit(model: Path, photos: Path, tmp_path: Path) ->
         study(read(photos, tmp_path), count=0, model=Path("x.txt"))
     with pytest.raises(ConfigError) as caught:
         study(read(photos, tmp_path), count=0, model=Path("gone.onnx"))
-    assert str(caught.value) == (
-        "--model: must be the file of a model, and there is no such file, got 'gone.onnx'; "
-        "train or export the model, or leave the option out"
-    )
+    assert outline(caught.value) == "--model: config.rule, got 'gone.onnx'"
     with pytest.raises(ConfigError, match=r"takes images of float32 3x24x24 .*, serve\.stages give uint8 3x24x24"):
         study(read(photos, tmp_path, RAW), count=0, model=model)
