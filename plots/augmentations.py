@@ -37,7 +37,7 @@ class _Picture:
 
     @property
     def largest(self) -> int:
-        """The largest difference in levels."""
+        """Return the largest difference in levels."""
         return int(np.abs(self._difference).max())
 
     @property
@@ -46,6 +46,7 @@ class _Picture:
 
     @property
     def amplified(self) -> Pixels:
+        """Return the difference, with larger levels."""
         levels: Pixels = np.minimum(np.abs(self._difference) * _AMPLIFIED, 255).astype(np.uint8)
         return levels
 

@@ -54,7 +54,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How one arm of a comparison is drawn in every figure."""
+    """Says how one arm of a comparison is drawn in every figure."""
 
     label: str
     color: str
@@ -97,7 +97,7 @@ _SPARE = (("#9a6a2f", "<"), ("#222222", ">"), ("#8c564b", "d"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One row of a results.csv: one value with its spread over the repeats."""
+    """Holds one row of a results.csv: one value with its spread over the repeats."""
 
     arm: str
     workload: str

@@ -22,7 +22,18 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from torchvision.datasets import DatasetFolder
 
 from gpuflow.arrays import Array, Bytes, Ints
-from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, is_system_fault, show, system_fault
+from gpuflow.errors import (
+    UNSET,
+    Code,
+    ConfigError,
+    Key,
+    LoaderError,
+    Problem,
+    StateError,
+    is_system_fault,
+    show,
+    system_fault,
+)
 from gpuflow.loader.transform import for_numpy
 from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.sources.base import fingerprint
@@ -78,10 +89,20 @@ def files_hash(dataset: Any) -> int | None:
     return None if found is None else hash(tuple(map(tuple, found[0])))
 
 
-def _refused(rule: str, value: object = None, action: str = "", path: tuple[str, ...] = ()) -> ConfigError:
-    got = {} if value is None else {"value": value}
-    at = ("dataloader", "dataset", *path)
-    return ConfigError([Problem(PLACE, rule, action=action, path=at, code="config.type", **got)])
+def problem(
+    path: tuple[Key, ...], rule: str, value: object = UNSET, action: str = "", code: Code = "config.conflict"
+) -> ConfigError:
+    """Return the error of an argument of `gpuflow.wrap`, to which `path` leads.
+
+    >>> problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
+    ConfigError('gpuflow.wrap: dataloader.batch_size must be a number of samples, got null; set it')
+    """
+    return ConfigError([Problem(PLACE, rule, value, action, path, code)])
+
+
+def _refused(rule: str, value: object = UNSET, action: str = "", path: tuple[str, ...] = ()) -> ConfigError:
+    """Return the error of a dataset."""
+    return problem(("dataloader", "dataset", *path), rule, value, action, "config.type")
 
 
 def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:

@@ -96,7 +96,7 @@ def read_albumentations(path: str) -> Imported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """What is known at the place of a transform.
+    """Holds what is known at the place of a transform.
 
     at: the keys that lead to it. before, after: the transforms next to it in its list. scaled: whether it gets floats.
     mean, std: what all that scaled so far subtracts and divides by, in units of 255 levels.

@@ -131,7 +131,14 @@ def _resolved(keys: Mapping[str, Any]) -> DataConfig:
 
 
 def read_timm(name: str) -> Imported:
-    """Return the evaluation and the training of a timm model, as entries."""
+    """Return the evaluation and the training of a timm model, as entries.
+
+    >>> from pathlib import Path
+    >>> Path("model.json").write_text('{"input_size": [3, 288, 288]}')
+    29
+    >>> read_timm("model.json").pipelines["val"][1]
+    Entry(stage='resize', parameters={'shorter': 329, 'interpolation': 'bicubic'}, comment='288 / crop_pct 0.875')
+    """
     config, problems = data_config(name)
     source = f"timm:{name}"
     entries, gaps = _evaluation(config, source)

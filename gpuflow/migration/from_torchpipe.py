@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from gpuflow.errors import Problem, suggest
-from gpuflow.migration.imported import Entry, Imported, PresetEntry, gap, normalize, read_toml, source_error
+from gpuflow.migration.imported import (
+    Entry,
+    Imported,
+    PresetEntry,
+    gap,
+    normalize,
+    read_toml,
+    source_error,
+    unknown_key,
+)
 
 _MATCHES = (
     "Matches torchpipe's own operators by a preset. Their pixels differ from those of decode and resize: no "
@@ -103,10 +112,9 @@ class _Reader:
 
     def _check_keys(self) -> None:
         for name, node in self._nodes.items():
-            for key in node.keys() - set(_KEYS):
-                action = suggest(key, _KEYS, else_all=False) or "it is left out with --partial"
-                rule = "is not a key of torchpipe that gpuflow knows"
-                self._gaps.append(Problem(self._at(name), rule, node[key], action, (key,), "import.unknown_key"))
+            self._gaps += [
+                unknown_key(self._at(name), (key,), node[key], _KEYS, "torchpipe") for key in node if key not in _KEYS
+            ]
 
     def _path_from(self, name: str) -> list[str]:
         """Return the nodes that an image passes from a node on, which `next` joins.

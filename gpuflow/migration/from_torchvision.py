@@ -63,7 +63,7 @@ _FLOATS = _LEVELS.replace(dtype="float32", layout="nchw")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """What is known of the image at the place of a transform.
+    """Holds what is known of the image at the place of a transform.
 
     place: the place, such as `train:val[2]`. table: the vocabulary.
     tensor, scaled: whether the image is a tensor, and one of floats: of 0 to 1, but for conversions that run by their
@@ -104,6 +104,12 @@ def read_transform(
         source: as the user named it.
         table: the vocabulary.
         tensor: it gets uint8 tensors, not PIL images.
+
+    >>> from gpuflow.stages import STAGES
+    >>> from torchvision import transforms
+    >>> found = read_transform(transforms.Compose([transforms.Resize(256), transforms.ToTensor()]), "train:val", STAGES)
+    >>> [entry.stage for entry in found.pipelines["val"]]
+    ['decode', 'resize', 'normalize']
     """
     step = _read(transform, _State(place=source, table=table, tensor=tensor))
     if step.state.scaled and not step.floats:
@@ -380,7 +386,7 @@ def _run(stage: s.Stage, image: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Nearest:
-    """The nearest stage of a transform that has no equal one. rule: what the transform does."""
+    """Stands for the nearest stage of a transform that has no equal one. rule: what the transform does."""
 
     entry: Entry
     rule: str

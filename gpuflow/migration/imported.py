@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -94,16 +94,12 @@ class Document:
         return f"{self.path}:{line}:" if line else f"{self.path}:"
 
     def unknown(
-        self, at: tuple[Key, ...], found: Mapping[str, Any], known: Iterable[str], owner: str
+        self, at: tuple[Key, ...], found: Mapping[str, Any], known: Collection[str], owner: str
     ) -> Iterator[Problem]:
         """Yield a problem for each key that is not known. owner: whose keys these are."""
-        known = sorted(known)
         for key in found:
             if key not in known:
-                close = suggest(key, known, else_all=False)
-                action = f"{close} it is left out with --partial".lstrip() if close else "it is left out with --partial"
-                rule = f"is not a key of {owner} that gpuflow knows"
-                yield Problem(self.place(*at, key), rule, found[key], action, (*at, key), "import.unknown_key")
+                yield unknown_key(self.place(*at, key), (*at, key), found[key], known, owner)
 
     def error(self, rule: str, *at: Key, value: object = UNSET, action: str = "") -> ConfigError:
         """Return the error of a value that no reader can take. at: the keys that lead to it."""
@@ -128,6 +124,16 @@ def source_error(
     ConfigError('x.toml: is not valid TOML; correct it')
     """
     return ConfigError([Problem(place, rule, value, action, path, code)])
+
+
+def unknown_key(place: str, path: tuple[Key, ...], value: object, known: Collection[str], owner: str) -> Problem:
+    """Return the problem of a key that is not known. owner: whose key it is.
+
+    >>> print(unknown_key("x.json:", ("siz",), 224, ["size"], "a processor"))
+    x.json: siz is not a key of a processor that gpuflow knows, got 224; did you mean 'size'? it is left out with ...
+    """
+    action = f"{suggest(path[-1], known, else_all=False)} it is left out with --partial".lstrip()
+    return Problem(place, f"is not a key of {owner} that gpuflow knows", value, action, path, "import.unknown_key")
 
 
 def read_document(path: str) -> Document:

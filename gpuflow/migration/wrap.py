@@ -20,12 +20,12 @@ from gpuflow.arrays import Bytes
 from gpuflow.config import AddedStages, Config, read_config
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import UNSET, ConfigError, Key, LoaderError, Problem
+from gpuflow.errors import ConfigError, LoaderError, Problem
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.sampler import ListedEpochs
-from gpuflow.migration.dataloader import PLACE, SamplerDraws, files_hash, source_of
+from gpuflow.migration.dataloader import PLACE, SamplerDraws, files_hash, problem, source_of
 from gpuflow.migration.from_torchvision import read_transform
 from gpuflow.pipeline.stage import Pipeline, Stage
 from gpuflow.pipeline.views import ViewsPipeline, ViewsProgram
@@ -198,45 +198,41 @@ class WrappedLoader:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _problem(path: tuple[Key, ...], rule: str, value: object = UNSET, action: str = "") -> ConfigError:
-    return ConfigError([Problem(PLACE, rule, value, action, path, "config.conflict")])
-
-
 def _check_dataloader(dataloader: Any) -> None:
     """Raise ConfigError if this is no DataLoader whose batches gpuflow can make."""
     if not isinstance(dataloader, DataLoader):
-        raise _problem(("dataloader",), "must be a torch.utils.data.DataLoader", type(dataloader).__name__)
+        raise problem(("dataloader",), "must be a torch.utils.data.DataLoader", type(dataloader).__name__)
     if type(dataloader).__iter__ is not DataLoader.__iter__:
         action = "wrap the DataLoader before another library prepares it, on several ranks with a DistributedSampler"
-        raise _problem(("dataloader",), "must iterate as a DataLoader does", type(dataloader).__name__, action)
+        raise problem(("dataloader",), "must iterate as a DataLoader does", type(dataloader).__name__, action)
     if isinstance(dataloader.dataset, IterableDataset):
         action = "use gpuflow.load with source.tar for shards"
-        raise _problem(
+        raise problem(
             ("dataloader", "dataset"), "must be a map-style dataset, and is an IterableDataset", action=action
         )
     if dataloader.batch_sampler is None:
-        raise _problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
+        raise problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
     if dataloader.collate_fn is not default_collate:
         name = getattr(dataloader.collate_fn, "__qualname__", type(dataloader.collate_fn).__name__)
         rule = f"must be the default, because gpuflow makes the batches, and is {name}"
         action = "remove it; mixup and cutmix are stages"
-        raise _problem(("dataloader", "collate_fn"), rule, action=action)
+        raise problem(("dataloader", "collate_fn"), rule, action=action)
     try:
         len(dataloader)
     except (TypeError, NotImplementedError) as error:
         action = "give it a __len__, the number of batches of an epoch"
-        raise _problem(("dataloader", "batch_sampler"), "must have a length", action=action) from error
+        raise problem(("dataloader", "batch_sampler"), "must have a length", action=action) from error
 
 
 def _check_arguments(cpu_percentage: Any, parallel_type: Any, local_rank: Any) -> None:
     if cpu_percentage != "auto" and not (type(cpu_percentage) in (int, float) and 0 <= cpu_percentage <= 1):
         action = "0.3 stands for 30%"
-        raise _problem(("cpu_percentage",), "must be auto or within [0, 1]", cpu_percentage, action)
+        raise problem(("cpu_percentage",), "must be auto or within [0, 1]", cpu_percentage, action)
     if parallel_type not in ("ddp", "dp", None):
         action = "None is for a single GPU"
-        raise _problem(("parallel_type",), "must be ddp, dp or None", parallel_type, action)
+        raise problem(("parallel_type",), "must be ddp, dp or None", parallel_type, action)
     if local_rank is not None and not (type(local_rank) is int and local_rank >= 0):
-        raise _problem(("local_rank",), "must be the number of a GPU", local_rank, "pass LOCAL_RANK as a whole number")
+        raise problem(("local_rank",), "must be the number of a GPU", local_rank, "pass LOCAL_RANK as a whole number")
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
@@ -253,13 +249,13 @@ def _configured(
 ) -> tuple[Config, str]:
     """Return the file with the stages of the transforms, checked, and the pipeline's name."""
     if Path(path).suffix == ".toml":
-        raise _problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
+        raise problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
     on_gpu, on_cpu = (
         None if transforms is None else stages_of(transforms, argument, stages, tensor=tensor)
         for transforms, argument, tensor in ((transforms_gpu, _GPU, True), (transforms_cpu, _CPU, False))
     )
     if on_gpu is not None and on_gpu.resize is not None:
-        raise _problem((_GPU,), "cannot have cv2_resize, because the file resizes", action="remove it")
+        raise problem((_GPU,), "cannot have cv2_resize, because the file resizes", action="remove it")
     if on_cpu is not None and on_gpu is not None:
         _check_same(on_cpu, on_gpu)
     chosen = _pipeline(path, name)
@@ -272,12 +268,12 @@ def _configured(
     if isinstance(program, ViewsProgram):
         if found is not None:
             action = "write the stages into the file's views"
-            raise _problem((given,), f"cannot follow the views of the pipeline {chosen!r}", action=action)
+            raise problem((given,), f"cannot follow the views of the pipeline {chosen!r}", action=action)
         return config, chosen
     if isinstance(program.decoder, Preset):
         if share and cpu_percentage:
             rule = f"must be auto or 0 with preset: {program.decoder.name}, which decodes in one place"
-            raise _problem(("cpu_percentage",), rule, cpu_percentage, "remove it")
+            raise problem(("cpu_percentage",), rule, cpu_percentage, "remove it")
     elif share:
         config = read_config(path, stages, [*overrides, *share], added)
     if on_cpu is not None and on_cpu.resize is not None:
@@ -293,7 +289,7 @@ def _pipeline(path: str | Path, name: str | None) -> str:
     pipelines = read_yaml(str(path))[0].get("pipelines")
     names = list(map(str, pipelines)) if isinstance(pipelines, dict) else []
     if len(names) > 1:
-        raise _problem(("name",), f"must be one of the pipelines of {path}: {', '.join(names)}", None, "pass name=")
+        raise problem(("name",), f"must be one of the pipelines of {path}: {', '.join(names)}", None, "pass name=")
     return names[0] if names else "train"
 
 
@@ -303,7 +299,7 @@ def _check_same(on_cpu: Found, on_gpu: Found) -> None:
         if cpu != gpu:
             cpu_text, gpu_text = ("nothing" if entry is None else _shown(entry) for entry in (cpu, gpu))
             rule = f"must stand for the same stages as {_GPU}; stage {i} of the two is {cpu_text} and {gpu_text}"
-            raise _problem((_CPU,), rule, action="make them equal, or leave out transforms_cpu")
+            raise problem((_CPU,), rule, action="make them equal, or leave out transforms_cpu")
 
 
 def _shown(entry: Mapping[str, Any]) -> str:
@@ -316,7 +312,7 @@ def _check_resize(resize: Cv2Resize, size: tuple[int | None, ...], path: str) ->
         wanted = f"resize: {{height: {resize.height}, width: {resize.width}}}"
         shown = " x ".join("varying" if side is None else str(side) for side in size)
         rule = f"is cv2_resize to {resize.height} x {resize.width}, and the stages of {path} give images of {shown}"
-        raise _problem((_CPU,), rule, action=f"write {wanted} there")
+        raise problem((_CPU,), rule, action=f"write {wanted} there")
 
 
 # --- ranks and devices ------------------------------------------------------------------------------------------------
@@ -342,7 +338,7 @@ def _device(parallel_type: str | None, local_rank: int | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if local_rank >= visible:
         rule = f"must be below the number of GPUs that torch sees, {visible}"
-        raise _problem(("local_rank",), rule, local_rank, f"start {visible} processes on this host")
+        raise problem(("local_rank",), rule, local_rank, f"start {visible} processes on this host")
     return torch.device("cuda", local_rank)
 
 

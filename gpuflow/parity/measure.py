@@ -28,7 +28,7 @@ _BEFORE = 2 * 255 * float(np.finfo(np.float32).eps)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levels:
-    """Differences over all values of all images, in levels. p999: the 99.9th percentile, to 1/64 of a level."""
+    """Sums up differences over all values of all images, in levels. p999: the 99.9th percentile, to 1/64 of a level."""
 
     max: float
     mean: float

@@ -36,7 +36,7 @@ Answers = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class StudyModel:
-    """A model file, the number of the pipeline's stages that precede the model, and the classes of its training."""
+    """Names a model file, the number of stages of the pipeline that precede the model, and its training's classes."""
 
     file: str
     count: int
@@ -184,12 +184,15 @@ _SPREAD = ", which colour stages may spread"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The limit for a pair of ways.
+    """Limits the differences of a pair of ways.
 
     kind: `ours` for two of gpuflow's ways, `reference` for one of them and torchvision, `library` for one of them and
     another library, `asked` for two that the user named, `nothing` for no limit. levels: the limit that the user gave;
     by default `library` has the sum of the stages' tolerances, and `asked` 0. Limits that no user gave grow with what a
     stage makes of a difference.
+
+    >>> Rule("ours").words(same_device=True), Rule("asked", 2).allowed([], same_device=True)
+    ('equal: both run on the same device', 2)
     """
 
     kind: Literal["ours", "reference", "library", "asked", "nothing"]

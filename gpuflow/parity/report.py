@@ -29,7 +29,7 @@ from gpuflow.runtime.files import atomic_write
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """The comparison of two ways after one of the stages.
+    """Compares two ways after one of the stages.
 
     stage: the stage. number: how many stages have run, this one included.
     images: how many images were compared. differ: how many of them are not equal.
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logits:
-    """Differences between a model's logits for two ways' images of one kind, `own` or `hostile`.
+    """Sums up how a model's logits differ for two ways' images of one kind, `own` or `hostile`.
 
     max, mean: of the differences of logits; infinite where one of two logits is NaN or infinite. flips: the number of
     images whose top prediction differs.
@@ -93,7 +93,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """One image from both ways, uint8 HWC in RGB. difference [H, W]: each pixel's largest difference, in levels."""
+    """Shows one image from both ways, uint8 HWC in RGB. difference [H, W]: each pixel's largest, in levels."""
 
     name: str
     a: Bytes
@@ -103,7 +103,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """The comparison of two ways, stage by stage; the last row is the whole pipeline.
+    """Compares two ways, stage by stage; the last row is the whole pipeline.
 
     asked: the limit as text; empty if the pair has no limit and is only shown for information.
     skipped: stages that one of them cannot run, with the reason. pictures: the images that differ most.
@@ -157,7 +157,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WayNote:
-    """A way in the report. about: its decoder and resizer, with versions. missing: why it did not run, or None."""
+    """Describes a way. about: its decoder and resizer, with versions. missing: why it did not run, or None."""
 
     name: str
     about: str
@@ -166,7 +166,7 @@ class WayNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All results of a study.
+    """Holds all results of a study.
 
     stages, preprocessing: the pipeline's lines and its fingerprint. images: the number of images of each kind, `own`,
     `hostile` and `bad`. model: the model that computed logits, or why there was none.
@@ -176,10 +176,10 @@ class Report:
     pipeline: str
     stages: tuple[str, ...]
     preprocessing: str
-    pairs: tuple[Pair, ...]
-    ways: tuple[WayNote, ...]
     images: Mapping[str, int]
     model: str
+    pairs: tuple[Pair, ...]
+    ways: tuple[WayNote, ...]
     versions: Mapping[str, str]
     date: str
     command: str

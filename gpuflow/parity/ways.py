@@ -73,7 +73,7 @@ class Canvas(s.Geometry):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first `count` stages of a pipeline. program: these stages, plus a canvas if images differ in size.
+    """Holds the first `count` stages of a pipeline. program: these stages, plus a canvas if images differ in size.
 
     sizes: for each sample the numbers of rows and columns to compare; None for a sample that cannot be decoded.
     """
@@ -156,7 +156,7 @@ BATCH = 16
 
 
 class Way(ABC):
-    """One implementation of a pipeline: it turns encoded bytes into a tensor."""
+    """Turns encoded bytes into a tensor: one implementation of a pipeline."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -213,7 +213,7 @@ def served(config: Config, program: Program, device: str, images: Sequence[Encod
 
 @dataclass(frozen=True, slots=True)
 class Training(Way):
-    """The loader of a pipeline, with batches as in training."""
+    """Runs the loader of a pipeline, with batches as in training."""
 
     config: Config
     name: str
@@ -266,7 +266,7 @@ def _fault(listed: Path, index: int) -> BadSampleError:
 
 @dataclass(frozen=True, slots=True)
 class Serving(Way):
-    """The graph of the block `serve`, with as many concurrent requests as training has images in a batch."""
+    """Runs the graph of the block `serve`, with as many concurrent requests as training has images in a batch."""
 
     config: Config
     name: str
