@@ -194,14 +194,14 @@ class _Reader:
         """Return the keys of the engine: its precision, smallest batch and cache."""
         node = self._nodes[model]
         keys: dict[str, Any] = {}
-        if (precision := node.get("precision")) is None:
+        if "precision" not in node:
             self._notes.append(_NO_PRECISION)
-        elif str(precision) in _PRECISIONS:
-            keys |= {"precision": _PRECISIONS[str(precision)]} if _PRECISIONS[str(precision)] != "float32" else {}
-        else:
-            rule = f"is {precision}, which gpuflow builds no engine of"
+        elif (precision := _PRECISIONS.get(str(node["precision"]))) is None:
+            rule = f"is {node['precision']}, which gpuflow builds no engine of"
             self._gap(model, rule, "precision: float16", "precision")
             keys["precision"] = "float16"
+        elif precision != "float32":
+            keys["precision"] = precision
         settings: dict[str, Any] = {}
         if (least := _first_side(node, "min")) is not None and least > batch:
             rule = f"is {least}, but max is {batch}"

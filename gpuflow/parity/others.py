@@ -262,35 +262,33 @@ def _resampled(image: Array, step: ResamplingStep | WarpStep, keys: s.Keys) -> A
         raise fault
     for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
         for move in stage.draw(keys.stage(stage.key_name, occurrence), *_size(image)):
-            image = _moved(image, move)
+            moved = _moved(image, move)
+            image = moved.reshape(*moved.shape[:2], -1)  # OpenCV drops a single channel
     return image
 
 
 def _moved(image: Array, move: s.Move) -> Array:
-    """Apply one move to one image with OpenCV."""
+    """Apply one move to one image [H, W, C] with OpenCV. The result of one channel may be [H, W]."""
     match move:
         case s.Resize():
             size = int(move.width[0]), int(move.height[0])
-            resized = cv2.resize(image, size, interpolation=_FILTERS[move.interpolation])
-            return resized.reshape(*resized.shape[:2], -1)
+            return cv2.resize(image, size, interpolation=_FILTERS[move.interpolation])
         case s.Flip():
             return image[:: -1 if move.vertical[0] else 1, :: -1 if move.horizontal[0] else 1]
         case s.Crop():
             y, x, height, width = (int(side[0]) for side in (move.y, move.x, move.height, move.width))
             margin = move.margin
             padded = cv2.copyMakeBorder(image, margin, margin, margin, margin, cv2.BORDER_CONSTANT)
-            padded = padded.reshape(*padded.shape[:2], -1)
             return padded[y + margin : y + margin + height, x + margin : x + margin + width]
         case s.Pad():
             top, bottom, left, right = (int(side[0]) for side in (move.top, move.bottom, move.left, move.right))
             kind, fill = OPENCV_BORDERS[move.border], _scalar(move.fill)
-            padded = cv2.copyMakeBorder(image, top, bottom, left, right, kind, value=fill)
-            return padded.reshape(*padded.shape[:2], -1)
+            return cv2.copyMakeBorder(image, top, bottom, left, right, kind, value=fill)
         case s.Warp():
             if move.active is not None and not move.active[0]:
                 return image
             half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # OpenCV's coordinates are indices of pixels
-            warped = cv2.warpPerspective(
+            return cv2.warpPerspective(
                 image,
                 np.linalg.inv(half) @ move.matrix[0] @ half,
                 (int(move.width[0]), int(move.height[0])),
@@ -298,7 +296,6 @@ def _moved(image: Array, move: s.Move) -> Array:
                 borderMode=OPENCV_BORDERS[move.border],
                 borderValue=_scalar(move.fill),
             )
-            return warped.reshape(*warped.shape[:2], -1)
         case _:
             assert_never(move)
 
