@@ -831,18 +831,23 @@ def test_arguments_that_are_wrong(
     )
 
 
-def test_a_broken_installation_is_reported(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "topic", "error"),
+    [
+        ("torchvision", "torchvision", "RuntimeError: operator torchvision::nms does not exist"),
+        ("cv2", "opencv-python-headless", "ImportError: libGL.so.1: cannot open shared object file"),
+    ],
+)
+def test_a_broken_installation_is_reported(config: Path, tmp_path: Path, module: str, topic: str, error: str) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    kind, _, text = error.partition(": ")
+    (broken / f"{module}.py").write_text(f"raise {kind}({text!r})")
     code = f"import sys; sys.argv[1:] = ['doctor', {str(config)!r}]; from gpuflow.cli import main; main()"
     done = python(code, PYTHONPATH=str(broken), COLUMNS="200")
     assert (done.returncode, done.stderr) == (1, "")
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert (
-        "problem torchvision torchvision cannot be imported: RuntimeError: operator torchvision::nms does not exist"
-        in lines
-    )
+    assert f"problem {topic} {module} cannot be imported: {error}" in lines
     assert "Measured here, about a second each" not in lines
 
 
