@@ -895,10 +895,10 @@ On = Annotated[
 
 @contextmanager
 def _ray(on: tuple[str, str]) -> Iterator[Any]:
-    """Give the module on_ray, connected to a cluster."""
+    """Give the module of Ray, connected to a cluster."""
     if on[0] != "ray":
         raise ConfigError([Problem("--on:", "must be ray", on[0])])
-    from gpuflow.integrations import on_ray
+    from gpuflow.integrations import ray as on_ray
 
     with on_ray.connected(on[1] or None):
         yield on_ray

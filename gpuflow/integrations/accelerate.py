@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpuflow
-from gpuflow.integrations.adapter import LoaderAdapter
+from gpuflow.integrations import LoaderAdapter
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
 
@@ -87,7 +87,3 @@ class AccelerateLoader(LoaderAdapter):
             "a gpuflow loader has no sampler: skip_first_batches is not needed, because accelerator.load_state sets "
             "the loader back to the next batch; iterate the loader itself"
         )
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `Loader.set_epoch`."""
-        self.loader.set_epoch(epoch)

@@ -16,7 +16,7 @@ import torch
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import MissingExtra, StateError
-from gpuflow.integrations.adapter import LoaderAdapter
+from gpuflow.integrations import LoaderAdapter
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
@@ -195,8 +195,10 @@ class EpochLoader(LoaderAdapter):
 
 
 def _of_rank(config: Config, ranks: int) -> Config:
-    """`config` with this rank's share of the cores, where the file leaves them to us and torchrun does not say how many
-    ranks the host has."""
+    """Return `config` with this rank's share of the cores.
+
+    It stays as it is if the file sets the threads, or torchrun says how many ranks the host has.
+    """
     if config.run.threads != "auto" or "LOCAL_WORLD_SIZE" in os.environ:
         return config
     threads = share_of_cores(len(os.sched_getaffinity(0)), cpu_quota(), ranks)

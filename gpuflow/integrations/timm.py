@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from gpuflow.config import Config, check_config, read_config
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.errors import ConfigError, Problem
-from gpuflow.integrations.adapter import LoaderAdapter
+from gpuflow.integrations import LoaderAdapter
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
@@ -25,7 +25,6 @@ from gpuflow.vocabulary import stage_table
 _PLACE = "timm.create_loader:"
 _DEFAULTS = DataConfig()
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_SCHEDULE = "input_size_choices", "batch_size_choices", "batch_choice_weights", "batch_schedule_epochs", "num_batches"
 _USE_TIMM = "use timm's loader for it"
 _MIX_ACTION = "leave it out, and mix in the loop with timm's Mixup"
 Size = int | tuple[int, ...] | list[int]
@@ -82,6 +81,10 @@ def create_loader(
     `worker_seeding` say how timm's worker processes run and change no pixel; here they are without effect, `run` in a
     YAML file says how many threads there are. What a sample draws depends on the seed, the epoch and its place alone.
 
+    >>> create_loader("photos.yaml", 224, 32, num_aug_repeats=3)
+    Traceback (most recent call last):
+    gpuflow.errors.ConfigError: timm.create_loader: num_aug_repeats must be 0, got 3; use timm's loader for it
+
     Args:
         dataset: timm's dataset of a folder, an ImageFolder, or the path of a YAML file, whose `source` and `run` are
             taken. The dataset's own transform is not used.
@@ -94,9 +97,9 @@ def create_loader(
         TypeError: timm has no such parameter either.
     """
     given = locals()
-    if unknown := sorted(set(schedule) - {*_SCHEDULE, *_SCHEDULE_DEFAULTS}):
+    if unknown := sorted(schedule.keys() - _SCHEDULE_DEFAULTS):
         raise TypeError(f"create_loader() has no parameter {unknown[0]!r}")
-    problems = [*_refused(given), *_refused_schedule(schedule)]
+    problems = list(_refused(given))
     size, channels = _size(input_size, len(mean))
     color = {1: "gray", 3: "rgb"}.get(channels)
     if color is None:
@@ -170,10 +173,6 @@ class TimmLoader(LoaderAdapter):
             self.loader, self._mixing = self._build(mixing), mixing
             self.loader.set_epoch(epoch)
 
-    def set_epoch(self, epoch: int) -> None:
-        """See `Loader.set_epoch`."""
-        self.loader.set_epoch(epoch)
-
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "mixup_enabled": self._mixing, "mixup_next": self._wanted}
 
@@ -186,7 +185,7 @@ class TimmLoader(LoaderAdapter):
 
 
 class EpochSampler:
-    """What timm's scripts ask a loader's sampler: `set_epoch`, and the number of samples of this rank."""
+    """The members that timm's scripts use of a sampler: `set_epoch`, and the number of samples of this rank."""
 
     def __init__(self, loader: TimmLoader) -> None:
         self._loader = loader
@@ -202,6 +201,11 @@ class EpochSampler:
 # --- what cannot be honoured ------------------------------------------------------------------------------------------
 
 _SCHEDULE_DEFAULTS = {
+    "input_size_choices": None,
+    "batch_size_choices": None,
+    "batch_choice_weights": None,
+    "batch_schedule_epochs": None,
+    "num_batches": None,
     "batch_choice_seed": 0,
     "batch_choice_schedule": "constant",
     "batch_schedule_spread": 0.65,
@@ -213,60 +217,41 @@ def _problem(name: str, rule: str, value: object, action: str = "") -> Problem:
     return Problem(_PLACE, rule, value, action, (name,), "config.conflict")
 
 
+_NOTHING = (None, False, 0, "")
+
+
 def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each parameter that says something that gpuflow does not do."""
-    if given["tf_preprocessing"]:
-        yield _problem("tf_preprocessing", "is not offered, and must be false", True, _USE_TIMM)
-    for name in ("num_aug_repeats", "num_aug_splits"):
-        if given[name]:
-            yield _problem(name, "must be 0", given[name], _USE_TIMM)
-    if given["img_dtype"] not in _DTYPES:
-        yield _problem("img_dtype", "must be float32, float16 or bfloat16", str(given["img_dtype"]))
-    known = ("bilinear", "bicubic")
-    if given["interpolation"] not in known and not (given["no_aug"] and given["interpolation"] == "random"):
-        action = "choose bilinear, as --train-interpolation bilinear"
-        yield _problem("interpolation", f"must be one of {', '.join(known)}", given["interpolation"], action)
-    if given["is_training"] and not given["no_aug"]:
-        yield from _refused_augmentations(given)
-    if not given["is_training"]:
-        yield from _refused_crops(given)
-
-
-def _refused_augmentations(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of the parameters of training with augmentations."""
-    if given["train_crop_mode"] not in (None, "rrc"):
-        yield _problem("train_crop_mode", "must be 'rrc'", given["train_crop_mode"], _USE_TIMM)
-    if given["auto_augment"]:
-        action = "pass augment=[{'rand_augment': {'magnitude': 9}}], whose magnitudes are torchvision's"
-        yield _problem("auto_augment", "is timm's own policy, and must be None", given["auto_augment"], action)
-    if given["re_prob"] > 0:
-        if given["re_mode"] not in ("const", "pixel"):
-            yield _problem("re_mode", "must be 'const' or 'pixel'", given["re_mode"])
-        if given["re_count"] != 1:
-            yield _problem("re_count", "must be 1", given["re_count"])
-        if given["re_split"]:
-            yield _problem("re_split", "must be false", True)
-
-
-def _refused_crops(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of the parameters of evaluation."""
-    if given["crop_border_pixels"]:
-        yield _problem("crop_border_pixels", "must be 0", given["crop_border_pixels"], _USE_TIMM)
-    if given["crop_mode"] not in (None, "center", "squash"):
-        yield _problem("crop_mode", "must be 'center' or 'squash'", given["crop_mode"], _USE_TIMM)
-    size, _ = _size(given["input_size"], 3)
-    if given["crop_mode"] != "squash" and size[0] != size[1]:
+    augments, evaluates = given["is_training"] and not given["no_aug"], not given["is_training"]
+    erases = augments and given["re_prob"] > 0
+    interpolations = ("bilinear", "bicubic", *(["random"] if given["no_aug"] else []))
+    choose = "choose bilinear, as --train-interpolation bilinear"
+    magnitude = "pass augment=[{'rand_augment': {'magnitude': 9}}], whose magnitudes are torchvision's"
+    rules: Sequence[tuple[bool, str, Collection[Any], str, str]] = (
+        (True, "tf_preprocessing", _NOTHING, "is not offered, and must be false", _USE_TIMM),
+        (True, "num_aug_repeats", _NOTHING, "must be 0", _USE_TIMM),
+        (True, "num_aug_splits", _NOTHING, "must be 0", _USE_TIMM),
+        (True, "img_dtype", _DTYPES, "must be float32, float16 or bfloat16", ""),
+        (True, "interpolation", interpolations, "must be one of bilinear, bicubic", choose),
+        (augments, "train_crop_mode", (None, "rrc"), "must be 'rrc'", _USE_TIMM),
+        (augments, "auto_augment", _NOTHING, "is timm's own policy, and must be None", magnitude),
+        (erases, "re_mode", ("const", "pixel"), "must be 'const' or 'pixel'", ""),
+        (erases, "re_count", (1,), "must be 1", ""),
+        (erases, "re_split", _NOTHING, "must be false", ""),
+        (evaluates, "crop_border_pixels", _NOTHING, "must be 0", _USE_TIMM),
+        (evaluates, "crop_mode", (None, "center", "squash"), "must be 'center' or 'squash'", _USE_TIMM),
+    )
+    for applies, name, allowed, rule, action in rules:
+        if applies and (value := given[name]) not in allowed:
+            yield _problem(name, rule, str(value) if name == "img_dtype" else value, action)
+    (height, width), _ = _size(given["input_size"], 3)
+    if evaluates and given["crop_mode"] != "squash" and height != width:
         rule = "must be a square where crop_mode is 'center'"
         yield _problem("input_size", rule, given["input_size"], "pass crop_mode='squash', or use timm's loader")
-
-
-def _refused_schedule(schedule: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of the parameters of sizes that change from batch to batch."""
-    for name, value in schedule.items():
-        if value != _SCHEDULE_DEFAULTS.get(name):
-            yield _problem(
-                name, "is not offered: all batches have one size", value, "leave it out, or use timm's loader"
-            )
+    for name, value in given["schedule"].items():
+        if value != _SCHEDULE_DEFAULTS[name]:
+            rule = "is not offered: all batches have one size"
+            yield _problem(name, rule, value, "leave it out, or use timm's loader")
 
 
 def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
@@ -323,7 +308,7 @@ def _evaluation_stages(
 
 
 def _mixing(collate_fn: Callable[..., Any] | None, problems: list[Problem]) -> tuple[Any, int | None]:
-    """FastCollateMixup and its number of classes, if that is given."""
+    """Return FastCollateMixup and its number of classes, if that is given."""
     if collate_fn is None:
         return None, None
     if type(collate_fn).__name__ != "FastCollateMixup":
@@ -331,12 +316,14 @@ def _mixing(collate_fn: Callable[..., Any] | None, problems: list[Problem]) -> t
         problems.append(_problem("collate_fn", rule, getattr(collate_fn, "__name__", type(collate_fn).__name__)))
         return None, None
     mixing: Any = collate_fn
-    if mixing.cutmix_minmax is not None:
-        problems.append(_problem("collate_fn", "must have no cutmix_minmax", mixing.cutmix_minmax, _MIX_ACTION))
-    if getattr(mixing, "multi_label", False):
-        problems.append(_problem("collate_fn", "must have multi_label=False", True, _MIX_ACTION))
-    if mixing.mode not in ("batch", "pair", "elem"):
-        problems.append(_problem("collate_fn", "must have mode batch, pair or elem", mixing.mode, _MIX_ACTION))
+    rules: Sequence[tuple[str, Collection[Any], str]] = (
+        ("cutmix_minmax", (None,), "must have no cutmix_minmax"),
+        ("multi_label", (False,), "must have multi_label=False"),
+        ("mode", ("batch", "pair", "elem"), "must have mode batch, pair or elem"),
+    )
+    for name, allowed, rule in rules:
+        if (value := getattr(mixing, name, False)) not in allowed:
+            problems.append(_problem("collate_fn", rule, value, _MIX_ACTION))
     return mixing, mixing.num_classes
 
 

@@ -30,7 +30,7 @@ from tests.tools.test_predict import BATCH, Colours, contents, make_setup
 
 pytest.importorskip("ray.serve", reason="ray is not installed")
 
-from gpuflow.integrations import on_ray
+from gpuflow.integrations import ray as on_ray
 
 pytestmark = pytest.mark.ray
 
