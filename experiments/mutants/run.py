@@ -56,7 +56,7 @@ MODULES = {
     "sources": ["gpuflow/sources/*.py", "gpuflow/sources/storage/*.py"],
     "workers": ["gpuflow/runtime/worker_pool.py", "gpuflow/loader/decode.py", "gpuflow/execute/cpu/workers.py"],
     "distributed": ["gpuflow/runtime/ranks.py"],
-    "service": [f"gpuflow/serve/http/{name}.py" for name in ("body", "app", "server", "limits", "connections")],
+    "service": [f"gpuflow/serve/http/{name}.py" for name in ("body", "app", "server", "limits")],
 }
 TESTS = (
     "sources", "stages", "pipeline", "execute", "runtime", "serve/http", "loader", "laws",

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from gpuflow.cli import app
-from gpuflow.serve.http.metrics import ROUTES
+from gpuflow.serve.http.limits import ROUTES
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib import resources
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator
@@ -63,7 +63,10 @@ from gpuflow.runtime.threads import DaemonPool
 from gpuflow.serve.http.body import BodyMiddleware, check_headers, error_at, error_content, read_images
 from gpuflow.serve.http.limits import (
     CLOSED_HERE,
+    CONTENT_TYPE,
+    ROUTES,
     TIMEOUT_HEADER,
+    Metrics,
     Occupancy,
     Refused,
     RequestLimits,
@@ -71,7 +74,6 @@ from gpuflow.serve.http.limits import (
     allowed_seconds,
     busy,
 )
-from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
 from gpuflow.serve.http.open_inference import describe_model, encode_answer, read_request
 from gpuflow.serve.model_input import Pictures, most_pixels
 from gpuflow.serve.predictor import NOT_FINITE, Prediction, Predictor
@@ -103,10 +105,6 @@ def _digits(value: object) -> object:
 
 
 _TopK = Annotated[int, Query(ge=1), BeforeValidator(_digits)]
-
-
-class _Submit(Protocol[T]):
-    def __call__(self, files: Sequence[bytes], *, deadline: float) -> Sequence[Future[T]]: ...
 
 
 def create_app(
@@ -182,7 +180,12 @@ def create_app(
 
 
 def check_origins(cors: Sequence[str]) -> None:
-    """Raise ValueError for a value of `--cors` that browsers would never send as an origin."""
+    """Raise ValueError for a value of `--cors` that browsers would never send as an origin.
+
+    >>> check_origins(["https://example.org", "example.org"])
+    Traceback (most recent call last):
+    ValueError: --cors: must be an origin without a path, such as https://example.org, or *, got 'example.org'
+    """
     for origin in cors:
         if origin != "*" and not re.fullmatch(r"https?://[^/?#\s@]+", origin):
             raise ValueError(
@@ -198,25 +201,29 @@ class Service:
 
     def __init__(self, predictor: Future[Predictor], limits: RequestLimits, name: str) -> None:
         self.limits, self.name, self.draining = limits, name, False
-        self._health = Health(lambda: predictor.result().check())
-        self._loading = predictor
-        self.occupancy = Occupancy(
-            limits,
-            in_flight=lambda: predictor.result().in_flight if self.loaded else 0,
-            decoding_bytes=lambda: predictor.result().held_bytes if self.loaded else 0,
-            seconds_for=lambda images: predictor.result().seconds_for(images) if self.loaded else 0.0,
-            newest_first=lambda: self.loaded and predictor.result().newest_first,
-        )
+        self._health = Health(lambda: self.predictor.check())
+        self.occupancy = Occupancy(limits)
+        predictor.add_done_callback(self._set_predictor)
         self.metrics = Metrics(
             queue=lambda: self.occupancy.queue_length,
             held=lambda: self.occupancy.held_bytes,
             ready=lambda: self._refusal() is None and self._health.fault is None,
-            batches=lambda: predictor.result().batches if self.loaded else {},
+            batches=lambda: self.predictor.batches if self.loaded else {},
         )
+
+    def _set_predictor(self, loading: Future[Predictor]) -> None:
+        if loading.exception() is None:
+            self.occupancy.predictor = loading.result()
 
     @property
     def loaded(self) -> bool:
-        return self._loading.done() and self._loading.exception() is None
+        return self.occupancy.predictor is not None
+
+    @property
+    def predictor(self) -> Predictor:
+        """Return the loaded predictor. A service that is not loaded refuses all requests that need it."""
+        assert self.occupancy.predictor is not None
+        return self.occupancy.predictor
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +268,7 @@ class Service:
             images, several = await read_images(*arguments)
             if len(images) > 1:
                 raise Refused(400, "bad_request", f"/seen takes one image, got {len(images)}")
-            if not self._loading.result().gives_images:
+            if not self.predictor.gives_images:
                 raise Refused(
                     501,
                     "no_picture",
@@ -269,12 +276,11 @@ class Service:
                 )
             return images, several
 
-        submit = lambda files, *, deadline: [self._loading.result().submit_image(files[0], deadline=deadline)]  # noqa: E731
+        submit = lambda files, *, deadline: [self.predictor.submit_image(files[0], deadline=deadline)]  # noqa: E731
         (answer,), _ = await self._answered(request, read_one, submit)
         if isinstance(answer, BadSampleError):
             return JSONResponse(self._bad_image(answer), 422)
-        predictor = self._loading.result()
-        pictures = Pictures(predictor.image, predictor.pipeline)
+        pictures = Pictures(self.predictor.image, self.predictor.pipeline)
         return Response(await asyncio.to_thread(pictures.png, answer), media_type="image/png")
 
     async def healthz(self, request: Request) -> Response:
@@ -288,8 +294,7 @@ class Service:
             return JSONResponse({"status": refused.kind, "ready": False}, 503, refused.headers)
         if (fault := await self._health.refresh()) is not None:
             return JSONResponse({"status": "failing", "ready": False, "reason": fault}, 503)
-        predictor = self._loading.result()
-        described = {"image": str(predictor.image), "preprocessing": predictor.preprocessing}
+        described = {"image": str(self.predictor.image), "preprocessing": self.predictor.preprocessing}
         return JSONResponse({"status": "ready", "ready": True, **described})
 
     async def metadata(self, request: Request) -> Response:
@@ -298,7 +303,7 @@ class Service:
 
     async def model(self, request: Request) -> Response:
         """Answer with the inputs and outputs of the model, in that protocol."""
-        classes = self._loading.result().classes if self.loaded else None
+        classes = self.predictor.classes if self.loaded else None
         return JSONResponse(describe_model(self.name, len(classes or ()) or -1))
 
     async def exposition(self, request: Request) -> Response:
@@ -317,7 +322,7 @@ class Service:
         return None
 
     async def _answered(
-        self, request: Request, read: Callable[..., Any], submit: _Submit[Any] | None = None
+        self, request: Request, read: Callable[..., Any], submit: Callable[..., Any] | None = None
     ) -> tuple[list[Any], Any]:
         """Return the answer for each image that `read` finds in a request, and what else it returns. Raises Refused."""
         check_headers(request, self.limits)
@@ -326,7 +331,7 @@ class Service:
         with self.occupancy.admit(allowed_seconds(request.headers.getlist(TIMEOUT_HEADER))) as reservation:
             images, others = await read(request, self.limits, reservation)
             sizes = await self._sizes(images)
-            futures = self._submit(images, sizes, reservation, submit or self._loading.result().submit_all)
+            futures = self._submit(images, sizes, reservation, submit or self.predictor.submit_all)
             return await self._answers(request, futures, reservation), others
 
     async def _sizes(self, images: Sequence[bytes]) -> list[int | BadSampleError]:
@@ -340,7 +345,7 @@ class Service:
         images: list[bytes],
         sizes: Sequence[int | BadSampleError],
         reservation: Reservation,
-        submit: _Submit[T],
+        submit: Callable[..., Sequence[Future[T]]],
     ) -> list[asyncio.Future[T]]:
         """Submit images of these sizes together and empty the list: from now on only the predictor has their bytes,
         until it decodes them."""
@@ -363,7 +368,7 @@ class Service:
         If the header cannot be read, return 0, because the decoder says why; for a preset, which would decode such a
         file of any size, return the error.
         """
-        limits, file, predictor = self.limits, np.frombuffer(data, np.uint8), self._loading.result()
+        limits, file, predictor = self.limits, np.frombuffer(data, np.uint8), self.predictor
         try:
             header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=predictor.formats)
         except BadSampleError as error:

@@ -20,8 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpuflow.serve.http.limits import MALFORMED, OVER_LIMIT, Occupancy, Refused, RequestLimits, Reservation
-from gpuflow.serve.http.metrics import Metrics
+from gpuflow.serve.http.limits import (
+    MALFORMED,
+    OVER_LIMIT,
+    Metrics,
+    Occupancy,
+    Refused,
+    RequestLimits,
+    Reservation,
+)
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -206,7 +213,11 @@ def error_content(kind: str, reason: str, **more: str) -> dict[str, Any]:
 
 
 def error_at(path: str, kind: str, reason: str) -> dict[str, Any]:
-    """Return the content of an error's answer on this path: below /v2 that of the Open Inference Protocol."""
+    """Return the content of an error's answer on this path: below /v2 that of the Open Inference Protocol.
+
+    >>> error_at("/predict", "timeout", "no answer"), error_at("/v2/models/m/infer", "timeout", "no answer")
+    ({'error': {'kind': 'timeout', 'reason': 'no answer'}}, {'error': 'no answer'})
+    """
     return {"error": reason} if path.startswith("/v2") else error_content(kind, reason)
 
 

@@ -1,4 +1,20 @@
-"""Limits on requests, and what requests take up together: places in the queue, bytes in memory."""
+"""Limits on requests, what requests take up together, and the metrics of a service, in Prometheus' text format.
+
+Requests take up places in the queue, and bytes in memory. The metrics:
+
+gpuflow_requests_total{route, status}   answers; with the status 499 requests whose connection ended before the answer,
+                                        closed by the client, or by the service as `evicted` or `unread`;
+                                        the route of a browser's OPTIONS before a request is `other`
+gpuflow_errors_total{kind}              refused requests, closed connections, and images that cannot be decoded
+gpuflow_images_total                    images answered with predictions
+gpuflow_request_seconds{route}          from a request's headers to the end of its answer, if that was a 200
+gpuflow_batch_size                      images in a batch of the model
+gpuflow_queue_length                    images in flight
+gpuflow_held_bytes                      bodies in memory: being read, or not decoded yet
+gpuflow_received_bytes_total, gpuflow_sent_bytes_total   bodies without headers
+gpuflow_ready                           1 while requests are admitted and /readyz last found the decoders working
+process_*                               CPU seconds, memory and files of this process
+"""
 
 from __future__ import annotations
 
@@ -6,12 +22,18 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+
+if TYPE_CHECKING:
+    from gpuflow.serve.predictor import Predictor
 
 MALFORMED, OVER_LIMIT, CLOSED_HERE = "gpuflow.malformed", "gpuflow.over_limit", "gpuflow.closed_here"
 """Keys of a request's state: why the rest of its body cannot be read; that its connection is one too many; that the
@@ -62,7 +84,7 @@ class RequestLimits:
 
 
 class Refused(HTTPException):
-    """A request is refused. kind: one of metrics.KINDS. reason: the rule, the value and the next action."""
+    """A request is refused. kind: one of KINDS. reason: the rule, the value and the next action."""
 
     def __init__(self, status: int, kind: str, reason: str, headers: dict[str, str] | None = None) -> None:
         self.kind = kind
@@ -70,7 +92,11 @@ class Refused(HTTPException):
 
 
 def busy(kind: str, reason: str, seconds: float = 1.0) -> Refused:
-    """Return a 503 that says to try again after this time, in whole seconds."""
+    """Return a 503 that says to try again after this time, in whole seconds.
+
+    >>> busy("queue_full", "the queue is full", 1.2).headers
+    {'Retry-After': '2'}
+    """
     return Refused(503, kind, reason, {"Retry-After": str(max(1, math.ceil(seconds)))})
 
 
@@ -78,6 +104,9 @@ def allowed_seconds(values: Sequence[str]) -> float:
     """Return for how long the caller of a request waits, by the values of its TIMEOUT_HEADER; without one, infinity.
 
     Raises Refused.
+
+    >>> allowed_seconds(["1500"]), allowed_seconds([])
+    (1.5, inf)
     """
     if not values:
         return math.inf
@@ -89,43 +118,33 @@ def allowed_seconds(values: Sequence[str]) -> float:
 
 @final
 class Occupancy:
-    """What the requests of a service take up. All methods are called on the event loop's thread.
+    """Counts what the requests of a service take up. All methods are called on the event loop's thread.
 
-    Args:
-        in_flight: images that the predictor has and did not answer yet.
-        decoding_bytes: of those it did not decode yet.
-        seconds_for: how long the predictor takes for a number of images, by its recent rate; 0 if that is not known.
-        newest_first: whether a new image does not wait for those in flight.
-
+    predictor: what answers; None while it is loaded.
     active: requests that are admitted and not answered yet. reserved: their images that the predictor does not count
     yet. pixels: of the images that it has. body_bytes: of bodies that are being read or were read, and whose images the
     predictor does not have yet. arriving: requests whose bodies are being read.
     """
 
-    def __init__(
-        self,
-        limits: RequestLimits,
-        *,
-        in_flight: Callable[[], int],
-        decoding_bytes: Callable[[], int],
-        seconds_for: Callable[[int], float],
-        newest_first: Callable[[], bool],
-    ) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
+        self.predictor: Predictor | None = None
         self.active = self.reserved = self.pixels = self.body_bytes = 0
-        self._in_flight, self._decoding_bytes = in_flight, decoding_bytes
-        self.seconds_for, self.newest_first = seconds_for, newest_first
         self.arriving: set[Reservation] = set()
 
     @property
     def queue_length(self) -> int:
         """Return the number of images in flight and of those whose request has just arrived."""
-        return self.reserved + self._in_flight()
+        return self.reserved + (self.predictor.in_flight if self.predictor else 0)
 
     @property
     def held_bytes(self) -> int:
         """Return the size of all bodies in memory."""
-        return self.body_bytes + self._decoding_bytes()
+        return self.body_bytes + (self.predictor.held_bytes if self.predictor else 0)
+
+    def seconds_for(self, images: int) -> float:
+        """Return how long the predictor takes for these images, by its recent rate; 0 if that is not known."""
+        return self.predictor.seconds_for(images) if self.predictor else 0.0
 
     def busy(self, kind: str, reason: str) -> Refused:
         """Return a 503 that says to try again once the images in flight are answered, or have no time left."""
@@ -225,7 +244,8 @@ class Reservation:
         if length + images > most:
             raise self._occupancy.busy("queue_full", f"the queue is full: {length} of {most} places taken{rest}")
         seconds, left = self._occupancy.seconds_for(length + images), self.seconds
-        if seconds > _SHARE * left and not self._occupancy.newest_first():
+        predictor = self._occupancy.predictor
+        if seconds > _SHARE * left and not (predictor and predictor.newest_first):
             reason = f"the answer would take {seconds:.1f} s, and the request has {left:.1f} s: {length} images wait"
             raise self._occupancy.busy("overloaded", f"{reason}{rest}")
 
@@ -255,3 +275,118 @@ class Reservation:
         self._occupancy.reserved -= self._images
         self._images = 0
         self._release_body()
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+KINDS = (
+    "bad_image",
+    "bad_request",
+    "connections",
+    "disconnected",
+    "draining",
+    "evicted",
+    "internal",
+    "loading",
+    "method",
+    "model",
+    "no_picture",
+    "not_found",
+    "overloaded",
+    "queue_full",
+    "slow_body",
+    "slow_head",
+    "timeout",
+    "too_large",
+    "unread",
+    "unsupported_type",
+)
+"""The values of `error.kind` in an answer. Three are counted only: `disconnected` for clients that closed the
+connection before the answer, `evicted` for connections that the service closed because there were too many, and
+`unread` for those that it closed because the client did not read its answers."""
+ROUTES = (
+    *("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen", "/v2", "/v2/health/live"),
+    *("/v2/health/ready", "/v2/models/{name}", "/v2/models/{name}/infer", "/v2/models/{name}/ready"),
+)
+TIMED = ("/predict", "/seen", "/v2/models/{name}/infer")
+"""The routes whose answers are timed: those that take images."""
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class Metrics:
+    """The counters of one service, in a separate registry.
+
+    Args:
+        queue: number of images in flight.
+        held: bytes of bodies in memory.
+        ready: whether requests are admitted.
+        batches: how often the model ran, by batch size.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: Callable[[], int],
+        held: Callable[[], int],
+        ready: Callable[[], bool],
+        batches: Callable[[], Mapping[int, int]],
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("gpuflow_requests", "Answers.", ["route", "status"], registry=registry)
+        self._errors = Counter("gpuflow_errors", "Refused requests and bad images.", ["kind"], registry=registry)
+        self.images = Counter("gpuflow_images", "Images answered with predictions.", registry=registry)
+        self._seconds = Histogram(
+            "gpuflow_request_seconds",
+            "From a request's headers to the end of its answer, if that was a 200.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._received = Counter("gpuflow_received_bytes", "Bytes of requests' bodies.", registry=registry)
+        self._sent = Counter("gpuflow_sent_bytes", "Bytes of answers' bodies.", registry=registry)
+        Gauge("gpuflow_queue_length", "Images in flight.", registry=registry).set_function(queue)
+        Gauge("gpuflow_held_bytes", "Bytes of bodies in memory.", registry=registry).set_function(held)
+        Gauge("gpuflow_ready", "Whether requests are admitted.", registry=registry).set_function(ready)
+        registry.register(_Batches(batches))
+        ProcessCollector(registry=registry)
+        for kind in KINDS:
+            self._errors.labels(kind)
+        for route in TIMED:
+            self._seconds.labels(route)
+
+    def answer(self, path: str, *, status: int, seconds: float, received: int, sent: int) -> None:
+        """Count one answer. received, sent: bytes of the bodies."""
+        path = re.sub("^/v2/models/[^/]+(/versions/[^/]+)?", "/v2/models/{name}", path)  # clients choose these
+        route = path if path in ROUTES else "other"
+        self._requests.labels(route, str(status)).inc()
+        self._received.inc(received)
+        self._sent.inc(sent)
+        if status == 200 and route in TIMED:
+            self._seconds.labels(route).observe(seconds)
+
+    def error(self, kind: str) -> None:
+        """Count one error. kind: one of KINDS."""
+        assert kind in KINDS
+        self._errors.labels(kind).inc()
+
+    def exposition(self) -> bytes:
+        """Return all metrics in the text format, of the type CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+class _Batches(Collector):
+    """The predictor's own counts of batches, as a histogram."""
+
+    def __init__(self, batches: Callable[[], Mapping[int, int]]) -> None:
+        self._batches = batches
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        counts = self._batches()
+        buckets = [(str(size), sum(n for images, n in counts.items() if images <= size)) for size in _SIZES]
+        buckets.append(("+Inf", sum(counts.values())))
+        images = sum(images * n for images, n in counts.items())
+        yield HistogramMetricFamily(
+            "gpuflow_batch_size", "Images in a batch of the model.", buckets=buckets, sum_value=images
+        )

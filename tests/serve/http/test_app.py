@@ -28,11 +28,11 @@ from starlette.routing import Route
 
 import gpuflow.serve
 from gpuflow.decode.codecs import probe
-from gpuflow.serve.http import app, metrics
+from gpuflow.serve.http import app, limits
 from gpuflow.serve.http.app import RequestLimits, create_app
 from gpuflow.serve.model_input import most_pixels
 from gpuflow.serve.predictor import Predictor
-from gpuflow.torchpipe.graph import Graph, Node, chain
+from gpuflow.torchpipe.graph import Graph, chain
 from tests import images
 from tests.datasets import RAW, VAL, jpeg, program, write_config
 from tests.forking import Python
@@ -222,9 +222,9 @@ def test_seen_takes_one_image(live: Live) -> None:
 
 def test_a_model_inside_torchpipe_has_no_picture() -> None:
     folded = program(VAL)
-    first, _ = chain(folded, None, origin="x.yaml", threads=1, device="cpu").nodes
-    last = Node(name="model", parameters={"backend": "Identity", "instance_num": "1"})
-    graph = Graph(nodes=(first, last), origin="x.yaml", preprocessing="0" * 16)
+    first = chain(folded, None, origin="x.yaml", threads=1, device="cpu").nodes["preprocess"]
+    last = {"backend": "Identity", "instance_num": "1"}
+    graph = Graph(nodes={"preprocess": first, "model": last}, origin="x.yaml", preprocessing="0" * 16)
     with Predictor(graph, image=folded.result) as predictor, served(predictor) as live:
         reason = "the model runs inside torchpipe, which does not return its input; set serve.model.via=python"
         assert error(live.ask(PHOTO, "/seen")) == (501, "no_picture", reason)
@@ -652,7 +652,7 @@ def test_a_request_that_would_take_longer_than_it_may_is_refused_at_once() -> No
     with served(FakeEngine(before=gate, batch=1)) as live, ThreadPoolExecutor(8) as pool:
         taken = [pool.submit(live.ask, PHOTO) for _ in range(4)]
         wait(lambda: live.queue_length == 4)
-        live.service.occupancy.seconds_for = lambda images: 2.1 * images
+        live.service.occupancy.seconds_for = lambda images: 2.1 * images  # type: ignore[method-assign]
         answer = live.ask(PHOTO, X_Request_Timeout_Ms="13000")
         assert error(answer)[:2] == (503, "overloaded")
         assert re.fullmatch(
@@ -660,7 +660,7 @@ def test_a_request_that_would_take_longer_than_it_may_is_refused_at_once() -> No
             answer.json()["error"]["reason"],
         )
         assert answer.headers["Retry-After"] == "9", "in whole seconds, rounded up"
-        live.service.occupancy.seconds_for = lambda images: 100.0 * images
+        live.service.occupancy.seconds_for = lambda images: 100.0 * images  # type: ignore[method-assign]
         assert live.ask(PHOTO, "/seen").headers["Retry-After"] == "30", "then all that wait are answered, or late"
         gate.open()
         assert [answer.result(timeout=20).status_code for answer in taken] == [200] * 4
@@ -966,8 +966,8 @@ def test_the_description_names_every_status_that_the_service_gives(live: Live) -
 def test_every_route_has_metrics() -> None:
     routes = [route for route in create_app(Future[Predictor]()).routes if isinstance(route, Route)]
     paths = {re.sub("/models/model(/versions/1)?", "/models/{name}", route.path): route.methods for route in routes}
-    assert sorted(paths) == sorted(metrics.ROUTES)
-    assert {path for path, methods in paths.items() if "POST" in (methods or ())} == set(metrics.TIMED)
+    assert sorted(paths) == sorted(limits.ROUTES)
+    assert {path for path, methods in paths.items() if "POST" in (methods or ())} == set(limits.TIMED)
 
 
 @pytest.mark.parametrize("value", ["3.0", "+3", "-3", " 3", "3 ", "", "1_0", "true", "1e2", "٣", "0x3", "9" * 10])

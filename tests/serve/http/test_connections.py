@@ -262,7 +262,7 @@ def test_clients_that_do_not_read_give_way() -> None:
 
 
 def test_a_client_that_does_not_read_for_some_seconds_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuflow.serve.http.connections._CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("gpuflow.serve.http.server._CHECK_SECONDS", 0.1)
     with served(FakeEngine()) as live, connect_without_reading(live) as slow, connect_without_reading(live):
         slow.setblocking(False)
 
@@ -272,7 +272,7 @@ def test_a_client_that_does_not_read_for_some_seconds_is_cut_off(monkeypatch: py
             return errors(live, "unread") == 1
 
         assert not one_is_cut_off()
-        monkeypatch.setattr("gpuflow.serve.http.connections._UNREAD_SECONDS", 2.0)
+        monkeypatch.setattr("gpuflow.serve.http.server._UNREAD_SECONDS", 2.0)
         begun = time.monotonic()
         wait(one_is_cut_off)
         while time.monotonic() - begun < 6:
@@ -281,8 +281,8 @@ def test_a_client_that_does_not_read_for_some_seconds_is_cut_off(monkeypatch: py
 
 
 def test_an_answer_that_is_not_read_is_cut_off_on_a_connection_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuflow.serve.http.connections._CHECK_SECONDS", 0.1)
-    monkeypatch.setattr("gpuflow.serve.http.connections._UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr("gpuflow.serve.http.server._CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("gpuflow.serve.http.server._UNREAD_SECONDS", 0.5)
     monkeypatch.setattr("gpuflow.serve.http.app._page", lambda: large_answer)
     with served(FakeEngine()) as live, live.connect("GET / HTTP/1.1\nConnection: close") as client:
         wait(lambda: errors(live, "unread") == 1)

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from gpuflow import cli
 from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.http.body import BodyMiddleware
-from gpuflow.serve.http.limits import Occupancy
-from gpuflow.serve.http.metrics import Metrics
+from gpuflow.serve.http.limits import Metrics, Occupancy
 from tests.datasets import jpeg
 from tests.serve.fakes import FakeEngine
 from tests.serve.services import Live, served
@@ -85,14 +84,7 @@ def test_how_much_of_a_refused_body_is_discarded(max_body_bytes: int, megabytes:
         sent.append(message)
 
     limits = RequestLimits(max_body_bytes=max_body_bytes)
-    occupancy = Occupancy(
-        limits,
-        in_flight=lambda: 0,
-        decoding_bytes=lambda: 0,
-        seconds_for=lambda images: 0.0,
-        newest_first=lambda: False,
-    )
-    app = BodyMiddleware(refuse, metrics=cast(Metrics, Silent()), occupancy=occupancy, closing=lambda: False)
+    app = BodyMiddleware(refuse, metrics=cast(Metrics, Silent()), occupancy=Occupancy(limits), closing=lambda: False)
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [(b"transfer-encoding", b"chunked")]}
     asyncio.run(app(scope, receive, send))
     assert received == megabytes
