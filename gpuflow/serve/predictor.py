@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -58,6 +58,8 @@ _ROUNDS_AHEAD = 4
 NOT_FINITE = "the model gave logits that are not finite numbers"
 
 T = TypeVar("T")
+_Submit = Callable[..., Sequence[Future[T]]]
+"""Submits images that belong together. more_follow: the caller submits more before it waits for these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,12 +72,20 @@ class Prediction:
     def top(self, k: int) -> Labels:
         """Return the k most likely labels by softmax, or all if there are fewer. Without names a label is its index.
 
+        >>> prediction = Prediction(logits=torch.tensor([0.0, 2.0]), classes=("cat", "dog"))
+        >>> [(label, round(probability, 2)) for label, probability in prediction.top(1)]
+        [('dog', 0.88)]
+
         Raises ValueError if k is negative, PredictorError as `require_finite`.
         """
         return tuple((label, probability) for _, label, probability in self.ranked(k))
 
     def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
-        """Return what `top` does, with the output's index first: (index, label, probability)."""
+        """Return the labels of `top`, with the output's index first: (index, label, probability).
+
+        >>> Prediction(logits=torch.zeros(2)).ranked(1)
+        ((0, '0', 0.5),)
+        """
         if k < 0:
             raise ValueError(f"k must be >= 0, got {k}")
         self.require_finite()
@@ -86,7 +96,12 @@ class Prediction:
         )
 
     def require_finite(self) -> None:
-        """Raise PredictorError if the logits have no probabilities: one is NaN or infinite, or all are -infinite."""
+        """Raise PredictorError if the logits have no probabilities: one is NaN or infinite, or all are -infinite.
+
+        >>> Prediction(logits=torch.tensor([0.0, math.nan])).require_finite()
+        Traceback (most recent call last):
+        gpuflow.errors.PredictorError: the model gave logits that are not finite numbers
+        """
         if not math.isfinite(self.logits.max()):  # of NaN and others, NaN
             raise PredictorError(NOT_FINITE)
 
@@ -96,12 +111,6 @@ class _Submitted(TypedDict, total=False):
 
     more_follow: bool
     deadline: float
-
-
-class _Submit(Protocol[T]):
-    """Submits images that belong together. more_follow: the caller submits more before it waits for these."""
-
-    def __call__(self, files: Sequence[bytes], *, more_follow: bool) -> Sequence[Future[T]]: ...
 
 
 class Predictor:
@@ -143,7 +152,7 @@ class Predictor:
         self.formats = first_stage.formats if isinstance(first_stage, Decoder) else ()
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
-        last = graph.nodes[-1].parameters
+        *_, last = graph.nodes.values()
         self.gives_images = last["backend"] in (MODEL, PREDICT)
         self._has_model = bool(engines) or not self.gives_images
         self._batch = int(last.get("batch", 1))
@@ -300,7 +309,7 @@ class Predictor:
 
         Returns 0 if that is not known, because there were few requests in the last seconds, or if the images are few.
         """
-        return self._running.seconds_for(images)
+        return self._running.rate.seconds(images)
 
     @property
     def held_bytes(self) -> int:
@@ -310,7 +319,7 @@ class Predictor:
     @property
     def batches(self) -> dict[int, int]:
         """Return how often the model has run, by batch size."""
-        return self._running.batches
+        return dict(self._running.session.batches)
 
     def check(self) -> None:
         """Have what decodes decode gpuflow's own test image, while requests go on.
@@ -322,7 +331,7 @@ class Predictor:
 
     def describe(self) -> dict[str, Any]:
         """Return plain values for reports: the file, the preprocessing's fingerprint and result, and each engine."""
-        first = self._graph.nodes[0].parameters
+        first, *_ = self._graph.nodes.values()
         return {
             "file": self._graph.origin,
             "preprocessing": self.preprocessing,

@@ -72,20 +72,15 @@ _PRESET_INSTANCES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """One node: its name within the graph, torchpipe's parameters, all of them text, and the name of the next node."""
-
-    name: str
-    parameters: Mapping[str, str]
-    next: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """A chain of nodes, or one. `origin`: the configuration's file. `preprocessing`: the fingerprint of its stages.
-    `preset`: the one whose operators the first node runs; None if it runs gpuflow's own code."""
+    """A chain of nodes, or one.
 
-    nodes: tuple[Node, ...]
+    nodes: by their names within the graph, torchpipe's parameters, all of them text. origin: the configuration's file.
+    preprocessing: the fingerprint of its stages. preset: the one whose operators the first node runs; None if it runs
+    gpuflow's own code.
+    """
+
+    nodes: Mapping[str, Mapping[str, str]]
     origin: str
     preprocessing: str
     preset: Preset | None = None
@@ -93,23 +88,26 @@ class Graph:
     @property
     def native(self) -> bool:
         """Return True if some node runs torchpipe's own operators."""
-        return any(node.parameters["backend"] not in OURS for node in self.nodes)
+        return any(node["backend"] not in OURS for node in self.nodes.values())
 
     @property
     def at_once(self) -> int:
         """Return how many images the nodes work on at a time."""
-        nodes = [node.parameters for node in self.nodes]
+        nodes = self.nodes.values()
         return sum(int(n.get("threads") or int(n["instance_num"]) * int(n.get("batch", 1))) for n in nodes)
 
     def as_dict(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """Return a new dict of parameters by node name for `torchpipe.pipe`, which changes it.
 
         prefix: of the node names, which are global to a process and never freed.
+
+        >>> Graph(nodes={"preprocess": {}, "model": {}}, origin="x.yaml", preprocessing="").as_dict("a.")
+        {'a.preprocess': {'next': 'a.model'}, 'a.model': {}}
         """
-        return {
-            prefix + node.name: {**node.parameters} | ({"next": prefix + node.next} if node.next is not None else {})
-            for node in self.nodes
-        }
+        nodes = {prefix + name: dict(node) for name, node in self.nodes.items()}
+        for node, following in zip(nodes.values(), [*nodes][1:], strict=False):
+            node["next"] = following
+        return nodes
 
 
 def lower(config: Config, *, device: str = "cpu") -> Graph:
@@ -175,8 +173,7 @@ def chain(
         last = _model_parameters(model, device, stages)
         if device != "cpu" and gpu_decodes:
             both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(_timeout_ms(model)))}
-            node = Node(name="serve", parameters=both)
-            return Graph(nodes=(node,), origin=origin, preprocessing=fingerprint)
+            return Graph(nodes={"serve": both}, origin=origin, preprocessing=fingerprint)
         batch = max(threads, int(last["batch"]))
         images = {"device": "cpu", "on_error": "pass", "batch": str(batch)}
         images |= {"threads": str(threads), "processes": str(processes)}
@@ -189,10 +186,7 @@ def chain(
     else:
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
     first["instance_num"] = str(threads)
-    nodes = (
-        Node(name="preprocess", next="model", parameters=first),
-        Node(name="model", parameters=last),
-    )
+    nodes = {"preprocess": first, "model": last}
     return Graph(nodes=nodes, origin=origin, preprocessing=fingerprint, preset=preset)
 
 

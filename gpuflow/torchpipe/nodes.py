@@ -100,7 +100,9 @@ class Session:
     def open_preprocessor(self, make: Callable[[], Preprocessor]) -> None:
         """Make the preprocessor, unless another instance has done so."""
         with self._lock:
-            self.preprocessor = self.preprocessor or make()
+            if self.preprocessor is None:
+                self.preprocessor = make()
+                self.add(self.preprocessor)
 
     def check(self) -> None:
         """Have what decodes decode gpuflow's own test image.
@@ -110,8 +112,6 @@ class Session:
         """
         for part in tuple(self._parts):
             part.check()
-        if (preprocessor := self.preprocessor) is not None:
-            preprocessor.check()
 
     def close(self) -> None:
         """Release engines and buffers; no item may be in flight. torchpipe never frees the nodes themselves."""
@@ -119,8 +119,6 @@ class Session:
             part.close()
         for engine in self.engines:
             engine.close()
-        if self.preprocessor is not None:
-            self.preprocessor.close()
         self._parts.clear()
         self.engines, self.preprocessor = (), None
 
@@ -152,38 +150,47 @@ def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine
     return engines
 
 
-def _program(parameters: Mapping[str, str]) -> Program:
-    from gpuflow.vocabulary import stage_table  # torchpipe makes the nodes, so it cannot be an argument
+class _Node:
+    """A node: its parameters, the program of its stages and the session of its graph.
 
-    return program_from_json(parameters["stages"], stage_table())
+    Parameters: stages (JSON), batch, device, session.
+    """
+
+    _batch: int
+
+    def init(self, params: Any, options: object = None) -> None:
+        from gpuflow.vocabulary import stage_table  # torchpipe makes the nodes, so it cannot be an argument
+
+        keep_thread_state()
+        use_torch_threads(1)  # an engine that needs more sets it in `run`
+        self._parameters = dict(params.items())
+        self._program = program_from_json(self._parameters["stages"], stage_table())
+        self._session = _session(self._parameters, self._program)
+        self._device = torch.device(self._parameters["device"])
+
+    def max(self) -> int:
+        return self._batch
 
 
-class PreprocessNode:
+class PreprocessNode(_Node):
     """Turns encoded bytes into an image [1, C, H, W] in the pipeline's dtype and layout, by the code of validation.
 
-    Parameters: stages (JSON), batch, device of the image, on_error: `pass` or `raise`, session. threads: that share the
+    Parameters: those of every node, the device being the image's. on_error: `pass` or `raise`. threads: that share the
     images of a batch on the CPU; all cores by default. processes: that do so instead, if given.
     """
 
     def init(self, params: Any, options: object = None) -> None:
-        parameters = dict(params.items())
-        keep_thread_state()
-        use_torch_threads(1)
-        program = _program(parameters)
+        super().init(params)
+        parameters, program, device = self._parameters, self._program, self._device
         batch, processes = int(parameters.get("batch", 1)), int(parameters.get("processes", 0))
         threads = int(parameters.get("threads", 0)) or available_threads()
-        device = torch.device(parameters["device"])
-        self._program, self._raises = program, parameters["on_error"] == "raise"
+        self._raises = parameters["on_error"] == "raise"
         self._batch = 1 if self._raises else batch
-        self._session = _session(parameters, program)
         on_cpu = partial(CpuPreprocessor, program, batch=batch, threads=threads, processes=processes, device=device)
         if device.type == "cuda":
             self._session.open_preprocessor(lambda: _gpu_preprocessor(program, batch, device) or on_cpu())
         else:
             self._session.open_preprocessor(on_cpu)
-
-    def max(self) -> int:
-        return self._batch
 
     def forward(self, items: Sequence[Item]) -> None:
         items = list(items)
@@ -249,10 +256,10 @@ def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Pre
     return GpuPreprocessor(runner, device_stream, BytePool(make=pinned))
 
 
-class ModelNode:
+class ModelNode(_Node):
     """Runs the model on a batch of images: logits [K] for each item. Without a model, the images themselves.
 
-    Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session.
+    Parameters: those of every node, the device being the model's. model: JSON of `serve.model`.
     patience, with a queue: milliseconds that callers who just got an answer have to send their next requests before the
     next batch starts. Without it they would miss that batch, and the callers would split into two halves that alternate
     in batches of half the size.
@@ -261,25 +268,17 @@ class ModelNode:
     _preprocess: PreprocessNode | None = None
 
     def init(self, params: Any, options: object = None) -> None:
-        parameters = dict(params.items())
-        keep_thread_state()
-        use_torch_threads(1)  # an engine that needs more sets it in `run`
-        program = _program(parameters)
-        self._session = _session(parameters, program)
+        super().init(params)
         self._session.add(self)
-        engines, self._batch = self._session.engines, int(parameters["batch"])
-        self._engine = engines[int(parameters["_independent_index"])] if engines else None
-        self._device, self._result = torch.device(parameters["device"]), program.result
-        self._patience = int(parameters.get("patience", 0)) / 1000
+        engines, self._batch = self._session.engines, int(self._parameters["batch"])
+        self._engine = engines[int(self._parameters["_independent_index"])] if engines else None
+        self._patience = int(self._parameters.get("patience", 0)) / 1000
         if self._engine is not None:
             self._engine.bind_thread()
         self._failures, self._failed_at, self._fault = 0, 0.0, ""
         self._preset: list[torch.nn.Module] | None = None
-        if isinstance(program.decoder, Preset):
-            self._preset = [stage.module() for stage in program.pipeline.stages[1:]]
-
-    def max(self) -> int:
-        return self._batch
+        if isinstance(self._program.decoder, Preset):
+            self._preset = [stage.module() for stage in self._program.pipeline.stages[1:]]
 
     def forward(self, items: Sequence[Item]) -> None:
         items = list(items)
@@ -347,11 +346,11 @@ class ModelNode:
         if self._preset is None:
             return images
         batch = torch.cat([image if image.ndim == 4 else image.permute(2, 0, 1)[None] for image in images])
-        if self._result.dtype == "uint8":
+        if self._program.result.dtype == "uint8":
             batch = batch.round().to(torch.uint8)
         for module in self._preset:
             batch = module.to(batch.device)(batch)
-        planes = self._result.layout == "nchw"
+        planes = self._program.result.layout == "nchw"
         batch = batch.contiguous(memory_format=torch.contiguous_format if planes else torch.channels_last)
         return [batch[row : row + 1] for row in range(len(batch))]
 

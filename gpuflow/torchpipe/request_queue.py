@@ -210,8 +210,10 @@ class AnswerRate:
         self._last, self._busy = now, in_flight >= self._at_once
 
     def seconds(self, images: int) -> float:
-        """Return how long it takes to answer this number of images; 0 if that is not known, or if they are so few that
-        they are in work or the next to be."""
+        """Return how long it takes to answer this number of images.
+
+        Returns 0 if that is not known, or if the nodes work on these images now or next.
+        """
         if images <= 2 * self._at_once or self._clock() - self._measured > _RECENT_SECONDS:
             return 0.0
         return images * self._seconds / self._answers
@@ -436,7 +438,12 @@ def callers(requests: Sequence[Request]) -> int:
 
 
 def joined(parts: Sequence[Sequence[Request]], batch: int) -> list[list[Request]]:
-    """Return batches of whole parts, in order, none larger than `batch`."""
+    """Return batches of whole parts, in order, none larger than `batch`.
+
+    >>> first, second, third = (Request(b"", print, wrap=unchanged) for _ in range(3))
+    >>> [len(batch) for batch in joined([[first], [second, third]], 2)]
+    [1, 2]
+    """
     batches: list[list[Request]] = []
     for part in parts:
         if batches and len(batches[-1]) + len(part) <= batch:

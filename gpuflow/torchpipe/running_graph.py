@@ -87,10 +87,6 @@ def _close_all() -> None:
         skip_cleanup()
 
 
-def _close_session(name: str) -> None:
-    SESSIONS.pop(name).close()
-
-
 def _open_pipe(nodes: Mapping[str, Mapping[str, str]], graph: Graph) -> Pipe:
     try:
         return Pipe(nodes)
@@ -194,6 +190,8 @@ class NativeNodes:
 class RunningGraph:
     """A graph that torchpipe runs. Any thread may submit.
 
+    session: the state of its nodes. rate: of its recent answers.
+
     Args:
         graph: what to run.
         engines: one for each instance of its model node, warmed up; none if it ends with images.
@@ -207,22 +205,22 @@ class RunningGraph:
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False
         self._requests: set[Request] = set()
-        self._rate = AnswerRate(graph.at_once)
+        self.rate = AnswerRate(graph.at_once)
         name = unique_prefix()
         nodes = graph.as_dict(f"{name}.")
         for node in nodes.values():
             if node["backend"] in OURS:
                 node["session"] = name
-        self._session = SESSIONS[name] = Session(engines)
+        self.session = SESSIONS[name] = Session(engines)
         start = _open_native_nodes if graph.native else _open_nodes
         try:
-            self._head = start(graph, nodes, self._session)
+            self._head = start(graph, nodes, self.session)
         except BaseException:
             del SESSIONS[name]
             raise
-        self._batch = (self._session.queue or self._head).batch
+        self._batch = (self.session.queue or self._head).batch
         # An unreferenced graph has no request in flight, so its session can be closed.
-        self._release = weakref.finalize(self, _close_session, name)
+        self._release = weakref.finalize(self, lambda: SESSIONS.pop(name).close())
         self._release.atexit = False
         _open.add(self)
 
@@ -280,16 +278,16 @@ class RunningGraph:
         Raises:
             DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
         """
-        self._session.check()
+        self.session.check()
 
     def _done(self, request: Request) -> None:
         self._head.backlog.discard(request)
-        if self._session.queue is not None:
-            self._session.queue.discard(request)
+        if self.session.queue is not None:
+            self.session.queue.discard(request)
         with self._idle:
             self._requests.discard(request)
             if not (request.dropped or request.future.cancelled()):
-                self._rate.count(len(self._requests))
+                self.rate.count(len(self._requests))
             if not self._requests:
                 self._idle.notify_all()
 
@@ -301,25 +299,13 @@ class RunningGraph:
     @property
     def newest_first(self) -> bool:
         """Return True if callers gave up in the last seconds: a new request then does not wait for those before it."""
-        queues = self._head, self._session.queue
+        queues = self._head, self.session.queue
         return any(queue is not None and queue.backlog.newest_first for queue in queues)
-
-    def seconds_for(self, images: int) -> float:
-        """Predict how long the graph takes to answer this number of images by its recent rate.
-
-        Returns 0 if it was not busy in the last seconds, so that its rate is not known, or if the images are few.
-        """
-        return self._rate.seconds(images)
 
     @property
     def held_bytes(self) -> int:
         """Return the size of the encoded images that are submitted and not decoded yet."""
         return sum(request.held_bytes for request in list(self._requests))
-
-    @property
-    def batches(self) -> dict[int, int]:
-        """Return how often the model ran, by batch size."""
-        return dict(self._session.batches)
 
     def close(self, timeout: float, *, cancel: bool = False) -> bool:
         """Refuse new images, wait for those in flight, then release models and buffers. Later calls do nothing.

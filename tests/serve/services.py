@@ -27,7 +27,7 @@ from gpuflow.engines import Engine
 from gpuflow.serve.http.app import RequestLimits, Service, create_app
 from gpuflow.serve.http.server import make_server, run
 from gpuflow.serve.predictor import Predictor
-from gpuflow.torchpipe.graph import PREDICT, Node, chain
+from gpuflow.torchpipe.graph import PREDICT, chain
 from tests.datasets import VAL, Entries, program
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap
 
@@ -49,9 +49,9 @@ def predictor_of(
     model = ModelSpec(file="x.pt", batch=engine.batch, timeout_ms=timeout_ms)
     graph = chain(folded, model, origin="x.yaml", threads=threads, device="cpu")
     if one_node:
-        first, last = (node.parameters for node in graph.nodes)
+        first, last = graph.nodes.values()
         together = {**first, **last, "backend": PREDICT, "patience": str(round(timeout_ms))}
-        graph = replace(graph, nodes=(Node(name="serve", parameters=together),))
+        graph = replace(graph, nodes={"serve": together})
     return Predictor(graph, [engine], image=folded.result, pipeline=folded.pipeline, classes=classes)
 
 

@@ -261,7 +261,7 @@ def test_a_list_is_one_batch_among_other_requests(one_node: bool, files: list[Pa
     engine = FakeEngine(before=gate, batch=4)
     data = [file.read_bytes() for file in files]
     with service_of(engine, one_node=one_node, threads=3) as predictor:
-        queue = predictor._running._session.queue
+        queue = predictor._running.session.queue
         assert queue is not None
         futures = [predictor.submit(data[0])]
         assert gate.reached.wait(timeout=20)

@@ -15,7 +15,7 @@ from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.runtime.threads import available_threads
 from gpuflow.stages import STAGES
-from gpuflow.torchpipe.graph import Graph, Node, chain, program_from_json, stages_to_json, to_toml
+from gpuflow.torchpipe.graph import Graph, chain, program_from_json, stages_to_json, to_toml
 from tests.datasets import VAL, program, write_config
 from tests.forking import Python
 from tests.laws.test_stage_laws import EXAMPLES, pipeline_around
@@ -258,7 +258,7 @@ def test_toml_equals_the_dict(tmp_path: Path) -> None:
 )
 def test_toml_carries_any_text(value: str) -> None:
     parameters = {"backend": "Identity", "model::cache": value}
-    graph = Graph(nodes=(Node(name="model", parameters=parameters),), origin="x.yaml", preprocessing="0" * 16)
+    graph = Graph(nodes={"model": parameters}, origin="x.yaml", preprocessing="0" * 16)
     assert tomllib.loads(to_toml(graph, file="x.toml")) == {"model": parameters}
 
 

@@ -24,7 +24,7 @@ from gpuflow.decode.preset import CANNOT_DECODE, Preset
 from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.torchpipe.adapter import Pipe
-from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
+from gpuflow.torchpipe.graph import PREDICT, Graph, chain
 from gpuflow.torchpipe.nodes import SESSIONS, CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph, register
 from tests.datasets import Entries, deadline, jpeg, program, python, write_config
@@ -40,18 +40,16 @@ DATA = [jpeg(i % 3, i) for i in range(6)]
 def graph_of(*, threads: int = 2, instances: int = 1, batch: int = 4, timeout_ms: int = 20) -> Graph:
     """Preprocessing, then fake engines."""
     graph = chain(program(STAGES), None, origin="x.yaml", threads=threads, device="cpu")
-    first, last = graph.nodes
     changes = {"instance_num": str(instances), "batch": str(batch), "batching_timeout": str(timeout_ms)}
-    last = Node(name=last.name, parameters={**last.parameters, **changes})
-    return Graph(nodes=(first, last), origin=graph.origin, preprocessing=graph.preprocessing)
+    nodes = {**graph.nodes, "model": {**graph.nodes["model"], **changes}}
+    return Graph(nodes=nodes, origin=graph.origin, preprocessing=graph.preprocessing)
 
 
 def fused(graph: Graph, **changes: str) -> Graph:
     """The same as one node, as on a GPU."""
-    first, last = (node.parameters for node in graph.nodes)
+    first, last = graph.nodes.values()
     changes = {"backend": PREDICT, "patience": "20", **changes}
-    node = Node(name="serve", parameters={**first, **last, **changes})
-    return Graph(nodes=(node,), origin=graph.origin, preprocessing=graph.preprocessing)
+    return Graph(nodes={"serve": {**first, **last, **changes}}, origin=graph.origin, preprocessing=graph.preprocessing)
 
 
 def start(engines: Sequence[Engine], **shape: int) -> RunningGraph:
@@ -217,7 +215,7 @@ def test_requests_that_arrive_while_the_model_runs_become_a_batch() -> None:
     gate.open()
     wait([first, *rest], timeout=20)
     assert engine.counts == [1, 4]
-    assert running.batches == {1: 1, 4: 1}
+    assert running.session.batches == {1: 1, 4: 1}
     assert running.close(20)
 
 
@@ -246,14 +244,14 @@ def test_submitting_does_not_wait_for_a_free_instance() -> None:
 def test_images_that_wait_together_are_decoded_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, engine, calls = Gate(), FakeEngine(), list[int]()
     running = start([engine], threads=1)
-    preprocess = cast(CpuPreprocessor, running._session.preprocessor).run
+    preprocess = cast(CpuPreprocessor, running.session.preprocessor).run
 
     def slow(files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         calls.append(len(files))
         gate(len(files))
         return preprocess(files)
 
-    monkeypatch.setattr(running._session.preprocessor, "run", slow)
+    monkeypatch.setattr(running.session.preprocessor, "run", slow)
     first = submit(running, DATA[0])
     assert gate.reached.wait(timeout=20)
     rest = [submit(running, data) for data in DATA[1:]]
@@ -417,10 +415,9 @@ def test_a_graph_without_references_releases_its_model() -> None:
 
 def native(backend: str) -> RunningGraph:
     """Preprocessing, then a node of torchpipe's own, which does not answer requests."""
-    (first, _) = graph_of().nodes
-    first = Node(name="preprocess", next="model", parameters={**first.parameters, "on_error": "raise"})
-    last = Node(name="model", parameters={"backend": backend, "instance_num": "1"})
-    return RunningGraph(Graph(nodes=(first, last), origin="x.yaml", preprocessing="0" * 16))
+    first = {**graph_of().nodes["preprocess"], "on_error": "raise"}
+    nodes = {"preprocess": first, "model": {"backend": backend, "instance_num": "1"}}
+    return RunningGraph(Graph(nodes=nodes, origin="x.yaml", preprocessing="0" * 16))
 
 
 def test_a_native_node_may_be_the_last() -> None:
