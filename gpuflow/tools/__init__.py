@@ -1,1 +1,1 @@
-"""What the commands doctor, scan, show, explain, bench, samples and load-test run."""
+"""The work of the commands audit, bench, doctor, evaluate, explain, load-test, predict, samples, scan and show."""

@@ -16,7 +16,7 @@ from gpuflow.loader.sampler import Steps
 
 @dataclass(slots=True)
 class EpochAudit:
-    """What the surviving run got of an epoch, on all ranks.
+    """The deliveries of an epoch that the surviving run counts, on all ranks.
 
     name: the pipeline and the epoch.
     steps: of the latest loop, as of rank 0. drawn: whether a sample may come several times.
@@ -53,12 +53,12 @@ class EpochAudit:
 
     @property
     def reached(self) -> int:
-        """The position up to which the latest loop delivered the epoch."""
+        """Return the position up to which the latest loop delivered the epoch."""
         return min(self.steps.reached(max(self.made.values())), self.steps.size)
 
     @property
     def faults(self) -> dict[str, Ints]:
-        """What is missing or was repeated. The names of missing samples are known once a whole epoch was delivered."""
+        """Return what is missing or was repeated. Missing samples have names once a whole epoch was delivered."""
         size, came = self.steps.size, self.samples[self.counts > 0]
         absent = np.setdiff1d(np.arange(size), came) if self.reached == size and not self.drawn else came[:0]
         samples, times = np.unique(came, return_counts=True)
@@ -102,6 +102,11 @@ def audit(lines: Iterable[dict[str, Any]]) -> list[EpochAudit]:
 
     A loop that begins at a position delivers the epoch anew from there: the state that it restored knows nothing of
     what was delivered beyond, nor of later epochs.
+
+    >>> line = {"pipeline": "train", "epoch": 0, "begun": 1, "rank": 0, "step": 0, "drawn": False, "bad": []}
+    >>> line |= {"steps": Steps(size=3, batch_size=3), "positions": [0, 3], "indices": np.array([2, 0, 2])}
+    >>> print(*audit([line]))
+    train epoch 0: 3 of 3 samples; missing samples 1; repeated samples 2
     """
     epochs: dict[tuple[str, int], EpochAudit] = {}
     last: dict[str, EpochAudit] = {}

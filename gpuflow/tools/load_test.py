@@ -11,20 +11,20 @@ Run as `python -m gpuflow.tools.load_test`, this module is one such process of c
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import math
 import os
+import select
 import sys
 import threading
 import time
-from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -84,7 +84,11 @@ class Load:
 
     @property
     def target(self) -> str:
-        """Return the path and query of the requests."""
+        """Return the path and query of the requests.
+
+        >>> Load(url="http://127.0.0.1:8888", clients=4).target
+        '/predict'
+        """
         parts = urlsplit(self.url)
         path = "/predict" if parts.path in ("", "/") else parts.path
         return f"{path}?{parts.query}" if parts.query else path
@@ -110,7 +114,11 @@ class Latency:
 
     @classmethod
     def of(cls, milliseconds: Sequence[float]) -> Self | None:
-        """Summarise latencies; return None where no request was answered."""
+        """Summarise latencies; return None where no request was answered.
+
+        >>> Latency.of([10.0, 20.0, 30.0, 100.0])
+        Latency(mean_ms=40.0, tp50_ms=20.0, tp90_ms=100.0, tp99_ms=100.0)
+        """
         if not milliseconds:
             return None
         ranked = sorted(milliseconds)
@@ -173,42 +181,29 @@ def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = No
     from gpuflow.tools.machine import listeners
 
     _check(load, files)
-    return asyncio.run(_measure(load, files, listeners(load.host, load.port) if pids is None else tuple(pids)))
-
-
-def _check(load: Load, files: Sequence[str]) -> None:
-    """Send one request first, to report a missing or different service instead of measuring it."""
-    client = _Client(load, _bodies(files[: load.request_batch], load.request_batch), 0)
-    problem, _ = client.ask()
-    client.close()
-    if problem in (_NO_CONNECTION, _TIMEOUT):
-        raise GpuflowError(f"{load.url}: no service answers ({client.reason}); start a service with gpuflow serve FILE")
-    if problem is not None:
-        raise GpuflowError(f"{load.url}: answers {problem} to {files[0]}: {client.reason}")
-
-
-async def _measure(load: Load, files: Sequence[str], pids: Sequence[int]) -> Point:
+    if pids is None:
+        pids = listeners(load.host, load.port)
     count = min(load.clients, max(1, len(os.sched_getaffinity(0)) // _CORES_A_PROCESS))
-    processes = [await _start() for _ in range(count)]
-    try:
-        async with _time_limit(_START_SECONDS):
-            for number, process in enumerate(processes):
-                mine = list(range(number, load.clients, count))
-                await _send(process, {"load": asdict(load), "files": list(files), "clients": mine})
-            for process in processes:
-                await _wait_until_ready(process)
+    command = (sys.executable, "-m", "gpuflow.tools.load_test")
+    with ExitStack() as stack:
+        processes = []
+        for number in range(count):
+            process = stack.enter_context(Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE))
+            stack.callback(process.kill)
+            processes.append(process)
+            mine = list(range(number, load.clients, count))
+            _send(process, {"load": asdict(load), "files": list(files), "clients": mine})
+        for process in processes:
+            assert process.stdout is not None
+            if not select.select([process.stdout], [], [], _START_SECONDS)[0]:
+                raise _no_progress(_START_SECONDS)
+            if not process.stdout.readline():
+                _result(process, _START_SECONDS)
         begin = time.monotonic() + load.warm_up_s
         for process in processes:
-            await _send(process, begin)
-        watch = asyncio.create_task(_watch(pids, begin, begin + load.seconds))
-        async with _time_limit(load.warm_up_s + load.seconds + load.timeout_s + _START_SECONDS):
-            answers = [await _result(process) for process in processes]
-            seen = await watch
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            _send(process, begin)
+        seen = _watch(pids, begin, begin + load.seconds)
+        answers = [_result(process, load.timeout_s + _START_SECONDS) for process in processes]
     latencies = [milliseconds for answer in answers for milliseconds in answer["latencies_ms"]]
     errors = sum((Counter(answer["errors"]) for answer in answers), Counter[str]())
     qps = len(latencies) / load.seconds
@@ -223,50 +218,48 @@ async def _measure(load: Load, files: Sequence[str], pids: Sequence[int]) -> Poi
     )
 
 
-@asynccontextmanager
-async def _time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raise GpuflowError if the block takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise GpuflowError(f"load-test: its clients made no progress within {seconds:g} s; use fewer clients") from None
+def _check(load: Load, files: Sequence[str]) -> None:
+    """Send one request first, to report a missing or different service instead of measuring it."""
+    client = _Client(load, _bodies(files[: load.request_batch], load.request_batch), 0)
+    problem, _ = client.ask()
+    client.close()
+    if problem in (_NO_CONNECTION, _TIMEOUT):
+        raise GpuflowError(f"{load.url}: no service answers ({client.reason}); start a service with gpuflow serve FILE")
+    if problem is not None:
+        raise GpuflowError(f"{load.url}: answers {problem} to {files[0]}: {client.reason}")
 
 
-async def _start() -> Process:
-    command = (sys.executable, "-m", "gpuflow.tools.load_test")
-    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+def _no_progress(seconds: float) -> GpuflowError:
+    return GpuflowError(f"load-test: its clients made no progress within {seconds:g} s; use fewer clients")
 
 
-async def _send(process: Process, value: object) -> None:
+def _send(process: Popen[bytes], value: object) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(value).encode() + b"\n")
-    await process.stdin.drain()
+    process.stdin.flush()
 
 
-async def _wait_until_ready(process: Process) -> None:
-    assert process.stdout is not None
-    if not await process.stdout.readline():
-        await _result(process)
-
-
-async def _result(process: Process) -> dict[str, Any]:
-    out, errors = await process.communicate()
+def _result(process: Popen[bytes], seconds: float) -> dict[str, Any]:
+    """Return what a process of clients found. Raise GpuflowError if it failed, or does not end in time."""
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except TimeoutExpired:
+        raise _no_progress(seconds) from None
     if process.returncode != 0:
         raise GpuflowError(f"load-test: a client process failed:\n{errors.decode(errors='replace').strip()[-2000:]}")
     return json.loads(out)  # type: ignore[no-any-return]
 
 
-async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
+def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
     """Return the service's use of the machine from `begin` to `end`: cpu_percent, pss_mb or rss_mb, and gpu_percent."""
     from gpuflow.tools.machine import GpuUtilization, load_nvml, usage_of
 
     with closing(GpuUtilization(load_nvml())) as gpus:
-        await asyncio.sleep(begin - time.monotonic())
+        time.sleep(begin - time.monotonic())
         first, rates = usage_of(pids, pss=True), []
         pss_bytes, most, read_at = [first.pss_bytes if first is not None else None], 0, time.monotonic()
         while time.monotonic() < end:
-            await asyncio.sleep(min(_SAMPLE_SECONDS, max(0.0, end - time.monotonic())))
+            time.sleep(min(_SAMPLE_SECONDS, max(0.0, end - time.monotonic())))
             rates.append(gpus.percents())
             if is_due := time.monotonic() - read_at >= _PSS_SECONDS:
                 read_at = time.monotonic()

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shutil
 import socket
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -51,21 +52,19 @@ def nvidia_driver(nvml: Any | None) -> Driver | None:
         return Driver(asked=False)
     try:
         nvml.nvmlInit()
+        try:
+            cuda = nvml.nvmlSystemGetCudaDriverVersion()
+            return Driver(
+                version=nvml.nvmlSystemGetDriverVersion(),
+                cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
+                gpus=nvml.nvmlDeviceGetCount(),
+            )
+        finally:
+            nvml.nvmlShutdown()
     except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
         return None
     except nvml.NVMLError as error:
         return Driver(error=nvml.nvmlErrorString(error.value))
-    try:
-        cuda = nvml.nvmlSystemGetCudaDriverVersion()
-        return Driver(
-            version=nvml.nvmlSystemGetDriverVersion(),
-            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
-            gpus=nvml.nvmlDeviceGetCount(),
-        )
-    except nvml.NVMLError as error:
-        return Driver(error=nvml.nvmlErrorString(error.value))
-    finally:
-        nvml.nvmlShutdown()
 
 
 MODULES = {
@@ -295,9 +294,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
 def _cores(named: int | None, broken: Mapping[str, str]) -> Cores:
     usable = len(os.sched_getaffinity(0))
-    threads = named or usable
-    if named is None and not broken:
-        threads = available_threads()
+    threads = named or (usable if broken else available_threads())
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Cores(
         present=os.cpu_count() or usable,
@@ -324,17 +321,17 @@ def _limits() -> ResourceLimits:
 
 def _shared_memory(path: str = "/dev/shm") -> Memory | None:
     try:
-        status = os.statvfs(path)
+        usage = shutil.disk_usage(path)
     except OSError:
         return None
-    return Memory(size_bytes=status.f_blocks * status.f_frsize, free_bytes=status.f_bavail * status.f_frsize)
+    return Memory(size_bytes=usage.total, free_bytes=usage.free)
 
 
 # --- what is in use ---------------------------------------------------------------------------------------------------
 
 
 class GpuUtilization:
-    """How busy each NVIDIA GPU of this machine is. Without nvidia-ml-py, a driver or a GPU there are no figures.
+    """Measures how busy each NVIDIA GPU is. Without nvidia-ml-py, a driver or a GPU there are no figures.
 
     Args:
         nvml: what `load_nvml` returns.

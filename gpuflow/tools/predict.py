@@ -221,8 +221,13 @@ class RowPredictor:
 
 
 def source_of(data: str) -> SourceSpec:
-    """Return the source of images without labels: a folder of images at any depth, a CSV or JSON-lines file with the
-    column path, tar shards, or Parquet files; a path, a pattern or a URL."""
+    """Return the source of images without labels, by the end of a path, a pattern or a URL.
+
+    It is a folder of images at any depth, a CSV or JSON-lines file with the column path, tar shards, or Parquet files.
+
+    >>> [type(source_of(data)).__name__ for data in ("photos", "list.csv", "https://host/{0..9}.tar")]
+    ['Folder', 'Listing', 'Tar']
+    """
     name = PurePath(data.lower().partition("?")[0])
     kind = "tar" if ".tar" in name.name else _KINDS.get(name.suffix, "folder")
     return source_spec(**{kind: data, "fields": {"image": {"column": "path"} if kind == "listing" else {}}})
@@ -334,8 +339,11 @@ class Evaluation:
 
     @property
     def shares(self) -> tuple[Floats, Floats]:
-        """Recall and precision by class: which share of the samples of the class, and of those that are predicted as
-        it, is right; NaN where there are none."""
+        """Return recall and precision by class; NaN where there are no samples.
+
+        Recall is the share of the class's samples that are predicted as it, precision the share of such predictions
+        that are right.
+        """
         with np.errstate(invalid="ignore"):
             recall, precision = (self.confusion.diagonal() / self.confusion.sum(axis=axis) for axis in (1, 0))
         return recall, precision

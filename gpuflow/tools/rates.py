@@ -112,7 +112,7 @@ class JpegEngines:
 
 
 class _Read(NamedTuple):
-    """What one thread read. cached: images that came from the page cache, None if the file system does not say."""
+    """The images that one thread read. cached: those from the page cache, None if the file system does not say."""
 
     files: list[Bytes]
     images: int
@@ -254,7 +254,10 @@ def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:
 
 
 def filesystem_of(path: str, mounts: Sequence[tuple[str, str]] | None = None) -> str:
-    """Return the kind of file system that a path is on: `ext4`, `nfs4`, `tmpfs`; `unknown` where no mount holds it.
+    """Return the kind of file system that a path is on; `unknown` where no mount holds it.
+
+    >>> filesystem_of("/data/photos/1.jpg", [("/", "ext4"), ("/data", "nfs4")])
+    'nfs4'
 
     Args:
         mounts: directory and kind of each mounted file system, in the order of mounting; by default this machine's.

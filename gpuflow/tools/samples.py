@@ -99,13 +99,9 @@ def make_samples(
         ConfigError: a parameter is out of range, or the directory holds something else.
         MissingExtra: one of the `samples` packages is not installed.
     """
-    root = Path(directory)
-    _check_numbers(count, seed)
-    photos = load_photos()
+    photos, root = load_photos(), Path(directory)
     classes = tuple(photos)
-    _claim(root, {"recipe": _RECIPE, "count": count, "seed": seed, "classes": list(classes)})
-    for name in classes[:count]:
-        (root / name).mkdir(exist_ok=True)
+    _claim(root, classes[:count], {"recipe": _RECIPE, "count": count, "seed": seed, "classes": list(classes)})
 
     def make(i: int) -> tuple[bool, int]:
         """Return whether file i is new, and its size in bytes."""
@@ -133,13 +129,6 @@ def _make_all(
     return found
 
 
-def _check_numbers(count: int, seed: int) -> None:
-    """Raise ConfigError for a count or a seed out of range."""
-    for name, value, least in (("count", count, 1), ("seed", seed, 0)):
-        if value < least:
-            raise ConfigError([Problem(f"samples.{name}", f"must be >= {least}, got {value}")])
-
-
 def load_photos() -> dict[str, Image.Image]:
     """Return the decoded photographs by class name, without those that the installed package does not contain."""
     roots: dict[str, Path] = {}
@@ -159,28 +148,35 @@ def load_photos() -> dict[str, Image.Image]:
     return photos
 
 
-def _claim(root: Path, recipe: dict[str, Any]) -> None:
-    """Write the marker of this recipe into the directory. Raises ConfigError if that holds something else."""
-    marker = root / _MARKER
+def _claim(root: Path, folders: Sequence[str], recipe: dict[str, Any]) -> None:
+    """Write the marker of this recipe into the directory, and make folders there.
+
+    Raises:
+        ConfigError: the recipe's count or seed is out of range, or the directory holds something else.
+    """
+    for name, least in (("count", 1), ("seed", 0)):
+        if recipe[name] < least:
+            raise ConfigError([Problem(f"samples.{name}", f"must be >= {least}, got {recipe[name]}")])
+    root.mkdir(parents=True, exist_ok=True)
+    marker, holds = root / _MARKER, ""
     if marker.exists():
         found = json.loads(marker.read_text())
-        differ = [key for key, value in recipe.items() if found.get(key) != value]
-        if differ:
-            other = ", ".join(
-                f"{key}={found[key]!r} (not {recipe[key]!r})" if key in found else f"no {key} (not {recipe[key]!r})"
-                for key in differ
-            )
-            raise _occupied(root, f"samples made with {other}")
-        return
-    root.mkdir(parents=True, exist_ok=True)
-    if (entry := min(root.iterdir(), default=None)) is not None:
-        raise _occupied(root, repr(entry.name))
-    write(marker, json.dumps(recipe).encode())
-
-
-def _occupied(root: Path, found: str) -> ConfigError:
-    rule = "must be absent, empty or filled by the same command before"
-    return ConfigError([Problem(str(root), f"{rule}, but holds {found}; name another directory or remove this one")])
+        differ = (
+            f"{key}={found[key]!r} (not {value!r})" if key in found else f"no {key} (not {value!r})"
+            for key, value in recipe.items()
+            if found.get(key) != value
+        )
+        if other := ", ".join(differ):
+            holds = f"samples made with {other}"
+    elif (entry := min(root.iterdir(), default=None)) is not None:
+        holds = repr(entry.name)
+    if holds:
+        rule = f"must be absent, empty or filled by the same command before, but holds {holds}"
+        raise ConfigError([Problem(str(root), f"{rule}; name another directory or remove this one")])
+    if not marker.exists():
+        write(marker, json.dumps(recipe).encode())
+    for folder in folders:
+        (root / folder).mkdir(exist_ok=True)
 
 
 def write(path: Path, data: bytes) -> int:
@@ -248,7 +244,7 @@ class _Shape:
 
     @property
     def box(self) -> list[int]:
-        """x1, y1, x2, y2."""
+        """Return x1, y1, x2, y2."""
         return [*self.corners.min(axis=0).tolist(), *self.corners.max(axis=0).tolist()]
 
     @property
@@ -289,12 +285,9 @@ def make_detection_samples(
     A file depends only on the seed, its number and the photographs; files that exist are kept. Parameters and
     exceptions are those of `make_samples`.
     """
-    root = Path(directory)
-    _check_numbers(count, seed)
-    photos = list(load_photos().values())
-    _claim(root, {"recipe": _SHAPES_RECIPE, "kind": "detection", "count": count, "seed": seed, "photos": len(photos)})
-    for name in ("images", "masks"):
-        (root / name).mkdir(exist_ok=True)
+    photos, root = list(load_photos().values()), Path(directory)
+    recipe = {"recipe": _SHAPES_RECIPE, "kind": "detection", "count": count, "seed": seed, "photos": len(photos)}
+    _claim(root, ("images", "masks"), recipe)
 
     def make(i: int) -> _Image:
         rng = np.random.default_rng([seed, i])

@@ -98,7 +98,7 @@ def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device:
 
 @dataclass(frozen=True, slots=True)
 class _Pictures:
-    """How the images of one view become pictures. view: None for a pipeline without views."""
+    """Turns the images of one view into pictures. view: None for a pipeline without views."""
 
     view: View | None
     scale: Scale
