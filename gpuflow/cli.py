@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import enum
 import importlib.util
 import io
 import json
@@ -20,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console, RenderableType
@@ -83,7 +82,7 @@ class _Commands(TyperGroup):
             problems = error.problems if isinstance(error, ConfigError) else (_text_of(error),)
             rank = os.environ.get("RANK", "")  # torchrun lets all its processes print to one terminal
             for problem in problems:
-                _print_err(_labelled("error:", "red", f"rank {rank}: {problem}" if rank else str(problem)))
+                _say("error", f"rank {rank}: {problem}" if rank else str(problem))
             raise typer.Exit(1) from error
 
 
@@ -115,11 +114,11 @@ def _common(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of gpuflow itself; `_print_version` has answered them."""
+    """Take the options of gpuflow itself, which `_print_version` has answered."""
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: file names need not be text
     warnings.formatwarning = _format_warning
@@ -128,7 +127,7 @@ def main() -> None:
 
 
 def _interrupted() -> typer.Exit:
-    """How a command ends after a Ctrl-C."""
+    """Return how a command ends after a Ctrl-C."""
     _print_err("interrupted")
     return typer.Exit(130)
 
@@ -149,32 +148,36 @@ def _interrupt_soon(thread: int) -> None:
 def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning about gpuflow's input as one line, as errors are; others with the line of code that they are about."""
+    """Return a warning about gpuflow's input as one line, as errors are; others with their line of code."""
     if issubclass(category, UserWarning) and Path(filename).is_relative_to(Path(__file__).parent):
         return f"warning: {message}\n"
     return _standard_format_warning(message, category, filename, lineno, line)
 
 
 def _is_fault(error: Exception) -> bool:
-    """Whether an exception is a fault of the input or the machine, and not of this code or the pipe behind stdout."""
+    """Return True for a fault of the input or the machine, False for one of this code or of the pipe behind stdout."""
     if isinstance(error, BrokenPipeError):
         return isinstance(error, GpuflowError)
     return isinstance(error, (GpuflowError, ValueError, OSError)) or is_system_fault(error)
 
 
 def _text_of(error: Exception) -> str:
-    """What an exception says; of a failed system call, its file and the reason, without its number."""
+    """Return the text of an exception; of a failed system call its file and the reason, without its number."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
-def _labelled(label: str, style: str, text: str) -> Text:
-    return Text.assemble((label, style), " ", text)
+_STYLES = {"error": "red", "valid": "green"}
+
+
+def _say(label: str, text: str, console: Console = _err) -> None:
+    """Print a text behind a coloured label."""
+    _print(Text.assemble((f"{label}:", _STYLES.get(label, "yellow")), " ", text), console)
 
 
 def _order_note(config: Config) -> str:
-    """What to change where a training would get the images of one class after those of another; empty otherwise."""
+    """Return what to change if a training gets the images of one class after those of another; empty otherwise."""
     pipeline, sources = config.pipelines.get("train"), config.sources
     if pipeline is None or pipeline.shuffle or not any(source.by_class for source in sources):
         return ""
@@ -255,21 +258,15 @@ def _bar(*, quiet: bool = False) -> Iterator[Progress]:
             raise
 
 
-class SampleKind(enum.StrEnum):
-    """What `gpuflow samples` makes."""
-
-    classes = "classes"
-    detection = "detection"
-
-
 @app.command()
 def samples(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put them: one directory a class.")],
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many photographs.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Another seed gives other crops.")] = 0,
     kind: Annotated[
-        SampleKind, typer.Option(help="Photographs in a directory a class, or shapes on them with boxes and masks.")
-    ] = SampleKind.classes,
+        Literal["classes", "detection"],
+        typer.Option(help="Photographs in a directory a class, or shapes on them with boxes and masks."),
+    ] = "classes",
 ) -> None:
     """Make a small labelled data set: JPEGs of about 500x375 pixels, cut from photographs that Python packages ship.
 
@@ -281,7 +278,7 @@ def samples(
     from gpuflow.tools.samples import make_detection_samples, make_samples
 
     _check_output("DIR", directory, folder=True)
-    make = make_detection_samples if kind is SampleKind.detection else make_samples
+    make = make_detection_samples if kind == "detection" else make_samples
     with _bar() as bar:
         task = bar.add_task("photographs", total=count, note="")
         summary = make(directory, count, seed=seed, progress=lambda done, _: bar.update(task, completed=done))
@@ -318,13 +315,13 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
         _print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
     for one in config.sources:
         if hint := missing_source(one):
-            _print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
+            _say("note", f"the source is not on this machine: {hint}", _out)
     for each in weights:
         if each.file is not None and (hint := missing_file(each.file)):
-            _print(_labelled("note:", "yellow", f"source.weights.file is not on this machine: {hint}"))
+            _say("note", f"source.weights.file is not on this machine: {hint}", _out)
     if note := _order_note(config):
-        _print(_labelled("note:", "yellow", note))
-    _print(_labelled("valid:", "green", str(path)))
+        _say("note", note, _out)
+    _say("valid", str(path), _out)
 
 
 @app.command(name="import")
@@ -359,7 +356,7 @@ def import_(
         _check_output("--out", out)
     found = read_sources(sources, stage_table(), partial=partial)
     for problem in found.problems:
-        _print_err(_labelled("not carried over:", "yellow", str(problem)))
+        _say("not carried over", str(problem))
     if out is None:
         print(found.text, end="")
         return
@@ -450,18 +447,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-class Resume(enum.StrEnum):
-    """Names what `gpuflow train --resume` continues from."""
-
-    checkpoint = "checkpoint"
-    auto = "auto"
-
-
 class _TrainCommand(TyperCommand):
     """Takes --resume without a value as --resume=checkpoint."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if dict(pairwise([*args, ""])).get("--resume") not in list(Resume):
+        if dict(pairwise([*args, ""])).get("--resume") not in ("checkpoint", "auto"):
             args = ["--resume=checkpoint" if arg == "--resume" else arg for arg in args]
         return super().parse_args(ctx, args)
 
@@ -473,7 +463,8 @@ def train(
     overrides: Overrides = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps, with a checkpoint.")] = None,
     resume: Annotated[
-        Resume | None, typer.Option(help="Go on from the checkpoint in train.out; auto: if there is one.")
+        Literal["checkpoint", "auto"] | None,
+        typer.Option(help="Go on from the checkpoint in train.out; auto: if there is one."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start anew, over a checkpoint in train.out.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
@@ -499,6 +490,8 @@ def train(
     from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
 
     class Bar(TrainerEvents):
+        """Shows each pass as a bar, and its result as a line."""
+
         task: TaskID
         loader: Loader
 
@@ -531,14 +524,14 @@ def train(
     trainer = Trainer(
         config,
         device=device,
-        resume="auto" if resume is Resume.auto else resume is not None,
+        resume="auto" if resume == "auto" else resume is not None,
         force=force,
         ranks=ranks,
         preemption=preemption,
     )
     first, start = ranks.rank == 0, trainer.step
     if first and (note := _order_note(config)):
-        _print_err(_labelled("note:", "yellow", note))
+        _say("note", note)
     with ExitStack() as stack:
         if metrics_port is not None:
             stack.enter_context(serve_metrics(trainer.loaders, port=metrics_port))
@@ -568,7 +561,7 @@ def audit(
 
     lines, damaged = audits.read_lines(logs)
     for place in damaged:
-        _print_err(_labelled("note:", "yellow", f"{place} is incomplete, as a kill leaves it, and was left out"))
+        _say("note", f"{place} is incomplete, as a kill leaves it, and was left out")
     epochs = audits.audit(lines)
     _print("\n".join(map(str, epochs)))
     if any(epoch.faults for epoch in epochs):
@@ -615,7 +608,7 @@ def bench(
         if problem and wanted:
             raise ValueError(f"--workloads: {name} {problem}; leave it out")
         if problem:
-            _print_err(_labelled("note:", "yellow", f"{name} is left out: it {problem}"))
+            _say("note", f"{name} is left out: it {problem}")
     jobs = [
         b.Job(
             arm=arm,
@@ -642,7 +635,7 @@ def bench(
         def warn(job: b.Job, share: float) -> None:
             if not busy:
                 text = f"other processes use {share:.0%} of this machine, so that rates are too low; end them, or wait"
-                _print_err(_labelled("warning:", "yellow", text))
+                _say("warning", text)
             busy[job] = max(share, busy.get(job, 0.0))
 
         rates = b.measure(jobs, repeats=repeats, progress=note, busy=warn)
@@ -661,7 +654,7 @@ def bench(
 
 
 def _counts(option: str, text: str) -> list[int]:
-    """`1,2,4` as numbers."""
+    """Return the numbers in a text such as `1,2,4`."""
     counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if min(counts) < 1:
         raise ValueError(f"{option}: must be numbers >= 1 separated by commas, got {text!r}")
@@ -950,37 +943,18 @@ def serve(
         timeout_s=timeout_s,
         max_connections=max_connections,
     )
-    if on is not None:
+    options: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "cors": cors or (),
+        "access_log": access_log,
+        "report": _print_err,
+    }
+    if on is None:
+        run(lambda: open_predictor(config, device=device), name=str(path), limits=limits, **options)
+    else:
         with _ray(on) as on_ray:
-            on_ray.serve_replicas(
-                config,
-                overrides or (),
-                host=host,
-                port=port,
-                device=device,
-                limits=asdict(limits),
-                cors=cors or (),
-                access_log=access_log,
-                report=_print_err,
-            )
-        return
-    run(
-        lambda: open_predictor(config, device=device),
-        name=str(path),
-        host=host,
-        port=port,
-        limits=limits,
-        cors=cors or (),
-        access_log=access_log,
-        report=_print_err,
-    )
-
-
-class Format(enum.StrEnum):
-    """Names the format of the files that `gpuflow predict` writes."""
-
-    parquet = "parquet"
-    csv = "csv"
+            on_ray.serve_replicas(config, overrides or (), device=device, limits=asdict(limits), **options)
 
 
 SourcePart = Annotated[str, typer.Option("--pipeline", help="The pipeline whose part of the source is read.")]
@@ -1003,7 +977,8 @@ def predict(
     pipeline: SourcePart = "val",
     top_k: Annotated[int, typer.Option(min=1, help="How many of the most likely classes a row has.")] = 5,
     form: Annotated[
-        Format | None, typer.Option("--format", help="Of the files; by default parquet if pyarrow is installed.")
+        Literal["parquet", "csv"] | None,
+        typer.Option("--format", help="Of the files; by default parquet if pyarrow is installed."),
     ] = None,
     logits: Annotated[bool, typer.Option("--logits", help="Write the logits, too.")] = False,
     embeddings: Annotated[
@@ -1026,7 +1001,7 @@ def predict(
 
     _check_output("--out", out, folder=True)
     if form is None:
-        form = Format.parquet if importlib.util.find_spec("pyarrow") else Format.csv
+        form = "parquet" if importlib.util.find_spec("pyarrow") else "csv"
     options = {
         "pipeline": pipeline,
         "data": data,
