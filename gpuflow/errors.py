@@ -34,7 +34,12 @@ from typing import Any, Final, Literal
 
 
 class GpuflowError(Exception):
-    """Base of every exception that gpuflow raises on purpose. Its text holds no credentials, see `redacted`."""
+    """Base of every exception that gpuflow raises on purpose. Its text holds no credentials, see `redacted`.
+
+    >>> raise GpuflowError("http://me:secret@host/1.jpg: no such file")
+    Traceback (most recent call last):
+    gpuflow.errors.GpuflowError: http://***@host/1.jpg: no such file
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
@@ -102,6 +107,9 @@ UNSET: Final = _Unset.UNSET
 class Problem:
     """One broken rule. Its text is `<place> <path> <rule>, got <value>; <action>`, without the parts that it lacks.
 
+    >>> print(Problem("x.yaml:7:", "must be >= 1", 0, "leave it out", path=("run", "threads")))
+    x.yaml:7: run.threads must be >= 1, got 0; leave it out
+
     Args:
         place: where people find it: `configs/x.yaml:12:`, `override 'run.threads=0':`, `--model:`.
         rule: what must hold, or what is wrong: `must be >= 1`.
@@ -122,11 +130,19 @@ class Problem:
     def of(
         cls, path: Key | tuple[Key, ...], rule: str, value: object = UNSET, action: str = "", *, code: Code
     ) -> Problem:
-        """A problem of what stands at `path`, whose file and line are not known yet."""
+        """Return a problem of the value at `path`, whose file and line are not known yet.
+
+        >>> print(Problem.of("size", "must be >= 1", 0, code="config.range"))
+        size must be >= 1, got 0
+        """
         return cls("", rule, value, action, path if isinstance(path, tuple) else (path,), code)
 
     def below(self, *keys: Key) -> Problem:
-        """The same problem, seen from where these keys lead to its path."""
+        """Return the problem with these keys before its path.
+
+        >>> print(Problem.of("size", "must be >= 1", code="config.range").below("pipelines", "train", "batch"))
+        pipelines.train.batch.size must be >= 1
+        """
         return replace(self, path=(*keys, *self.path))
 
     def __str__(self) -> str:
@@ -136,7 +152,12 @@ class Problem:
 
 
 class ConfigError(GpuflowError, ValueError):
-    """One or more located problems of a configuration, all of them reported at once."""
+    """One or more located problems of a configuration, all of them reported at once.
+
+    >>> error = ConfigError([Problem("x.yaml:", "has no source"), Problem("x.yaml:", "has no pipelines")])
+    >>> len(error.problems), str(error)
+    (2, 'x.yaml: has no source\\nx.yaml: has no pipelines')
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -159,6 +180,9 @@ class BadSampleError(GpuflowError, ValueError):
 
     `stage` is the stage that gave it up (`read`, `decode`, or a stage's name) and `reason` the rule it broke.
     `index` and `path` say which sample it is, once that is known; `code` says which kind of rule it broke.
+
+    >>> BadSampleError("decode", "empty: the file has no bytes").located(3, "cat/3.jpg")
+    BadSampleError('cat/3.jpg (sample 3): decode: empty: the file has no bytes')
     """
 
     def __init__(self, stage: str, reason: str, code: Code = "sample.bad", *, index: int = -1, path: str = "") -> None:
@@ -167,7 +191,7 @@ class BadSampleError(GpuflowError, ValueError):
         super().__init__(f"{place}{stage}: {reason}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the values: worker processes send these errors to the loader."""
+        """Pickle the values: worker processes send these errors to the loader."""
         return partial(BadSampleError, index=self.index, path=self.path), (self.stage, self.reason, self.code)
 
     def located(self, index: int, path: str) -> BadSampleError:
@@ -233,7 +257,11 @@ class NativeLibraryError(GpuflowError, ImportError):
 
 
 class MissingExtra(GpuflowError, ImportError):
-    """An optional dependency is used but not installed."""
+    """An optional dependency is used but not installed.
+
+    >>> print(MissingExtra("serving", "omniback", "serve"))
+    serving needs omniback, which is not installed; pip install 'gpuflow[serve]'
+    """
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
         self._given = feature, package, extra
@@ -256,9 +284,12 @@ _SYSTEM_FAULTS = {
 
 
 def is_system_fault(error: BaseException | None) -> bool:
-    """Whether an exception, or one that caused it, is a fault of the environment and not of a sample.
+    """Return True if an exception, or one that caused it, is a fault of the environment and not of a sample.
 
     Every place that turns an exception into a `BadSampleError` asks this first, and raises such a fault instead.
+
+    >>> is_system_fault(OSError(errno.EMFILE, "Too many open files")), is_system_fault(FileNotFoundError())
+    (True, False)
     """
     while error is not None:
         if isinstance(error, MemoryError | SystemFault) or type(error).__name__ == "OutOfMemoryError":  # or torch's
@@ -270,7 +301,11 @@ def is_system_fault(error: BaseException | None) -> bool:
 
 
 def system_fault(error: BaseException, path: str) -> BaseException:
-    """A fault of the environment as it is raised: a failed system call with its file and what to do, others as is."""
+    """Return a fault of the environment for raising. A failed system call gets its file and what to do.
+
+    >>> print(system_fault(OSError(errno.ENOSPC, "No space left on device"), "out.csv"))
+    [Errno 28] No space left on device; free disk space: 'out.csv'
+    """
     if not isinstance(error, OSError) or error.errno not in _SYSTEM_FAULTS:
         return error
     fault = SystemFault(error.errno, f"{error.strerror or error}; {_SYSTEM_FAULTS[error.errno]}", path)
@@ -279,9 +314,12 @@ def system_fault(error: BaseException, path: str) -> BaseException:
 
 
 def reason_of(error: BaseException, *, with_type: bool = False) -> str:
-    """The first line of what an exception of a library says; its type where it says nothing.
+    """Return the first line of the text of a library's exception; its type if there is no text.
 
-    with_type: put the type before it, for texts that are not clear without it: `KeyError: 'size'`.
+    with_type: put the type before it, for texts that are not clear without it.
+
+    >>> reason_of(ValueError("bad header\\nat byte 7")), reason_of(KeyError("size"), with_type=True)
+    ('bad header', "KeyError: 'size'")
     """
     name, lines = type(error).__name__, str(error).strip().splitlines()
     if not lines:
@@ -326,9 +364,12 @@ def _parameter(found: re.Match[str]) -> str:
 
 
 def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant: str = "") -> str:
-    """Names the closest known word, `did you mean 'resize'?`; where none is close, all known words or nothing.
+    """Name the closest known word. If none is close, name all known words, or nothing without `else_all`.
 
     meant: what the word is known to stand for, which is named in place of a close one.
+
+    >>> suggest("resise", ["resize", "rotate"]), suggest("x", ["resize", "rotate"])
+    ("did you mean 'resize'?", 'known: resize, rotate')
     """
     if meant:
         return f"did you mean {meant!r}?"
@@ -340,24 +381,32 @@ def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """What `suggest` says, as the end of a sentence: `; did you mean 'resize'?`."""
+    """Return the text of `suggest` as the end of a sentence: `; did you mean 'resize'?`."""
     return f"; {suggest(word, known)}"
 
 
 def near_word(word: str, known: Collection[str]) -> str:
-    """A clause that suggests the closest known word, or lists the known words if they are few; else empty."""
+    """Return a clause with the closest known word, or with all known words if they are few; else an empty text."""
     if len(known) > 20:
         known = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return did_you_mean(word, known) if known else ""
 
 
 def dotted(path: Iterable[Key]) -> str:
-    """Return keys as people write them, `pipelines.train.stages[2].resize.height`, each cut to 60 characters."""
+    """Return keys as people write them, each cut to 60 characters.
+
+    >>> dotted(("pipelines", "train", "stages", 2, "resize"))
+    'pipelines.train.stages[2].resize'
+    """
     return "".join(f"[{key}]" if isinstance(key, int) else f".{_cut(str(key))}" for key in path).lstrip(".")
 
 
 def show(value: object) -> str:
-    """Return a value as a reader of YAML knows it, cut to 60 characters."""
+    """Return a value as a reader of YAML knows it, cut to 60 characters.
+
+    >>> show((1, None)), show(True), show("x" * 99)[-5:]
+    ('[1, None]', 'true', 'xx...')
+    """
     value = _lists(value)
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
     return _cut(redacted(text or repr(value)))
@@ -372,7 +421,7 @@ def _cut(text: str) -> str:
 
 
 def _lists(value: Any) -> Any:
-    """YAML knows no tuples."""
+    """Return a value with lists in place of tuples, which YAML does not have."""
     if isinstance(value, (tuple, list)):
         return list(map(_lists, value))
     if isinstance(value, dict):
