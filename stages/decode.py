@@ -1,6 +1,6 @@
 """decode: decodes bytes to a uint8 image. Detects the format by content, not extension: JPEG, PNG, WebP, BMP, PNM.
 
-Others, which it decodes if `formats` names them, are those of `gpuflow/decode/optional_headers.py`.
+Others, which it decodes if `formats` names them, are those of `gpuflow/decode/optional_formats.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from gpuflow.decode.codecs import engine_sampling, probe, scan_start
+from gpuflow.decode.chunk_files import engine_sampling
+from gpuflow.decode.codecs import probe
 from tests.images import as_array
+from tests.reference.headers import scan_start
 
 __all__ = ["reads_to_its_end"]
 
@@ -42,7 +44,7 @@ def reads_to_its_end(data: bytes) -> bool:
     byte look like: the rule of complete.c (ITU-T T.81, F.2.2)."""
     array = as_array(data)
     header, (start, interval) = probe(array), scan_start(array)
-    sampling = engine_sampling(array, header)
+    sampling = engine_sampling(array)
     assert sampling is not None
     across, down = (sampling >> 4, sampling & 15) if sampling else (1, 1)
     units = -(-header.width // (8 * across)) * -(-header.height // (8 * down))

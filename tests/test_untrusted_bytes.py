@@ -46,7 +46,6 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[ast.Call], bool] | None, dict[
         None,
         {
             "gpuflow/decode/codecs.py": "the function imdecode, which checks the format first",
-            "gpuflow/decode/self_test.py": "gpuflow's own JPEG",
             "gpuflow/decode/libjpeg_turbo.py": "a JPEG that it has encoded itself",
             "experiments/consistency/ways.py": "photographs that the experiment has made",
             "experiments/augment/run.py": "photographs that the experiment has made",

@@ -294,11 +294,11 @@ def measure(
 
 def sampling_or_progressive(data: NDArray[np.uint8], header: Header) -> int | None:
     """As `engine_sampling`, and PROGRESSIVE for a progressive file in gray or YCbCr."""
-    from gpuflow.decode.codecs import engine_sampling
+    from gpuflow.decode.chunk_files import engine_sampling
 
     if header.format == "jpeg" and header.progressive and header.channels in (1, 3):
         return PROGRESSIVE
-    return engine_sampling(data, header)
+    return engine_sampling(data)
 
 
 def by_format(files: Files) -> dict[str, NDArray[np.int64]]:

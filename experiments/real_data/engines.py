@@ -57,7 +57,8 @@ def read_files(
     paths: Sequence[Path], sampling_of: Callable[[NDArray[np.uint8], Header], int | None] | None = None
 ) -> Files:
     """Read the files that the engines decode, or those of which `sampling_of` returns a number, their sampling."""
-    from gpuflow.decode.codecs import engine_sampling, probe
+    from gpuflow.decode.chunk_files import engine_sampling
+    from gpuflow.decode.codecs import probe
     from gpuflow.errors import BadSampleError
 
     contents, sizes, samplings = [], [], []
@@ -65,7 +66,7 @@ def read_files(
         data = np.fromfile(path, np.uint8)
         try:
             header = probe(data)
-            sampling = (sampling_of or engine_sampling)(data, header)
+            sampling = engine_sampling(data) if sampling_of is None else sampling_of(data, header)
         except BadSampleError:
             continue
         if sampling is not None:

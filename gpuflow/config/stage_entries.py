@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from gpuflow.config.words import fits, type_in_words
-from gpuflow.decode.optional_decoders import missing_library
+from gpuflow.decode.optional_formats import missing_library
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.bounds import field_types
 from gpuflow.pipeline.parameters import OTHER_KEYS

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Ints
-from gpuflow.decode.codecs import engine_sampling, probe, scan_start
+from gpuflow.decode.codecs import probe
 from gpuflow.decode.header import SWAPPED
 from gpuflow.errors import BadSampleError
 from gpuflow.native.library import INTEGER, POINTER, NativePool, function, using
@@ -20,14 +20,18 @@ _COLUMNS = 7
 _BASELINE, _PROGRESSIVE = 1, 2
 
 
-class HeaderScan(NamedTuple):
+@dataclass(frozen=True)
+class HeaderScan:
     """Holds what the headers of N files say; zeros for a file that is not ordinary.
 
-    engine, progressive [N]: whether a file is an ordinary baseline JPEG that the engines decode, or an ordinary
-    progressive one. sizes [N, 2]: height and width as stored. orientations [N]: as EXIF counts them, 1 if it says
-    nothing. sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its
-    compressed data begin, in bytes from its first one. intervals [N]: coded units between two restart markers, 0 if
-    there are none.
+    engine [N]: whether the JPEG engines decode the file, an ordinary baseline JPEG.
+    progressive [N]: whether the file is a progressive JPEG, gray or in color.
+    sizes [N, 2]: height and width as stored, in pixels.
+    orientations [N]: as EXIF counts them, 1 to 8; 1 if the file says nothing, or if it was not read.
+    sampling [N]: horizontal * 16 + vertical factor of the first component; 0 for a gray file.
+    scans [N]: where the compressed data begin, in bytes from the file's first one.
+    intervals [N]: coded units between two restart markers; 0 if there are none.
+    The last three are valid for files that the engines decode.
     """
 
     engine: Bools
@@ -43,6 +47,11 @@ def scan_headers(payload: Payload, *, max_scans: int, orientation: bool) -> Head
     """Scan a payload's headers. Other files than ordinary JPEGs are left to `probe`.
 
     max_scans, orientation: as `probe` has them; a file with more scans is not ordinary.
+
+    >>> from gpuflow.decode.codecs import TEST_JPEG
+    >>> scan = scan_headers(Payload.of([TEST_JPEG, b"no image"]), max_scans=100, orientation=False)
+    >>> scan.engine.tolist(), scan.sizes.tolist()
+    ([True, False], [[48, 64], [0, 0]])
     """
     found = np.zeros((len(payload), _COLUMNS), np.int64)
     offsets, sizes = (np.ascontiguousarray(x, np.int64) for x in (payload.offsets, payload.sizes))
@@ -60,37 +69,35 @@ def scan_headers(payload: Payload, *, max_scans: int, orientation: bool) -> Head
     )
 
 
-_GRAY_OR_COLOR = 1, 3
-"""Numbers of channels."""
+def engine_sampling(data: Bytes) -> int | None:
+    """Return a file's chroma sampling if NVIDIA's JPEG engines may decode it, else None.
+
+    The factors of the first component are joined: horizontal * 16 + vertical; 0 for a gray image.
+
+    >>> from gpuflow.decode.codecs import TEST_JPEG
+    >>> hex(engine_sampling(TEST_JPEG))  # 4:2:0
+    '0x22'
+    """
+    scan = scan_headers(Payload.of([data]), max_scans=1, orientation=False)
+    return int(scan.sampling[0]) if scan.engine[0] else None
 
 
-@dataclass(frozen=True, slots=True)
-class Headers:
-    """Holds the headers of a chunk's N files.
+@dataclass(frozen=True)
+class Headers(HeaderScan):
+    """Holds the headers of a chunk's N files, also of those that are not ordinary.
 
-    sizes [N, 2]: height, width as stored, in pixels. orientations [N]: as EXIF counts them, 1 to 8; 1 if the file says
-    nothing, or if it was not read. engine [N]: whether the JPEG engines decode the file.
-    sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
-    scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
+    faults [N]: why a file is bad, or None.
     tags [N]: EXIF orientations that are not applied and that `decode` does not mention; else 1.
-    progressive [N]: whether the file is a progressive JPEG, gray or in color. faults [N]: why a file is bad, or None.
     jpegs [N]: whether the file is a JPEG, gray or in color.
     """
 
-    sizes: Ints
-    orientations: Bytes
-    engine: Bools
-    sampling: Bytes
-    scans: Ints
-    intervals: Ints
-    progressive: Bools
     faults: list[BadSampleError | None]
     tags: Bytes
     jpegs: Bools
 
     @property
     def upright_sizes(self) -> Ints:
-        """Height and width of the upright images, [N, 2]."""
+        """Return height and width of the upright images, [N, 2]."""
         swapped = self.orientations >= SWAPPED
         return np.where(swapped[:, None], self.sizes[:, ::-1], self.sizes) if swapped.any() else self.sizes
 
@@ -102,42 +109,29 @@ def read_headers(
 
     orientation: whether to read it. None: read it as `Headers.tags`, to count such files.
     """
-    count, read = len(payload), orientation is not False
-    engine, progressive, sizes, orientations, sampling, scans, intervals = scan_headers(
-        payload, max_scans=max_scans, orientation=read
-    )
-    allowed = sizes.prod(axis=1) <= max_pixels
-    engine, progressive = engine & allowed, progressive & allowed
-    faults: list[BadSampleError | None] = [None] * count
-    jpegs = engine | progressive
-    for i in np.flatnonzero(~(engine | progressive)).tolist():
-        orientations[i] = 1
+    limits: Any = {"max_scans": max_scans, "orientation": orientation is not False}
+    scan = scan_headers(payload, **limits)
+    too_large = scan.sizes.prod(axis=1) > max_pixels
+    scan.engine[too_large] = scan.progressive[too_large] = False
+    faults: list[BadSampleError | None] = [None] * len(payload)
+    jpegs = scan.engine | scan.progressive
+    for i in np.flatnonzero(~jpegs).tolist():
+        scan.orientations[i] = 1
         if (error := payload.errors[i]) is not None:
             faults[i] = BadSampleError("read", error)
             continue
         try:
-            header = probe(
-                payload.sample(i),
-                max_pixels=max_pixels,
-                max_scans=max_scans,
-                orientation=read,
-                formats=formats,
-            )
+            header = probe(payload.sample(i), max_pixels=max_pixels, formats=formats, **limits)
         except BadSampleError as fault:
             faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
             continue
-        sizes[i], orientations[i] = header.size, header.orientation
-        jpegs[i] = header.format == "jpeg" and header.channels in _GRAY_OR_COLOR
-        factors = engine_sampling(payload.sample(i), header)
-        engine[i], sampling[i] = factors is not None, factors or 0
-        if factors is None:
-            progressive[i] = jpegs[i] and header.progressive
-        else:
-            scans[i], intervals[i] = scan_start(payload.sample(i))
-    tags = np.ones_like(orientations)
+        scan.sizes[i], scan.orientations[i] = header.size, header.orientation
+        jpegs[i] = header.format == "jpeg" and header.channels in (1, 3)
+        scan.progressive[i] = jpegs[i] and header.progressive
+    tags = np.ones_like(scan.orientations)
     if orientation is None:
-        orientations, tags = tags, orientations
-    return Headers(sizes, orientations, engine, sampling, scans, intervals, progressive, faults, tags, jpegs)
+        scan, tags = replace(scan, orientations=tags), scan.orientations
+    return Headers(**vars(scan), faults=faults, tags=tags, jpegs=jpegs)
 
 
 _rewrite = function("gpuflow_baseline", POINTER, INTEGER, POINTER, INTEGER)
@@ -208,15 +202,17 @@ def find_complete(rows: Ints, payload: Payload, headers: Headers, pool: NativePo
     sampling, intervals = headers.sampling[rows].astype(np.int64), headers.intervals[rows]
     across, down = np.maximum(sampling >> 4, 1), np.maximum(sampling & 15, 1)
     units = (-(-headers.sizes[rows] // (8 * np.column_stack([down, across])))).prod(axis=1)
-    columns = {
-        "address and size in bytes": (offsets + payload.buffer.ctypes.data, sizes),
-        "where the compressed data begin, in bytes from the file's first one": (headers.scans[rows],),
-        "components: 1 or 3": (np.where(sampling > 0, 3, 1),),
-        "blocks of the first component in a coded unit (MCU)": (across * down,),
-        "units of the image, and between two restart markers; 0 if there are none": (units, intervals),
-        "restart markers": (np.where(intervals > 0, -(-units // np.maximum(intervals, 1)) - 1, 0),),
-    }
-    files = np.column_stack([column for group in columns.values() for column in group]).astype(np.int64)
+    columns = (
+        offsets + payload.buffer.ctypes.data,
+        sizes,
+        headers.scans[rows],
+        np.where(sampling > 0, 3, 1),  # components
+        across * down,  # blocks of the first component in a coded unit (MCU)
+        units,
+        intervals,
+        np.where(intervals > 0, -(-units // np.maximum(intervals, 1)) - 1, 0),  # restart markers
+    )
+    files = np.column_stack(columns).astype(np.int64)
     readable = (sizes <= MAX_BYTES) & (2 * files[:, -1] < sizes)  # each restart marker has two bytes
     files = np.ascontiguousarray(files[readable])
     found = np.zeros(len(files), np.uint8)

@@ -6,18 +6,19 @@ decoder itself. Damage to entropy-coded data that libjpeg decodes without an err
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import cv2
 import numpy as np
 
 from gpuflow.arrays import Bytes
-from gpuflow.decode import self_test
 from gpuflow.decode.header import (
     ANIMATION,
     OPENCV_FLAGS,
@@ -36,10 +37,18 @@ from gpuflow.decode.libjpeg_turbo import (
     find_libjpeg_turbo,
     libjpeg_turbo_refusal,
 )
-from gpuflow.decode.optional_decoders import decode_optional
-from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
-from gpuflow.decode.png import MAGIC, MAX_CHUNKS, check_animation, has_too_much_data, read_png, transparent_level
-from gpuflow.decode.pnm import decode_pnm, is_pnm, read_pnm
+from gpuflow.decode.optional_formats import LABELS, READERS, Reader, decode_optional, format_by_content
+from gpuflow.decode.png_pnm import (
+    MAGIC,
+    MAX_CHUNKS,
+    check_animation,
+    decode_pnm,
+    has_too_much_data,
+    is_pnm,
+    read_png,
+    read_pnm,
+    transparent_level,
+)
 from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
@@ -49,19 +58,12 @@ __all__ = [
     "check_animation",
     "check_scans",
     "decoder_description",
-    "engine_sampling",
     "format_of",
     "imdecode",
     "probe",
-    "scan_start",
 ]
 
 _LOG = logging.getLogger(__name__)
-_ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
-"""Sampling factors of each component, horizontal * 16 + vertical: gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
-_ENGINE_WIDTH = 5
-"""The smallest width for the engines: if chroma is at most 2 samples wide, libjpeg-turbo repeats it (jdsample.c), but
-nvJPEG interpolates."""
 MAX_SCANS = 100
 """The default limit on the scans of one JPEG. Encoders write at most about twenty; each may take as long as a whole
 image to decode."""
@@ -76,15 +78,6 @@ _MAX_SIDE = 1 << 20
 """The largest height or width in pixels that OpenCV decodes."""
 _MANY_REFUSED = 32
 """Number of consecutive files refused after which a decoder is tested."""
-_BASELINE, _HUFFMAN, _QUANTISATION, _RESTART_INTERVAL = 0xC0, 0xC4, 0xDB, 0xDD
-_ORDINARY = np.zeros(256, bool)
-"""[256] true for the markers of a baseline JPEG: tables, comments, application data, the frame and the scan."""
-_ORDINARY[[_BASELINE, _HUFFMAN, 0xDA, _QUANTISATION, _RESTART_INTERVAL, 0xFE, *range(0xE0, 0xF0)]] = True
-_CODE_SHARES, _ALL_CODES = 1 << np.arange(15, -1, -1), 1 << 16
-"""The number of 16-bit codes that begin with a code of each length 1-16, and of all 16-bit codes. A valid table
-must not use all of them."""
-_DC_SYMBOLS = 16
-"""The number of categories of DC differences."""
 _MAX_SEGMENTS = 10_000
 """The largest number of marker segments of a JPEG before its first scan."""
 
@@ -109,6 +102,9 @@ def probe(
     Raises:
         BadSampleError: the bytes are empty, of an unknown format, truncated, too large, deeper than 8 bits, or have
             more scans or segments than any encoder writes. Its code is `sample.format` if naming the format would help.
+
+    >>> probe(TEST_JPEG)
+    Header(format='jpeg', width=64, height=48, channels=3, progressive=False, orientation=1, alpha=False, turned=1)
     """
     view = data.data
     if len(view) == 0:
@@ -144,6 +140,9 @@ def format_of(view: memoryview) -> tuple[str, str]:
     """Return the name of a file's format by its content, and what people call it.
 
     The name is empty if gpuflow does not decode the format; both are if the format is unknown.
+
+    >>> format_of(TEST_JPEG.data), format_of(memoryview(b"%PDF-1.7"))
+    (('jpeg', 'JPEG'), ('', 'PDF'))
     """
     magic = bytes(view[:12])
     name = next((name for name, test, _ in _READERS if test(magic)), None) or format_by_content(view)
@@ -257,7 +256,7 @@ def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
     if bytes(view[-2:]) != b"\xff\xd9" and bytes(view[at:]).rfind(b"\xff\xd9") < 0:
         refuse(f"truncated: no end-of-image marker within {len(view)} bytes")
     if kind != 0xC0 or view[at + 4] != channels:
-        _check_scans(view, at, max_scans)
+        check_scans(view, at, max_scans)
     return Header("jpeg", width, height, channels, progressive=kind not in (0xC0, 0xC1), orientation=turn or 1)
 
 
@@ -265,77 +264,11 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """The markers of frame headers."""
 
 
-def engine_sampling(data: Bytes, header: Header) -> int | None:
-    """Return a file's chroma sampling if NVIDIA's JPEG engines may decode it; its header passed `probe`.
+def check_scans(view: memoryview, at: int = 2, max_scans: int = MAX_SCANS) -> None:
+    """Raise BadSampleError if a JPEG has more than `max_scans` scans, or far too many segments, from a marker on.
 
-    They decode only files for which they certainly give the CPU's pixels, within one level: one baseline scan, gray or
-    YCbCr, with a common subsampling, not too narrow, with all the tables that it uses and no segment that libjpeg
-    refuses.
-
-    Returns:
-        Factors of the first component, horizontal * 16 + vertical; 0 for a gray image; None if the engines may not
-        decode the file.
+    It checks nothing else. at: where the marker stands.
     """
-    if header.format != "jpeg" or header.progressive or header.width < _ENGINE_WIDTH:
-        return None
-    view, channels = data.data, header.channels
-    tables = {marker: set[int]() for marker in _TABLE_READERS}
-    frame, body, end = None, view[:0], 2
-    for marker, at, length in _segments(view):
-        if bytes(view[end:at]).strip(b"\xff"):
-            return None  # stray bytes, which libjpeg skips with a warning
-        end = at + 2 + length
-        body = view[at + 4 : end]
-        if not _ORDINARY[marker] or (marker == _RESTART_INTERVAL and length != 4):
-            return None
-        if marker == _BASELINE:
-            if frame is not None:
-                return None
-            frame = body
-        elif marker in tables:
-            defined = _TABLE_READERS[marker](body)
-            if defined is None:
-                return None
-            tables[marker] |= defined
-        elif marker == 0xEE and bytes(body[:5]) == b"Adobe" and not any(view[at + 15 : at + 16]) and channels != 1:
-            return None  # transform 0, or none, may mean RGB
-    scan = body
-    if frame is None or len(frame) != 6 + 3 * channels or len(scan) != 4 + 2 * channels:
-        return None
-    numbers, sampling, quantisation = (frame[6 + offset :: 3].tolist() for offset in range(3))
-    if len(set(numbers)) < channels or bytes(numbers) == b"RGB" or tuple(sampling) not in _ENGINE_SAMPLINGS:
-        return None
-    # The scan must hold all coefficients of all components.
-    if scan[0] != channels or scan[1:-3:2].tolist() != numbers or bytes(scan[-3:]) != b"\0\x3f\0":
-        return None
-    huffman = {table for both in scan[2:-3:2] for table in (both >> 4, both & 15 | 16)}
-    if not (set(quantisation) <= tables[_QUANTISATION] and huffman <= tables[_HUFFMAN]):
-        return None
-    return sampling[0] if channels == 3 else 0
-
-
-def scan_start(data: Bytes) -> tuple[int, int]:
-    """Return where a JPEG's first compressed data begin, in bytes, and its restart interval in coded units.
-
-    The header must have passed `probe`. An interval of 0 means that there are no restart markers.
-    """
-    interval = end = 0
-    for marker, at, length in _segments(data.data):
-        end = at + 2 + length
-        if marker == _RESTART_INTERVAL:
-            interval = int.from_bytes(data[at + 4 : at + 6])
-    return end, interval
-
-
-def check_scans(data: Bytes, max_scans: int = MAX_SCANS) -> None:
-    """Raise BadSampleError if these bytes are a JPEG with more than `max_scans` scans. Checks nothing else."""
-    view = data.data
-    if len(view) > 2 and view[0] == 0xFF and view[1] == 0xD8:
-        _check_scans(view, 2, max_scans)
-
-
-def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
-    """Raise BadSampleError if more than `max_scans` scans, or far too many segments, follow from a marker on."""
     scans = 0
     for _ in range(_MAX_SEGMENTS):
         found = _MARKER.search(view, at)
@@ -355,46 +288,6 @@ _ANY_MARKER = re.compile(rb"\xff[^\x00\xff]")
 _ALONE = np.zeros(256, bool)
 """[256] true for the markers that begin no segment: restarts and TEM."""
 _ALONE[[0x01, *range(0xD0, 0xD8)]] = True
-
-
-_TABLES = 4
-"""Of each kind, numbered from 0."""
-
-
-def _quantisation_tables(body: memoryview) -> set[int] | None:
-    """Return the numbers of a DQT segment's 8-bit tables; None for a segment that libjpeg refuses.
-
-    The engines may not decode files that need 16-bit tables.
-    """
-    found, at = set[int](), 0
-    while at < len(body):
-        wide, number = divmod(body[at], 16)
-        at += 1 + (128 if wide else 64)
-        if number >= _TABLES:
-            return None
-        if not wide:
-            found.add(number)
-    return found if at == len(body) else None
-
-
-def _huffman_tables(body: memoryview) -> set[int] | None:
-    """Return the numbers of a DHT segment's valid tables, 16 more for AC tables; None if libjpeg refuses it."""
-    found, at = set[int](), 0
-    while at + 17 <= len(body):
-        number, counts = body[at], body[at + 1 : at + 17]
-        symbols = body[at + 17 : at + 17 + sum(counts)]
-        at += 17 + sum(counts)
-        if number & 15 >= _TABLES or number >> 4 > 1 or sum(counts) > 256:
-            return None
-        used = sum(count * share for count, share in zip(counts, _CODE_SHARES.tolist(), strict=True))
-        if used < _ALL_CODES and (number >= 16 or max(symbols, default=0) < _DC_SYMBOLS):
-            found.add(number)
-        else:
-            found.discard(number)
-    return found if at == len(body) else None
-
-
-_TABLE_READERS = {_QUANTISATION: _quantisation_tables, _HUFFMAN: _huffman_tables}
 
 
 def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -488,6 +381,11 @@ class CpuDecoder:
         Raises:
             BadSampleError: the decoder refused the file. MemoryError: there is not enough memory for the image.
             DecoderError: the decoder fails on gpuflow's own test image too.
+
+        >>> decoder, header = CpuDecoder("rgb"), probe(TEST_JPEG)
+        >>> image, corner = decoder.decode(TEST_JPEG, header)
+        >>> image.shape, corner
+        ((48, 64, 3), (0, 0))
         """
         try:
             decoded = self._decode(data, header, region)
@@ -506,15 +404,14 @@ class CpuDecoder:
         Raises:
             DecoderError: OpenCV fails.
         """
-        size = self_test.HEIGHT, self_test.WIDTH
         if self.library is not None:
-            buffer = self._buffer_for(self_test.HEIGHT * self_test.WIDTH)
-            image = self.library.decode(self_test.JPEG, self._color, size, None, buffer)
-            if not self_test.is_right(image, self._color):
+            buffer = self._buffer_for(TEST_HEIGHT * TEST_WIDTH)
+            image = self.library.decode(TEST_JPEG, self._color, (TEST_HEIGHT, TEST_WIDTH), None, buffer)
+            if not is_test_image(image, self._color):
                 _LOG.warning("libjpeg-turbo no longer decodes gpuflow's test image; OpenCV decodes instead")
                 self.library = None
-        image = imdecode(self_test.JPEG, OPENCV_FLAGS[self._color])
-        if not self_test.is_right(image, self._color):
+        image = imdecode(TEST_JPEG, OPENCV_FLAGS[self._color])
+        if not is_test_image(image, self._color):
             raise DecoderError("OpenCV does not decode gpuflow's test image; end this process and start another one")
 
     def _decode(
@@ -653,6 +550,49 @@ def imdecode(data: Bytes, flags: int) -> Bytes | None:
             raise MemoryError(f"not enough memory to decode an image of {len(data):,} bytes") from error
         return None
     return image
+
+
+# --- the test image ---------------------------------------------------------------------------------------------------
+
+TEST_HEIGHT, TEST_WIDTH, TEST_SAMPLING = 48, 64, 0x22
+TEST_JPEG = np.frombuffer(
+    base64.b64decode(
+        "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDABcQERQRDhcUEhQaGBcbIjklIh8fIkYyNSk5UkhXVVFIUE5bZoNvW2F8Yk5QcptzfIeLkpSSWG2grJ+O"
+        "qoOPko3/2wBDARgaGiIeIkMlJUONXlBejY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY3/wAARCAAwAEAD"
+        "ASIAAhEBAxEB/8QAGQAAAgMBAAAAAAAAAAAAAAAAAwQAAQIF/8QAJRAAAwEAAQEIAwEAAAAAAAAAAAECAwQREhMhMWFxobEUQlKB/8QAGgEAAwAD"
+        "AQAAAAAAAAAAAAAAAwQFAAECBv/EAB0RAQADAQADAQEAAAAAAAAAAAEAAgMRBBIxIXH/2gAMAwEAAhEDEQA/AOpFIKrRzp2NPf1OjLkNXFCO1ohf"
+        "TVCmnJ9Rd71ddmfFs215FdqcjV6oz3iFXOz/AE+UWo2/n5QC52IetV+x2KQeKRzVo5rpXg0HjYUtmrKeGH52AVMxWjDPNgdIZZtclO1gIvpoyuJb"
+        "fLhe/wBE0hk4kNcuH7/QG1xJM8i41Z0yEILyLE9m/wAiv8+i5bC3l2tWy+6YWlRnqfGQyr/CP1kL6ZD1tC2jQk6rJ+uqRG8jM5Oa6z4MafQkpGFl"
+        "k62isHM6Pzr4Dxi35hM5Q1EoKLGMq1fpF54/oaeI2kjFNBqqR109a8J//9k="
+    ),
+    np.uint8,
+)
+"""A baseline JPEG, 4:2:0, with waves and an edge. A decoder that refuses many files in a row is tested on it."""
+_SHA256 = {
+    "rgb": "cf80df5c29c7dea96ad42b339d81b42ab150e485abd6e49dae5b0cb0244f383c",
+    "gray": "052fc57fb2fd284873a1822d6e02823e408bd6ee368b49756671aacf1f8ca708",
+}
+"""SHA-256 of the pixels that libjpeg-turbo gives."""
+
+
+def is_test_image(image: Bytes | None, color: str) -> bool:
+    """Return True if an image equals the CPU decoders' pixels of TEST_JPEG, uint8 [TEST_HEIGHT, TEST_WIDTH, C].
+
+    >>> is_test_image(imdecode(TEST_JPEG, cv2.IMREAD_COLOR_RGB), "rgb")
+    True
+    """
+    if image is None or image.shape[:2] != (TEST_HEIGHT, TEST_WIDTH):
+        return False
+    ordered = np.ascontiguousarray(image[..., ::-1] if color == "bgr" else image)
+    return hashlib.sha256(ordered.tobytes()).hexdigest() == _SHA256["gray" if color == "gray" else "rgb"]
+
+
+@cache
+def pixels_of_test_image(color: str) -> Bytes:
+    """Return OpenCV's pixels of TEST_JPEG: uint8 [TEST_HEIGHT, TEST_WIDTH, C]. `color`: rgb, bgr or gray."""
+    image = imdecode(TEST_JPEG, OPENCV_FLAGS[color])
+    assert image is not None
+    return image.reshape(TEST_HEIGHT, TEST_WIDTH, -1)
 
 
 @lru_cache(maxsize=1)

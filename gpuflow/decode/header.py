@@ -40,6 +40,10 @@ class Header:
     Huffman codes. orientation: as EXIF counts them, 1 to 8; 1 if the file says nothing, or it was not read. alpha:
     whether the file may hold transparent pixels. turned: the orientation that the format's own decoder applies in any
     case.
+
+    >>> header = Header("jpeg", width=64, height=48, channels=3, orientation=6)
+    >>> header.size, header.upright_size
+    ((48, 64), (64, 48))
     """
 
     format: str
@@ -53,17 +57,17 @@ class Header:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(height, width) as stored."""
+        """Return (height, width) as stored."""
         return self.height, self.width
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """(height, width) after the orientation is applied."""
+        """Return (height, width) after the orientation is applied."""
         return self._size_after(self.orientation)
 
     @property
     def decoded_size(self) -> tuple[int, int]:
-        """(height, width) as the format's own decoder gives the image."""
+        """Return (height, width) as the format's own decoder gives the image."""
         return self._size_after(self.turned)
 
     def untagged(self) -> tuple[Header, int]:
@@ -97,6 +101,9 @@ def upright(image: Bytes, orientation: int) -> Bytes:
     """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image.
 
     The result has no negative strides, which torch refuses, also where a flipped side has a single pixel.
+
+    >>> upright(np.zeros((48, 64, 3), np.uint8), orientation=6).shape
+    (64, 48, 3)
     """
     if orientation == 1:
         return np.ascontiguousarray(image)

@@ -120,8 +120,10 @@ class Preset(s.Decoder):
             reason = f"{label} is not supported: a preset decodes JPEG, PNG and BMP" if label else CANNOT_DECODE
             raise BadSampleError(self.stage_name, reason, UNSUPPORTED if label else "sample.bad")
         check_animation(data)
-        check_scans(data)
-        if self.needs_gpu and data[:2].tobytes() == b"\xff\xd8":
+        if name != "jpeg":
+            return
+        check_scans(data.data)
+        if self.needs_gpu:
             header, library = probe(data, max_pixels=self.max_pixels), find_libjpeg_turbo()
             if library is not None and header.channels in (1, 3) and not library.accepts(data, header.size):
                 require_memory(header)

@@ -21,8 +21,8 @@ import numpy as np
 
 from gpuflow.arrays import Bytes, Floats
 from gpuflow.config.yaml_file import Lines, read_yaml
-from gpuflow.decode import self_test
-from gpuflow.errors import UNSET, Code, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
+from gpuflow.decode.codecs import pixels_of_test_image
+from gpuflow.errors import Code, ConfigError, GpuflowError, Key, Problem, UNSET, reason_of, suggest
 from gpuflow.pipeline.parameters import IMAGENET
 
 _HEIGHT, _WIDTH = 361, 480
@@ -31,7 +31,7 @@ _HEIGHT, _WIDTH = 361, 480
 @cache
 def picture() -> Bytes:
     """Return an RGB picture with waves, an edge and some noise: uint8 [361, 480, 3]."""
-    large = cv2.resize(self_test.pixels("rgb"), (_WIDTH, _HEIGHT), interpolation=cv2.INTER_CUBIC)
+    large = cv2.resize(pixels_of_test_image("rgb"), (_WIDTH, _HEIGHT), interpolation=cv2.INTER_CUBIC)
     noise = np.random.default_rng(0).normal(0, 12, large.shape)
     shown: Bytes = np.clip(large + noise, 0, 255).astype(np.uint8)
     shown.flags.writeable = False

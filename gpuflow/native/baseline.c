@@ -496,6 +496,8 @@ INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct 
         }
         if (at[1] == 0xC0 || (at[1] == 0xDB && scans) || !read_segment(h, at, after) || h->interval)
             return 0;
+        if (h->has_odd_tables || h->may_be_rgb)
+            return 0;
         if (at[1] == 0xC2 && !begin_picture(m, p))
             return 0;
         at = after;

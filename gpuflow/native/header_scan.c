@@ -1,7 +1,9 @@
 /* Reads the headers of ordinary JPEGs, for chunk_files.py.
  *
- * The rules are those of `probe` and `engine_sampling` in codecs.py. A file that is not certainly ordinary is left to
- * these. The formats: ITU-T T.81, annex B, and for the orientation JEITA CP-3451 (EXIF).
+ * An ordinary baseline file is one that NVIDIA's JPEG engines certainly decode as the CPU does, within one level: one
+ * scan, gray or Y, Cb and Cr, with a common chroma sampling, not too narrow, with all the tables that it uses and no
+ * segment that libjpeg refuses. An ordinary progressive one has at most the given number of scans. Other files are left
+ * to `probe` in codecs.py. The formats: ITU-T T.81, annex B, and for the orientation JEITA CP-3451 (EXIF).
  */
 
 #include "header_scan.h"
@@ -12,14 +14,18 @@
 enum { KIND, HEIGHT, WIDTH, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
 enum { OTHER, BASELINE, PROGRESSIVE };
 enum { ORIENTATION_TAG = 0x0112 };
-enum { MOST_SEGMENTS = 64, MOST_LATER_SEGMENTS = 10000 };
-enum { LEAST_BYTES = 20, LEAST_WIDTH = 5, DC_SYMBOLS = 16, MOST_SYMBOLS = 256 };
+enum { MOST_SEGMENTS = 10000 };
+enum { LEAST_WIDTH = 5, DC_SYMBOLS = 16, MOST_SYMBOLS = 256 };
 
 static int read_quantisation(struct headers *h, const uint8_t *at, const uint8_t *end) {
-    for (; at < end; at += 65) {
-        if (*at >= MOST_TABLES || end - at < 65) /* or of 16 bits */
+    while (at < end) {
+        int is_wide = *at >> 4 != 0, number = *at & 15; /* of 16 bits */
+        int64_t bytes = is_wide ? 129 : 65;
+        if (number >= MOST_TABLES || end - at < bytes)
             return 0;
-        h->quantisation[*at] = at;
+        h->quantisation[number] = is_wide ? NULL : at;
+        h->has_odd_tables |= is_wide;
+        at += bytes;
     }
     return 1;
 }
@@ -34,12 +40,13 @@ static int read_huffman(struct headers *h, const uint8_t *at, const uint8_t *end
             symbols += at[bits];
             codes += (int64_t)at[bits] << (16 - bits);
         }
-        if (codes >= 1 << 16 || symbols > MOST_SYMBOLS || end - at < 17 + symbols)
+        if (symbols > MOST_SYMBOLS || end - at < 17 + symbols)
             return 0;
+        int is_valid = codes < 1 << 16;
         for (int64_t i = 0; kind == 0 && i < symbols; i++)
-            if (at[17 + i] >= DC_SYMBOLS)
-                return 0;
-        h->huffman[kind][number] = at;
+            is_valid &= at[17 + i] < DC_SYMBOLS;
+        h->huffman[kind][number] = is_valid ? at : NULL;
+        h->has_odd_tables |= !is_valid;
         at += 17 + symbols;
     }
     return 1;
@@ -83,8 +90,9 @@ int read_segment(struct headers *h, const uint8_t *at, const uint8_t *after) {
     case 0xDD:
         h->interval = length == 4 ? at[4] << 8 | at[5] : 0;
         return length == 4;
-    case 0xEE: /* Adobe's transform 0 may mean RGB */
-        return length >= 14 && at[15];
+    case 0xEE: /* Adobe's transform 0, or none, may mean RGB */
+        h->may_be_rgb |= length >= 7 && !memcmp(at + 4, "Adobe", 5) && (length < 14 || !at[15]);
+        return 1;
     default:
         return at[1] == 0xFE || (at[1] >= 0xE0 && at[1] <= 0xEF);
     }
@@ -93,7 +101,7 @@ int read_segment(struct headers *h, const uint8_t *at, const uint8_t *after) {
 /* at: of the scan header's marker; its `length` bytes are there. Whether the scan holds the whole image, and all its
  * tables were there before it. */
 static int read_scan(const struct headers *h, const uint8_t *at, int64_t length) {
-    if (at[4] != h->count || length != 6 + 2 * h->count)
+    if (length != 6 + 2 * h->count || at[4] != h->count || (h->count == 3 && h->may_be_rgb))
         return 0;
     for (int i = 0; i < h->count; i++) {
         int dc = at[6 + 2 * i] >> 4, ac = at[6 + 2 * i] & 15;
@@ -117,7 +125,7 @@ static int has_end(const uint8_t *begin, const uint8_t *end) {
 /* Whether at most `most` scans follow from a marker on, and not absurdly many segments. */
 static int has_few_scans(const uint8_t *at, const uint8_t *end, int64_t most) {
     int64_t scans = 0;
-    for (int segments = 0; segments < MOST_LATER_SEGMENTS; segments++) {
+    for (int segments = 0; segments < MOST_SEGMENTS; segments++) {
         int marker = 0;
         while (!marker) { /* one that begins a segment or ends the image */
             at = memchr(at, 0xFF, (size_t)(end - at));
@@ -177,12 +185,16 @@ static void read_file(const uint8_t *file, int64_t size, int reads_orientation, 
     struct headers h; /* not all is cleared, which would take a sixth of the time */
     memset(h.quantisation, 0, sizeof h.quantisation);
     memset(h.huffman, 0, sizeof h.huffman);
-    h.count = h.interval = h.is_progressive = 0;
+    h.count = h.interval = h.is_progressive = h.has_odd_tables = h.may_be_rgb = 0;
     const uint8_t *at = file + 2, *end = file + size;
     int64_t orientation = 0; /* of the first EXIF segment; later ones may continue its data */
-    if (size < LEAST_BYTES || file[0] != 0xFF || file[1] != 0xD8)
+    if (size < 4 || file[0] != 0xFF || file[1] != 0xD8)
         return;
-    for (int segments = 0; segments < MOST_SEGMENTS && end - at >= LEAST_BYTES; segments++) {
+    for (int segments = 0; segments < MOST_SEGMENTS; segments++) {
+        while (end - at >= 4 && at[0] == 0xFF && at[1] == 0xFF) /* fill bytes */
+            at++;
+        if (end - at < 4)
+            return;
         int64_t length = at[2] << 8 | at[3];
         if (at[0] != 0xFF || length < 2 || end - at < 2 + length)
             return;
@@ -204,7 +216,7 @@ static void read_file(const uint8_t *file, int64_t size, int reads_orientation, 
         }
         if (!read_segment(&h, at, after))
             return;
-        if (at[1] == 0xE1 && reads_orientation && !orientation && !memcmp(at + 4, "Exif\0", 6))
+        if (at[1] == 0xE1 && reads_orientation && !orientation && end - at >= 10 && !memcmp(at + 4, "Exif\0", 6))
             orientation = read_orientation(at + 10, length < 8 ? at + 10 : after);
         at = after;
     }

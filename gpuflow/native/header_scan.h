@@ -6,10 +6,11 @@ enum { MOST_TABLES = 4 };
 
 /* What the segments of a file have said until now. quantisation, huffman: where each table begins, at its class and
  * number, or NULL; huffman[0]: of DC coefficients. count: of components, 0 before the frame header. interval: coded
- * units between two restart markers, or 0. */
+ * units between two restart markers, or 0. has_odd_tables: whether one of 16 bits, or of invalid codes, was left out.
+ * may_be_rgb: whether Adobe's segment does not say that three components are Y, Cb and Cr. */
 struct headers {
     const uint8_t *quantisation[MOST_TABLES], *huffman[2][MOST_TABLES];
-    int count, height, width, interval, is_progressive;
+    int count, height, width, interval, is_progressive, has_odd_tables, may_be_rgb;
     struct {
         int number, across, down, quantisation;
     } components[3];

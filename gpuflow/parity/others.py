@@ -29,7 +29,7 @@ from gpuflow.arrays import Array, Bytes, Ints
 from gpuflow.config import Config
 from gpuflow.decode.codecs import CpuDecoder, imdecode, probe
 from gpuflow.decode.header import OPENCV_FLAGS
-from gpuflow.decode.optional_headers import LABELS
+from gpuflow.decode.optional_formats import LABELS
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, is_system_fault, reason_of
 from gpuflow.execute.cpu.native_chunk import run_filters, run_pointwise

@@ -20,7 +20,8 @@ import numpy as np
 import psutil
 
 from gpuflow.arrays import Bytes
-from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
+from gpuflow.decode.chunk_files import engine_sampling
+from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo, libjpeg_turbo_refusal
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError, SystemFault, reason_of, redacted
 from gpuflow.runtime.threads import DaemonPool
@@ -282,7 +283,7 @@ class ProbedImage(NamedTuple):
 
     @property
     def for_engines(self) -> bool:
-        return self.header is not None and engine_sampling(self.data, self.header) is not None
+        return self.header is not None and engine_sampling(self.data) is not None
 
 
 def probed(files: Sequence[Bytes]) -> list[ProbedImage]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gpuflow.arrays import Bytes
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
-from gpuflow.decode.optional_headers import LABELS
+from gpuflow.decode.optional_formats import LABELS
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.pipeline.records import RecordValue, values_of

@@ -20,7 +20,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpuflow.arrays import Bytes
-from gpuflow.decode import self_test
+from gpuflow.decode.codecs import TEST_JPEG
 from gpuflow.decode.preset import CANNOT_DECODE
 from gpuflow.errors import BadSampleError, DecoderError, LoaderTimeout, PredictorError
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
@@ -176,7 +176,7 @@ class NativeNodes:
         if self._preset is None or busy:
             return
         try:
-            self._pipe.run({"data": self_test.JPEG.tobytes()})  # through the model, too
+            self._pipe.run({"data": TEST_JPEG.tobytes()})  # through the model, too
         except Exception as error:  # torchpipe's operators raise any exception
             raise DecoderError(
                 "torchpipe does not decode gpuflow's test image; end this process and start another one"

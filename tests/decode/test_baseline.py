@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuflow.decode import chunk_files
-from gpuflow.decode.chunk_files import rewrite_progressive
-from gpuflow.decode.codecs import CpuDecoder, engine_sampling, probe
+from gpuflow.decode.chunk_files import engine_sampling, rewrite_progressive
+from gpuflow.decode.codecs import CpuDecoder, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.native.library import NativePool
 from gpuflow.sources import SPARE_BYTES, Payload
@@ -40,7 +40,7 @@ def rewritten(files: Sequence[bytes], pool: NativePool | None = None) -> list[ND
         data = found.buffer[offset : offset + size].copy() if size else None
         if data is not None:
             header = probe(data)
-            assert not header.progressive and engine_sampling(data, header) == sampling
+            assert not header.progressive and engine_sampling(data) == sampling
         results.append(data)
     return results
 

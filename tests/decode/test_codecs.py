@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from gpuflow.decode.chunk_files import scan_headers
-from gpuflow.decode.codecs import CpuDecoder, Header, _segments, decoder_description, engine_sampling, probe
+from gpuflow.decode.chunk_files import engine_sampling, scan_headers
+from gpuflow.decode.codecs import CpuDecoder, Header, _segments, decoder_description, probe
 from gpuflow.errors import BadSampleError
 from tests.datasets import python
 from tests.decode.test_chunk_headers import payload
@@ -489,8 +489,8 @@ def with_segment(code: int, body: bytes) -> bytes:
     ids=["quantisation table 4", "half a table", "Huffman table 4", "of no class", "without symbols", "half a head"],
 )
 def test_a_file_with_a_segment_that_libjpeg_refuses_is_not_for_the_engines(data: bytes) -> None:
-    assert engine_sampling(as_array(JPEG), probe(as_array(JPEG))) is not None
-    assert engine_sampling(as_array(data), probe(as_array(data))) is None
+    assert engine_sampling(as_array(JPEG)) is not None
+    assert engine_sampling(as_array(data)) is None
     with pytest.raises(BadSampleError):
         decode(data)
 
@@ -498,13 +498,13 @@ def test_a_file_with_a_segment_that_libjpeg_refuses_is_not_for_the_engines(data:
 def test_a_file_that_ends_soon_after_a_short_adobe_segment_is_not_for_the_engines() -> None:
     frame = JPEG[JPEG.index(b"\xff\xc0") : JPEG.index(b"\xff\xc4")]
     data = as_array(JPEG[:2] + frame + b"\xff\xee\x00\x07Adobe" + b"\xff\xda\x00\x02\xff\xd9")
-    assert engine_sampling(data, probe(data)) is None
+    assert engine_sampling(data) is None
 
 
 def test_the_size_is_that_which_libjpeg_finds() -> None:
     data = as_array(two_faced())
     assert probe(data).size == (37, 53)
-    assert engine_sampling(data, probe(data)) is None
+    assert engine_sampling(data) is None
     assert np.array_equal(decode(two_faced()), decode(JPEG))
 
 
@@ -531,7 +531,7 @@ def test_images_are_too_narrow_for_the_engines_where_the_cpu_repeats_chroma(subs
         decoded, _ = CpuDecoder("rgb").decode(data, header)
         red = cv2.cvtColor(decoded, cv2.COLOR_RGB2YCrCb)[:, : width // 2 * 2, 1].astype(int)
         repeated = np.abs(red[:, ::2] - red[:, 1::2]).max() <= 1  # level that rounding may cost
-        assert (engine_sampling(data, header) is not None) != repeated, width
+        assert (engine_sampling(data) is not None) != repeated, width
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
@@ -677,12 +677,12 @@ def test_stray_bytes_between_segments_are_skipped_as_libjpeg_does(stray: bytes, 
             image, _ = decoder.decode(as_array(data), header)
             assert np.array_equal(image, expected)
         if stray.strip(b"\xff"):
-            assert engine_sampling(as_array(data), header) is None, "NVIDIA's engines get only what is certain"
+            assert engine_sampling(as_array(data)) is None, "NVIDIA's engines get only what is certain"
 
 
 def test_fill_bytes_are_no_stray_bytes() -> None:
     data = with_stray_bytes(jpeg(photo(37, 53)), b"\xff\xff", [2, 3])
-    assert engine_sampling(as_array(data), probe(as_array(data))) == 0x22
+    assert engine_sampling(as_array(data)) == 0x22
 
 
 # --- alpha ------------------------------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ import pytest
 from gpuflow import native
 from gpuflow.decode import chunk_files
 from gpuflow.decode.chunk_files import Headers, find_complete, read_headers
-from gpuflow.decode.codecs import MAX_SCANS, scan_start
+from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.native.library import NativePool
 from gpuflow.sources import Payload
 from tests import damaged
 from tests.decode.sanitized_complete import KINDS, sound
 from tests.huffman import reads_to_its_end
 from tests.images import as_array, jpeg, photo
+from tests.reference.headers import scan_start
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:

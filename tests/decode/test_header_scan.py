@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpuflow.decode.chunk_files import HeaderScan, read_headers, scan_headers
+from gpuflow.decode.chunk_files import HeaderScan, engine_sampling, read_headers, scan_headers
+from gpuflow.decode.codecs import probe
 from tests import images
 from tests.decode.test_chunk_headers import MAX_PIXELS, payload
+from tests.reference.headers import reference_sampling
 
 PHOTO = images.photo(40, 56)
 
@@ -34,8 +36,8 @@ def test_an_ordinary_file_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_not_ordinary_is_left_to_probe() -> None:
     whole = images.jpeg(PHOTO)
-    fill = whole[:2] + b"\xff" + whole[2:]
-    found = scanned(b"", b"\xff", whole[:30], whole[:-2], fill, images.png(PHOTO))
+    stray = whole[:2] + b"\0" + whole[2:]
+    found = scanned(b"", b"\xff", whole[:30], whole[:-2], stray, whole[:2] + b"\xff" * 9, images.png(PHOTO))
     assert not found.engine.any() and not found.progressive.any() and not found.sizes.any()
 
 
@@ -61,3 +63,55 @@ def test_an_orientation_is_read_only_where_it_is_asked_for() -> None:
     assert scanned(*files).orientations.tolist() == [1] * 8
     found = scanned(*files, orientation=True)
     assert found.orientations.tolist() == list(range(1, 9)) and found.engine.all()
+
+
+def adobe(transform: int, length: int = 14) -> bytes:
+    """An Adobe segment of this length."""
+    return b"\xff\xee" + length.to_bytes(2) + (b"Adobe\0\x64\0\0\0\0" + bytes([transform]))[: length - 2]
+
+
+WIDE = b"\xff\xdb\0\x83\x13" + bytes(range(1, 129))
+"""A segment with quantisation table 3, of 16 bits, which no component uses."""
+INVALID = b"\xff\xc4\0\x16\x03\x03" + bytes(18)
+"""A segment with Huffman table 3, of three codes of one bit, which no component uses."""
+
+
+@pytest.mark.parametrize(
+    ("segment", "gray", "color"),
+    [
+        (b"\xff" * 5, True, True),
+        (b"\xff\xfe\0\x04ab" * 100, True, True),
+        (adobe(1), True, True),
+        (adobe(0), True, False),
+        (adobe(1, length=7), True, False),
+        (b"\xff\xee\0\x04ab", True, True),
+        (WIDE, True, True),
+        (INVALID, True, True),
+        (INVALID[:3] + b"\x15" + INVALID[4:-1], False, False),
+        (b"\xff\xd3", False, False),
+    ],
+    ids=[
+        "fill",
+        "comments",
+        "YCbCr",
+        "RGB",
+        "cut off",
+        "not Adobe's",
+        "16 bits",
+        "an invalid table",
+        "a cut table",
+        "a restart",
+    ],
+)
+def test_unusual_segments(segment: bytes, gray: bool, color: bool) -> None:
+    """The engines decode a file with one, where they certainly give the CPU's pixels."""
+    files = [image[:2] + segment + image[2:] for image in (images.jpeg(PHOTO[..., 0]), images.jpeg(PHOTO))]
+    assert [engine_sampling(images.as_array(file)) is not None for file in files] == [gray, color]
+    for file in files:
+        array = images.as_array(file)
+        assert engine_sampling(array) == reference_sampling(array, probe(array))
+
+
+def test_a_tiny_file_needs_few_bytes_after_its_header() -> None:
+    data = images.jpeg(images.photo(8, 8)[..., 0] * 0)
+    assert engine_sampling(images.as_array(data)) == 0

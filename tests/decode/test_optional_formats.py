@@ -23,8 +23,7 @@ from gpuflow.config.stage_entries import make_stage
 from gpuflow.decode import header
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.header import stored, upright
-from gpuflow.decode.optional_decoders import missing_library
-from gpuflow.decode.optional_headers import LABELS
+from gpuflow.decode.optional_formats import LABELS, missing_library
 from gpuflow.errors import BadSampleError, ConfigError, MissingExtra
 from gpuflow.execute.cpu.masks import decode_mask
 from gpuflow.pipeline.records import MaskFile

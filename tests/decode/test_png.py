@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuflow.decode.codecs import CpuDecoder, probe
-from gpuflow.decode.png import has_too_much_data
+from gpuflow.decode.png_pnm import has_too_much_data
 from gpuflow.errors import BadSampleError
 from tests.images import encode, interlaced_png, photo, png, png_bytes, png_chunk
 
@@ -19,7 +19,7 @@ ROWS = b"".join(b"\0" + row.tobytes() for row in photo(20, 30))
 
 @pytest.fixture(autouse=True)
 def check_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuflow.decode.png._UNCHECKED_BYTES", 100)
+    monkeypatch.setattr("gpuflow.decode.png_pnm._UNCHECKED_BYTES", 100)
 
 
 def as_array(data: bytes) -> np.ndarray:

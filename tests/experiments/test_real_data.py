@@ -19,7 +19,8 @@ import pytest
 import torch
 from PIL import Image
 
-from gpuflow.decode.codecs import engine_sampling, probe
+from gpuflow.decode.chunk_files import engine_sampling
+from gpuflow.decode.codecs import probe
 from gpuflow.execute.gpu.runner import GpuRunner
 from gpuflow.loader import lowering
 from gpuflow.tools.bench import COLUMNS
@@ -116,7 +117,7 @@ def test_files_are_what_their_plans_say(scripts: dict[str, Any], picture: Path) 
             assert header.orientation == plan.orientation
             assert header.channels == {"RGB": 3, "L": 1, "CMYK": 4}[plan.mode]
         if plan.sampling and not plan.progressive:
-            assert engine_sampling(data, header) == factors[plan.sampling]
+            assert engine_sampling(data) == factors[plan.sampling]
         seen.add((plan.format, plan.mode, plan.sampling, plan.progressive))
     assert len(seen) > 8
 
@@ -630,7 +631,7 @@ def test_photographs_are_shuffled_with_their_sizes_and_samplings(scripts: dict[s
     for number, sampling in enumerate(MIX, 900):
         blank = files.data[files.starts[number] : files.starts[number] + files.lengths[number]]
         header = probe(blank)
-        assert (header.size, engine_sampling(blank, header)) == ((16, 16), sampling)
+        assert (header.size, engine_sampling(blank)) == ((16, 16), sampling)
         assert files.sizes[number].tolist() == [16, 16]
 
 

@@ -21,8 +21,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from gpuflow.decode import self_test
-from gpuflow.decode.codecs import CpuDecoder, probe
+from gpuflow.decode.codecs import (
+    TEST_HEIGHT,
+    TEST_JPEG,
+    TEST_WIDTH,
+    CpuDecoder,
+    is_test_image,
+    pixels_of_test_image,
+    probe,
+)
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError
@@ -412,7 +419,7 @@ def test_a_library_that_fails_at_the_test_image_is_not_used_again(caplog: pytest
 def test_an_opencv_that_fails_at_the_test_image_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = CpuDecoder("rgb", library=None)
     decoder.check()
-    monkeypatch.setattr(cv2, "imdecode", lambda data, flags: np.zeros((self_test.HEIGHT, self_test.WIDTH, 3), np.uint8))
+    monkeypatch.setattr(cv2, "imdecode", lambda data, flags: np.zeros((TEST_HEIGHT, TEST_WIDTH, 3), np.uint8))
     with pytest.raises(DecoderError) as caught:
         decoder.check()
     assert str(caught.value) == ("OpenCV does not decode gpuflow's test image; end this process and start another one")
@@ -431,8 +438,8 @@ def test_lack_of_memory_does_not_make_an_image_bad(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
 def test_the_test_image_is_what_every_decoder_gives(color: str) -> None:
-    assert self_test.is_right(self_test.pixels(color), color)
-    image, _ = CpuDecoder(color).decode(self_test.JPEG, probe(self_test.JPEG))
-    assert self_test.is_right(image, color)
-    assert not self_test.is_right(image[:-1], color) and not self_test.is_right(None, color)
-    assert not self_test.is_right(np.bitwise_xor(image, np.uint8(1)), color)
+    assert is_test_image(pixels_of_test_image(color), color)
+    image, _ = CpuDecoder(color).decode(TEST_JPEG, probe(TEST_JPEG))
+    assert is_test_image(image, color)
+    assert not is_test_image(image[:-1], color) and not is_test_image(None, color)
+    assert not is_test_image(np.bitwise_xor(image, np.uint8(1)), color)

@@ -28,7 +28,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode import self_test
+from gpuflow.decode.codecs import TEST_JPEG
 from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute.cpu.masks import mask_maps
 from gpuflow.execute.cpu.runner import CpuRunner
@@ -97,8 +97,8 @@ BATCHES = {
     "gray": Batch.of("gray", (120, 150), (61, 83, 3), (427, 640, 1), (1, 1, 1), (1, 19, 1), (17, 1, 1)),
 }
 JPEGS = (
-    self_test.JPEG.tobytes(),  # 4:2:0 with waves and an edge
-    turned(self_test.JPEG.tobytes(), 6),
+    TEST_JPEG.tobytes(),  # 4:2:0 with waves and an edge
+    turned(TEST_JPEG.tobytes(), 6),
     tiny_jpeg(97, 131, [(2, 2), (1, 1), (1, 1)]),
     tiny_jpeg(131, 61, [(2, 1), (1, 1), (1, 1)]),
     tiny_jpeg(64, 83, [(1, 2), (1, 1), (1, 1)]),

@@ -11,7 +11,7 @@ import torch
 
 import gpuflow
 import gpuflow.serve
-from gpuflow.decode.optional_decoders import missing_library
+from gpuflow.decode.optional_formats import missing_library
 from gpuflow.pipeline.stage import Stage
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import chain

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpuflow.arrays import Bytes, Ints
 from gpuflow.decode.codecs import format_of
 from gpuflow.decode.header import SWAPPED, stored
-from gpuflow.decode.optional_decoders import missing_library
+from gpuflow.decode.optional_formats import missing_library
 from gpuflow.errors import is_system_fault
 from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
@@ -34,7 +34,7 @@ from gpuflow.pipeline.program import (
     WarpStep,
 )
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
-from gpuflow.pipeline.targets import PlacedMove, moves_of_stages
+from gpuflow.pipeline.targets import moves_of_stages
 
 if TYPE_CHECKING:
     from PIL import ImageFile
@@ -148,7 +148,11 @@ def _other_size(got: tuple[int, ...], size: tuple[int, int]) -> str:
 
 
 def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
-    """Return why an instance's mask does not belong to an image of this size; None if it does."""
+    """Return why an instance's mask does not belong to an image of this size; None if it does.
+
+    >>> mask_fault(np.zeros((2, 3), np.uint8), size=(3, 2))
+    'has 2x3 pixels, and its image 3x2'
+    """
     if isinstance(mask, np.ndarray):
         return None if mask.shape == size else _other_size(mask.shape, size)
     if isinstance(mask, Rle):
@@ -195,6 +199,11 @@ class MaskMap:
     Crops, flips, resizes and pads move rows and columns separately, so two vectors describe them: the row of each row,
     and the column of each column. A warp makes a place for each pixel, its number in the mask, and of these places two
     vectors choose again. A negative row, column or place lies outside the mask.
+
+    >>> flipped = MaskMap(1, 3)
+    >>> flipped.move(s.Flip(np.array([True]), np.array([False])), 0)
+    >>> flipped.apply(np.array([[1, 0, 2]], np.uint8)).tolist()
+    [[2, 0, 1]]
     """
 
     def __init__(self, height: int, width: int) -> None:
@@ -264,25 +273,21 @@ def mask_maps(program: Program, keys: s.Keys, sizes: Ints) -> list[MaskMap]:
         match step:
             case ResamplingStep():
                 placed = moves_of_stages(zip(step.stages, step.occurrences, strict=True), keys, height, width)
-                _move(maps, placed)
+                for one in placed:
+                    assert one.move is not None and not isinstance(one.move, s.Warp), "warps are no resampling step"
+                    for i, mask_map in enumerate(maps):
+                        mask_map.move(one.move, i)
                 height, width = placed[-1].after if placed else (height, width)
             case WarpStep():
                 warping = step.draw(keys, height, width)
-                for i, one in enumerate(maps):
-                    one.warp(warping, i)
+                for i, mask_map in enumerate(maps):
+                    mask_map.warp(warping, i)
                 height, width = warping.size
             case PointwiseStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 continue
             case _:
                 assert_never(step)
     return maps
-
-
-def _move(maps: Sequence[MaskMap], placed: Sequence[PlacedMove]) -> None:
-    for one in placed:
-        assert one.move is not None and not isinstance(one.move, s.Warp), "warps are no resampling step"
-        for i, each in enumerate(maps):
-            each.move(one.move, i)
 
 
 def _taken(line: Ints, at: Ints) -> Ints:

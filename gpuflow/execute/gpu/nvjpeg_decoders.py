@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.arrays import Bools, Bytes, Ints
-from gpuflow.decode import self_test
+from gpuflow.decode.codecs import TEST_HEIGHT, TEST_JPEG, TEST_SAMPLING, TEST_WIDTH, pixels_of_test_image
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, SystemFault
 from gpuflow.execute.gpu.decode_calls import CALL_IMAGES
@@ -73,7 +73,7 @@ class JpegBatch(NamedTuple):
         return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.sampling, regions)
 
     def filled_up(self, filler: JpegBatch, count: int) -> JpegBatch:
-        """These files, without regions, and the one of `filler` as often as it takes to make `count` of them."""
+        """Return these files, without regions, filled up to `count` with the one of `filler`."""
         times = max(0, count - len(self.data))
         pairs = (self.data, filler.data), (self.lengths, filler.lengths), (self.images, filler.images)
         data, lengths, images = (np.concatenate([own, one.repeat(times, 0)]) for own, one in pairs)
@@ -127,7 +127,7 @@ class NvjpegDecoder:
         self._reported = set[int]()
         """The statuses of nvJPEG that were logged."""
         self._make = partial(BatchedDecoder, library, color, backend)
-        self._states = {self_test.SAMPLING: _State(self._make())}
+        self._states = {TEST_SAMPLING: _State(self._make())}
         self._stream = device_stream.on_new_stream().stream if second else device_stream.stream
         self._filler = self._test_file() if backend == "cuda" else None
 
@@ -233,7 +233,7 @@ class NvjpegDecoder:
         return 1 if self._color == "gray" else 3
 
     def decodes_regions(self) -> bool:
-        """Return whether the engines write a part of an image with the pixels that it has in the whole one.
+        """Return True if the engines write a part of an image with the pixels that it has in the whole one.
 
         They decode gpuflow's own test image; CUDA kernels are not tried. Raises SystemFault without memory for it.
         """
@@ -249,7 +249,7 @@ class NvjpegDecoder:
             if self._passes():
                 return
             _LOG.warning("nvJPEG no longer decodes gpuflow's test image; its decoder is replaced")
-            self._states = {self_test.SAMPLING: _State(self._make())}
+            self._states = {TEST_SAMPLING: _State(self._make())}
             if self._passes():
                 return
         except SystemFault as fault:
@@ -262,7 +262,7 @@ class NvjpegDecoder:
         image = self._test_image()
         if image is None:
             return False
-        difference = image.astype(np.int64) - self_test.pixels(self._color)
+        difference = image.astype(np.int64) - pixels_of_test_image(self._color)
         return int(np.abs(difference).max()) <= _TOLERANCE
 
     def _test_image(self, region: tuple[int, int, int, int] | None = None) -> Bytes | None:
@@ -279,10 +279,10 @@ class NvjpegDecoder:
 
     def _test_file(self, region: tuple[int, int, int, int] | None = None) -> _TestFile:
         """See `_test_image`."""
-        width, height = (self_test.WIDTH, self_test.HEIGHT) if region is None else region[2:]
+        width, height = (TEST_WIDTH, TEST_HEIGHT) if region is None else region[2:]
         device_stream, shape = self._device_stream, (height, width, self.channels)
-        encoded = device_stream.pinned([len(self_test.JPEG)], torch.uint8).numpy()
-        encoded[:] = self_test.JPEG
+        encoded = device_stream.pinned([len(TEST_JPEG)], torch.uint8).numpy()
+        encoded[:] = TEST_JPEG
         with device_stream.queued():
             memory = torch.zeros(shape, dtype=torch.uint8, device=device_stream.device)
         device_stream.synchronize()
@@ -290,7 +290,7 @@ class NvjpegDecoder:
             [[encoded.ctypes.data, len(encoded), width * self.channels, *(region or (0, 0, width, height))]]
         )
         address = np.array([memory.data_ptr()])
-        call = JpegBatch.of(entries, address, self_test.SAMPLING, with_regions=region is not None)
+        call = JpegBatch.of(entries, address, TEST_SAMPLING, with_regions=region is not None)
         return _TestFile(call, encoded, memory)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.decode import self_test
+from gpuflow.decode.codecs import TEST_HEIGHT, TEST_JPEG, TEST_SAMPLING, TEST_WIDTH
 from gpuflow.errors import DecoderError, LoaderTimeout, SystemFault, is_system_fault
 from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoder, NvjpegDecoderPool
 from tests.host_stream import HostStream
@@ -91,7 +91,7 @@ class SlowLibrary:
         return 0
 
 
-SAMPLING = self_test.SAMPLING
+SAMPLING = TEST_SAMPLING
 
 
 def work(
@@ -324,8 +324,8 @@ def test_calls_of_cuda_kernels_are_filled_up(backend: str, expected: set[int]) -
         own = [i for i, file in enumerate(files) if file < 5]
         assert [sizes[i] for i in own] == [files[i] for i in own] and (targets[own] == 1).all()
         for i in set(range(count)) - set(own):
-            assert sizes[i] == len(self_test.JPEG) and ctypes.string_at(files[i], sizes[i]) == self_test.JPEG.tobytes()
-            assert targets[i, 0] > 5 and targets[i, 4] == self_test.WIDTH * 3
+            assert sizes[i] == len(TEST_JPEG) and ctypes.string_at(files[i], sizes[i]) == TEST_JPEG.tobytes()
+            assert targets[i, 0] > 5 and targets[i, 4] == TEST_WIDTH * 3
         return 3 if bad in files else 0
 
     library = FaultyLibrary(lambda count, stream: 0)
@@ -339,7 +339,7 @@ def test_calls_of_cuda_kernels_are_filled_up(backend: str, expected: set[int]) -
 class PartsLibrary(SlowLibrary):
     """Writes a pattern for an image, and for a part of it the same pattern plus `wrong`, or fails with `status`."""
 
-    PATTERN = np.arange(self_test.HEIGHT * self_test.WIDTH * 3).reshape(self_test.HEIGHT, self_test.WIDTH, 3) % 251
+    PATTERN = np.arange(TEST_HEIGHT * TEST_WIDTH * 3).reshape(TEST_HEIGHT, TEST_WIDTH, 3) % 251
 
     def __init__(self, wrong: int = 0, status: int = 0) -> None:
         super().__init__()

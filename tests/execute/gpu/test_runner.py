@@ -21,7 +21,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode import self_test
+from gpuflow.decode.codecs import TEST_JPEG
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute.gpu import device_passes, nvjpeg_decoders
 from gpuflow.execute.gpu.passes import passes_of
@@ -87,7 +87,7 @@ class NumberDecoder:
 def decode(data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64]) -> int:
     """The status of a call of nvJPEG."""
     files = [ctypes.string_at(int(at), int(length)) for at, length in zip(data, lengths, strict=True)]
-    if files == [self_test.JPEG.tobytes()]:
+    if files == [TEST_JPEG.tobytes()]:
         return 0  # its image stays black
     numbers = [number_in(file) for file in files]
     assert all(number % DAMAGED for number in numbers), "it gets complete files alone"

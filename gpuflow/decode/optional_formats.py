@@ -1,19 +1,25 @@
-"""Reads the headers of the formats that `decode.formats` must name: size, orientation, and whether the file is whole.
+"""Reads the headers of the formats that `decode.formats` must name, and decodes them by libraries of others.
 
-Libraries written for other purposes decode these files, so what can be checked is checked here first: that the pixels
-are within the limits, that all data which the header refers to are there, and that reading them takes no more memory
-than the image. Nothing here imports one of these libraries.
+Pillow, pillow-heif and pylibjxl decode these files; the extra `formats` installs them. They are imported where they are
+used, so that nothing else needs them. They were written for other purposes, so a header is checked here first: that the
+pixels are within the limits, that all data which the header refers to are there, and that reading them takes no more
+memory than the image.
 """
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from gpuflow.decode.header import ANIMATION, UNSUPPORTED, Header, refuse, upright
+from gpuflow.arrays import Bytes
+from gpuflow.decode.header import ANIMATION, UNSUPPORTED, Header, refuse, require_memory, upright
+from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault, reason_of
 
 LABELS = {
     "tiff": "TIFF",
@@ -64,8 +70,8 @@ def format_by_content(view: memoryview) -> str | None:
     return None
 
 
-def _truncated(view: memoryview, what: str) -> str:
-    return f"truncated: {what} ends after the file's {len(view)} bytes"
+def _refuse_truncated(view: memoryview, what: str) -> NoReturn:
+    refuse(f"truncated: {what} ends after the file's {len(view)} bytes")
 
 
 # --- TIFF -------------------------------------------------------------------------------------------------------------
@@ -120,13 +126,13 @@ def _tiff_tags(view: memoryview) -> dict[int, Any]:
     word, word_bytes, head, entry = ("Q", 8, "HHQ", 20) if big else ("I", 4, "HHI", 12)
     (at,) = struct.unpack_from(order + word, view, word_bytes)  # stands at byte 4, of a BigTIFF at byte 8
     if at + 2 > len(view):
-        refuse(_truncated(view, "the directory of tags"))
+        _refuse_truncated(view, "the directory of tags")
     (count,) = struct.unpack_from(order + ("Q" if big else "H"), view, at)
     if count > _MAX_ENTRIES:
         refuse(f"{count:,} tags; a TIFF of at most {_MAX_ENTRIES:,} is decoded")
     at += 8 if big else 2
     if at + entry * count + word_bytes > len(view):
-        refuse(_truncated(view, "the directory of tags"))
+        _refuse_truncated(view, "the directory of tags")
     tags, total = dict[int, Any](), 0
     for place in range(at, at + entry * count, entry):
         tag, kind, number = struct.unpack_from(order + head, view, place)
@@ -135,7 +141,7 @@ def _tiff_tags(view: memoryview) -> dict[int, Any]:
         if size > word_bytes:
             (start,) = struct.unpack_from(order + word, view, start)
         if start + size > len(view):
-            refuse(_truncated(view, f"the value of tag {tag}"))
+            _refuse_truncated(view, f"the value of tag {tag}")
         if kind in _TIFF_INTEGERS:
             tags[tag] = np.frombuffer(view[start : start + size], order + _TIFF_INTEGERS[kind])
     if total > len(view):
@@ -154,7 +160,7 @@ def _check_strips(view: memoryview, tags: dict[int, Any]) -> None:
             refuse(f"damaged header: {len(offsets)} strips with {len(sizes)} sizes")
         ends += sizes
     if ends.max() > len(view):
-        refuse(_truncated(view, "a strip of pixels"))
+        _refuse_truncated(view, "a strip of pixels")
 
 
 # --- GIF --------------------------------------------------------------------------------------------------------------
@@ -224,45 +230,41 @@ def _boxes(view: memoryview, at: int = 0, end: int | None = None) -> Iterator[_B
         if stop < start or stop > last:
             if top and not kind.isalnum():
                 return  # bytes after the image's end
-            refuse(_truncated(view, f"the box {kind.decode('latin-1')!r}"))
+            _refuse_truncated(view, f"the box {kind.decode('latin-1')!r}")
         yield _Box(kind, start, stop)
         at = stop
     refuse(f"more than {_MAX_PARTS:,} boxes")
 
 
-def _read_heif(name: str) -> Reader:
-    """Return a reader of the primary image of an AVIF or HEIC file (ISO/IEC 23008-12)."""
-
-    def read(view: memoryview, orientation: bool, max_scans: int) -> Header:
-        if bytes(view[8:12]) in _SEQUENCES:
-            refuse(ANIMATION, UNSUPPORTED)
-        meta = next((box for box in _boxes(view) if box.kind == b"meta"), None)
-        if meta is None:
-            refuse(_truncated(view, "the list of images"))
-        inner = {box.kind: box for box in _boxes(view, meta.start + 4, meta.end)}
-        if not {b"pitm", b"iprp", b"iloc"} <= inner.keys():
-            refuse("damaged header: it names no primary image")
-        _check_extents(view, inner[b"iloc"])
-        at = inner[b"pitm"].start
-        (primary,) = struct.unpack_from(">I" if view[at] else ">H", view, at + 4)
-        parts = list(_boxes(view, inner[b"iprp"].start, inner[b"iprp"].end))
-        properties = _properties(view, [box for box in parts if box.kind == b"ipco"])
-        chosen = _properties_of(view, [box for box in parts if box.kind == b"ipma"], primary)
-        own = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
-        width, height = 0, 0
-        for box in own:
-            if box.kind == b"ispe":
-                width, height = struct.unpack_from(">II", view, box.start + 4)
-        for box in own:
-            if box.kind == b"clap":
-                width, height = _cropped(view, box, name, width, height)
-        turn = _heif_orientation(view, own)
-        marks = (bytes(view[box.start : box.end]) for box in properties if box.kind == b"auxC")
-        alpha = any(b":alpha" in mark or b"auxid:1" in mark for mark in marks)
-        used = turn if orientation else 1
-        return Header(name, width, height, 3, orientation=used, alpha=alpha, turned=turn if name == "heic" else 1)
-
-    return read
+def _read_heif(name: str, view: memoryview, orientation: bool, max_scans: int) -> Header:
+    """Read the header of the primary image of an AVIF or HEIC file (ISO/IEC 23008-12)."""
+    if bytes(view[8:12]) in _SEQUENCES:
+        refuse(ANIMATION, UNSUPPORTED)
+    meta = next((box for box in _boxes(view) if box.kind == b"meta"), None)
+    if meta is None:
+        _refuse_truncated(view, "the list of images")
+    inner = {box.kind: box for box in _boxes(view, meta.start + 4, meta.end)}
+    if not {b"pitm", b"iprp", b"iloc"} <= inner.keys():
+        refuse("damaged header: it names no primary image")
+    _check_extents(view, inner[b"iloc"])
+    at = inner[b"pitm"].start
+    (primary,) = struct.unpack_from(">I" if view[at] else ">H", view, at + 4)
+    parts = list(_boxes(view, inner[b"iprp"].start, inner[b"iprp"].end))
+    properties = _properties(view, [box for box in parts if box.kind == b"ipco"])
+    chosen = _properties_of(view, [box for box in parts if box.kind == b"ipma"], primary)
+    own = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
+    width, height = 0, 0
+    for box in own:
+        if box.kind == b"ispe":
+            width, height = struct.unpack_from(">II", view, box.start + 4)
+    for box in own:
+        if box.kind == b"clap":
+            width, height = _cropped(view, box, name, width, height)
+    turn = _heif_orientation(view, own)
+    marks = (bytes(view[box.start : box.end]) for box in properties if box.kind == b"auxC")
+    alpha = any(b":alpha" in mark or b"auxid:1" in mark for mark in marks)
+    used = turn if orientation else 1
+    return Header(name, width, height, 3, orientation=used, alpha=alpha, turned=turn if name == "heic" else 1)
 
 
 def _cropped(view: memoryview, box: _Box, name: str, coded_width: int, coded_height: int) -> tuple[int, int]:
@@ -355,7 +357,7 @@ def _check_extents(view: memoryview, box: _Box) -> None:
             number(widths[3])
             offset, length = number(widths[0]), number(widths[1])
             if method == 0 and base + offset + length > len(view):
-                refuse(_truncated(view, "the data of an image"))
+                _refuse_truncated(view, "the data of an image")
 
 
 # --- JPEG 2000 --------------------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ def _jp2_start(view: memoryview) -> int:
     if bytes(view[:4]) != _JP2_CODE:
         code = next((box for box in _boxes(view) if box.kind == b"jp2c"), None)
         if code is None:
-            refuse(_truncated(view, "the codestream"))
+            _refuse_truncated(view, "the codestream")
         at = code.start
     if bytes(view[at : at + 4]) != _JP2_CODE:
         refuse("damaged header: the codestream does not begin with the image's size")
@@ -409,7 +411,7 @@ def _check_jp2_tiles(view: memoryview, at: int, tiles: int) -> None:
     seen, marker = set[int](), 0
     for _ in range(_MAX_PARTS):
         if at + 2 > len(view):
-            refuse(_truncated(view, "a tile"))
+            _refuse_truncated(view, "a tile")
         (marker,) = struct.unpack_from(">H", view, at)
         if marker != 0xFF90:
             break
@@ -455,7 +457,7 @@ def _read_jxl(view: memoryview, orientation: bool, max_scans: int) -> Header:
     if bytes(view[:2]) != b"\xff\x0a":
         parts = [box for box in _boxes(view) if box.kind in (b"jxlc", b"jxlp")]
         if not parts:
-            refuse(_truncated(view, "the codestream"))
+            _refuse_truncated(view, "the codestream")
         code = view[parts[0].start + (4 if parts[0].kind == b"jxlp" else 0) : parts[0].end]
     if bytes(code[:2]) != b"\xff\x0a":
         refuse("damaged header: the codestream does not begin with its mark")
@@ -517,9 +519,169 @@ class _Bits:
 READERS: dict[str, Reader] = {
     "tiff": _read_tiff,
     "gif": _read_gif,
-    "avif": _read_heif("avif"),
-    "heic": _read_heif("heic"),
+    "avif": partial(_read_heif, "avif"),
+    "heic": partial(_read_heif, "heic"),
     "jxl": _read_jxl,
     "jp2": _read_jp2,
 }
 """What reads the header of each format, other than those of PNG and WebP."""
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+_EXTRA = "formats"
+_OLDEST_PILLOW = 12
+"""Older ones turn a TIFF by its XMP data, and have no AVIF or a decoder of it that can crash."""
+_PILLOW_LACKS_MEMORY = ("out of memory", "decoder error -9")
+"""How the texts of Pillow's OSErrors for its codecs' status -9 begin; they have no errno."""
+_INTERPRETATION_TAG, _WHITE_IS_ZERO = 0x0106, 0
+"""A TIFF's photometric interpretation, and its value in gray files whose level 0 is white."""
+
+
+def decode_optional(data: Bytes, header: Header, *, alpha: bool) -> Bytes:
+    """Decode a file whose header passed `codecs.probe`, as its library gives it: turned by `header.turned`.
+
+    Returns:
+        Gray, RGB or, if asked for and present, RGBA: uint8 [H, W, C]. Levels of 16 bits are their upper 8 bits.
+
+    Raises:
+        BadSampleError: the library refused the file. MissingExtra: the library is not installed. MemoryError: there is
+            not enough memory for the image.
+    """
+    try:
+        image = _DECODERS.get(header.format, _by_pillow)(data.tobytes(), header, alpha)
+    except (BadSampleError, MissingExtra):
+        raise
+    except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
+        if is_system_fault(error):
+            raise
+        reason = reason_of(error)
+        if isinstance(error, OSError) and reason.startswith(_PILLOW_LACKS_MEMORY):
+            raise MemoryError(f"not enough memory to decode {LABELS[header.format]}") from error
+        require_memory(header)
+        refuse(f"the {LABELS[header.format]} decoder gave up: {reason}")
+    _require_size(header, *image.shape[:2])
+    return image
+
+
+def _require_size(header: Header, height: int, width: int) -> None:
+    """Raise BadSampleError if a library reads another size from a file than gpuflow, which checked it."""
+    if (height, width) != header.decoded_size:
+        rows, columns = header.decoded_size
+        refuse(f"damaged header: two sizes, {columns}x{rows} and {width}x{height} pixels")
+
+
+def missing_library(names: Sequence[str]) -> MissingExtra | None:
+    """Return what must be installed before these formats of `decode.formats` are decoded; None if nothing."""
+    for name in names:
+        try:
+            if name in _LIBRARIES:
+                _LIBRARIES[name]()
+        except MissingExtra as error:
+            return error
+    return None
+
+
+# --- Pillow -----------------------------------------------------------------------------------------------------------
+
+
+def _pillow(name: str) -> Any:
+    """Import one of Pillow's classes of files, which reads one format, unlike Image.open."""
+    import importlib
+
+    import PIL
+
+    if int(PIL.__version__.partition(".")[0]) < _OLDEST_PILLOW:
+        raise MissingExtra(f"decoding {LABELS[name]}", f"Pillow {_OLDEST_PILLOW} or newer", _EXTRA)
+    module: Any = importlib.import_module(f"PIL.{_PILLOW[name]}ImagePlugin")
+    if not getattr(module, "SUPPORTED", True):
+        raise MissingExtra(f"decoding {LABELS[name]}", "a Pillow that was built with it", _EXTRA)
+    if name == "avif" and not module.DEFAULT_MAX_THREADS:
+        module.DEFAULT_MAX_THREADS = 1  # gpuflow's threads decode several images at a time
+    return getattr(module, f"{_PILLOW[name]}ImageFile")
+
+
+def _by_pillow(data: bytes, header: Header, alpha: bool) -> Bytes:
+    with _pillow(header.format)(io.BytesIO(data)) as image:
+        _require_size(header, image.height, image.width)  # before it allocates the image
+        for key in ("xmp", "XML:com.adobe.xmp"):
+            image.info.pop(key, None)  # else Pillow turns a TIFF by its XMP data
+        image.load()
+        return _levels(image, alpha)
+
+
+def _levels(image: Any, alpha: bool) -> Bytes:
+    """Return the pixels of a loaded Pillow image as `decode_optional` returns them."""
+    if image.mode.startswith("I;16"):
+        levels = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)[..., None]
+        white_is_zero = image.format == "TIFF" and image.tag_v2.get(_INTERPRETATION_TAG) == _WHITE_IS_ZERO
+        return 255 - levels if white_is_zero else levels  # Pillow inverts only levels of up to 8 bits
+    if image.mode in ("I", "F", "LAB", "HSV"):
+        refuse(f"pixels of Pillow's mode {image.mode}, which have no 8-bit levels; convert this image", UNSUPPORTED)
+    opaque = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+    mode = "RGBA" if alpha and image.has_transparency_data else opaque
+    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+    return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+# --- pillow-heif ------------------------------------------------------------------------------------------------------
+
+
+def _pillow_heif() -> Any:
+    try:
+        import pillow_heif
+    except ImportError as error:
+        raise MissingExtra("decoding HEIC", "pillow-heif", _EXTRA) from error
+    if pillow_heif.options.DECODE_THREADS == _HEIF_THREADS:
+        pillow_heif.options.DECODE_THREADS = 1  # gpuflow's threads decode several images at a time
+    return pillow_heif
+
+
+_HEIF_THREADS = 4
+"""The number of threads that pillow-heif starts for each image unless the program chose another one."""
+
+
+def _by_pillow_heif(data: bytes, header: Header, alpha: bool) -> Bytes:
+    file = _pillow_heif().open_heif(io.BytesIO(data))
+    _require_size(header, file.size[1], file.size[0])
+    return _levels(file.to_pillow(), alpha)
+
+
+# --- pylibjxl ---------------------------------------------------------------------------------------------------------
+
+
+def _pylibjxl() -> Any:
+    try:
+        import pylibjxl
+    except ImportError as error:
+        raise MissingExtra("decoding JPEG XL", "pylibjxl", _EXTRA) from error
+    return pylibjxl
+
+
+_own = threading.local()
+
+
+def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> Bytes:
+    """Decode a JPEG XL. libjxl converts levels of any depth to 8 bits, rounded."""
+    found = _pylibjxl().probe(data)
+    _require_size(header, found["height"], found["width"])
+    if not hasattr(_own, "jxl"):
+        _own.jxl = _pylibjxl().JXL(threads=1, pool_size=1)
+    pixels = np.asarray(_own.jxl.decode(data), np.uint8)
+    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
+    channels = pixels.shape[2]
+    if channels == 2 and alpha:
+        return np.ascontiguousarray(pixels[..., [0, 0, 0, 1]])
+    return pixels if channels in (1, 3) or alpha else np.ascontiguousarray(pixels[..., : channels - 1])
+
+
+_PILLOW = {"tiff": "Tiff", "gif": "Gif", "avif": "Avif", "jp2": "Jpeg2K", "webp_animated": "WebP"}
+"""The formats that Pillow decodes, and how the names of their modules and classes begin."""
+_LIBRARIES: dict[str, Callable[[], Any]] = {
+    "heic": _pillow_heif,
+    "jxl": _pylibjxl,
+    **{name: partial(_pillow, name) for name in _PILLOW},
+}
+"""What imports the library of each format. OpenCV, which is always there, decodes a PNG of 16 bits."""
+_DECODERS: dict[str, Callable[[bytes, Header, bool], Bytes]] = {"heic": _by_pillow_heif, "jxl": _by_pylibjxl}
+"""What decodes a format that Pillow does not decode: bytes with this header, with alpha or without."""
