@@ -7,7 +7,6 @@ import json
 import logging
 import pickle
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """The metadata of a model file; None for what the file does not state.
+    """Holds the metadata of a model file; None for what the file does not state.
 
     classes: names of the outputs. preprocessing, stages: `Pipeline.fingerprint` and `Pipeline.lines` of the pipeline
     before the model. folded: the line of a stage that is inside the model, which then takes uint8 images.
@@ -58,6 +57,9 @@ class ModelInfo:
         """Read what `to_json` wrote; unknown keys are ignored. None and "" give an empty `ModelInfo`.
 
         Raises ValueError for anything else.
+
+        >>> ModelInfo.from_json(ModelInfo(classes=("cat", "dog")).to_json()).classes
+        ('cat', 'dog')
         """
         return cls.of(json.loads(text) if text else {})
 
@@ -69,31 +71,22 @@ class ModelInfo:
         """
         if not isinstance(fields, Mapping):
             raise ValueError(f"its metadata must be a mapping, got {show(fields)}")
-        for key, rule, fits in (
-            *((key, "a list of texts", _are_texts) for key in ("classes", "stages")),
-            *((key, "a text", _is_text) for key in ("preprocessing", "folded")),
-        ):
-            if (value := fields.get(key)) is not None and not fits(value):
+        values = {
+            key: fields[key] for key in ("classes", "stages", "preprocessing", "folded") if fields.get(key) is not None
+        }
+        for key, value in values.items():
+            is_list = key in ("classes", "stages")
+            texts = value if is_list else [value]
+            if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+                rule = "a list of texts" if is_list else "a text"
                 raise ValueError(f"{key} in its metadata must be {rule}, got {show(value)}")
-        classes, stages = fields.get("classes"), fields.get("stages")
-        return cls(
-            classes=None if classes is None else tuple(map(_readable, classes)),
-            preprocessing=fields.get("preprocessing"),
-            stages=None if stages is None else tuple(stages),
-            folded=fields.get("folded"),
-        )
+            if is_list:
+                values[key] = tuple(map(_readable, texts) if key == "classes" else texts)
+        return cls(**values)
 
 
 def _readable(name: str) -> str:
     return re.sub("[\ud800-\udfff]", "\ufffd", name)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(_is_text, value))
 
 
 class Engine(Protocol):
@@ -121,7 +114,7 @@ class Engine(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Engine, versions of its libraries, device, precision, batch, file: plain values for reports."""
+        """Return plain values for reports: engine, versions of its libraries, device, precision, batch and file."""
         ...
 
     def close(self) -> None:
@@ -149,7 +142,7 @@ def run_in_thread(work: Callable[[], T]) -> T:
 
 
 def black_images(count: int, image: ImageSpec, device: torch.device) -> torch.Tensor:
-    """[count, C, H, W] as the pipeline gives them, in its dtype and memory layout."""
+    """Return black images [count, C, H, W] in the dtype and memory layout that the pipeline gives."""
     height, width, channels = image.shape
     assert height is not None and width is not None
     images = torch.zeros((count, channels, height, width), dtype=getattr(torch, image.dtype), device=device)
@@ -169,7 +162,11 @@ def noise_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
 
 def difference(replayed: torch.Tensor, plain: torch.Tensor) -> float:
     """Return the largest difference of two tensors of logits; infinite where only one of them is infinite or no
-    number."""
+    number.
+
+    >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+    0.5
+    """
     if replayed.shape != plain.shape:
         return float("inf")
     same = (replayed == plain) | (replayed.isnan() & plain.isnan())
@@ -282,6 +279,9 @@ def class_difference(classes: Sequence[str], wanted: Sequence[str] | None) -> st
     """Return where class names differ from those that are wanted, and what to do, as the end of an error.
 
     Empty if they are equal, or if one has no names, as labels that are numbers.
+
+    >>> class_difference(["cat"], ["cat", "dog"])
+    "got 1 where 2 are wanted, and class 1, 'dog', is missing; name all in each source: ..."
     """
     pairs = enumerate(zip_longest(map(_readable, classes), map(_readable, wanted or ()), fillvalue=None))
     different = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
@@ -342,14 +342,13 @@ def _names_in_json(path: str, text: str) -> tuple[str, ...]:
         for key, _ in found:
             if not re.fullmatch("0|[1-9][0-9]{0,8}", key):
                 raise fault(f"{place}must have the numbers of outputs as keys, such as 0, got {key!r}")
-        numbers = [int(key) for key, _ in found]
-        twice = next((number for number, count in Counter(numbers).items() if count > 1), None)
-        if twice is not None:
-            raise fault(f"{place}must name each output once, names output {twice} twice")
-        lacking = next((number for number in range(len(numbers)) if number not in set(numbers)), None)
-        if lacking is not None:
-            raise fault(f"{place}must name each output, lacks {lacking} of 0 to {max(numbers)}")
-        found = [value for _, value in sorted(found, key=lambda pair: int(pair[0]))]
+        found = sorted(found, key=lambda pair: int(pair[0]))
+        for i, number in enumerate(int(key) for key, _ in found):
+            if number < i:
+                raise fault(f"{place}must name each output once, names output {number} twice")
+            if number > i:
+                raise fault(f"{place}must name each output, lacks {i} of 0 to {found[-1][0]}")
+        found = [value for _, value in found]
     if not isinstance(found, list) or not found:
         raise fault(f"{place}must be a list of names, or an object of them by the numbers of outputs")
     names = [value[-1] if isinstance(value, list) and value else value for value in found]

@@ -109,7 +109,8 @@ class OnnxEngine:
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[OnnxEngine]:
-    """See `open_engines`. Each engine has its own session, because onnxruntime's threads belong to a session."""
+    """Return engines as `open_engines` does. Each has its own session, because onnxruntime's threads belong to a
+    session."""
     threads = cores_per_instance(model.instances)
     return [
         OnnxEngine(model.file, image=image, batch=model.batch, device=device, threads=threads)

@@ -60,6 +60,8 @@ _TREE_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _ORIGINS = "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "from_node"
 """What a node's metadata may say about where the node comes from."""
 _OWN_MODULES = "torch", "operator", "math"
+_ROOTS = {"torch.nn": torch.nn, "torch": torch, "_operator": operator, "math": math}
+"""Where torch looks a function up, by how its name begins; the first one counts."""
 
 
 def refuse_code(path: str) -> None:
@@ -161,7 +163,7 @@ def _types_of(kind: type) -> dict[str, Any]:
 
 
 def _is_number(kind: Any, value: Any) -> bool:
-    """Return whether torch reads the value as a number or truth value of this type, and it is one."""
+    """Return True for a number, or a truth value, that torch reads as this type."""
     if kind is bool:
         return isinstance(value, bool)
     if kind is float:
@@ -192,30 +194,22 @@ def _is_operator(target: str) -> bool:
 
 
 def _is_stack(text: str) -> bool:
-    """Return whether torch finds the functions that a node comes from without leaving its own modules."""
+    """Return True if torch finds the functions that a node comes from in its own modules."""
     return all(_is_in_torch(entry.rpartition(",")[2]) for entry in text.split(";"))
 
 
 def _is_in_torch(target: str) -> bool:
-    """Return whether torch finds the function of this name by reading attributes of torch's modules, and of no others.
+    """Return True if torch finds the function of this name by reading attributes of its own modules alone.
 
     Reading those of others can run code: `torch.ctypes.cdll` loads the library that an attribute of it names.
     """
     if _is_operator(target):
         return True
-    names = target.split(".")[1:]
-    found: object
-    if target.startswith("torch.nn"):
-        found, names = torch.nn, names[1:]
-    elif target.startswith("torch"):
-        found = torch
-    elif target.startswith("_operator"):
-        found = operator
-    elif target.startswith("math"):
-        found = math
-    else:
+    root = next((root for root in _ROOTS if target.startswith(root)), None)
+    if root is None:
         return not target.startswith("#")  # torch keeps the text; after # it calls what an extension has registered
-    for name in names:
+    found: object = _ROOTS[root]
+    for name in target.split(".")[1 + root.count(".") :]:
         if not isinstance(found, ModuleType) or found.__name__.partition(".")[0] not in _OWN_MODULES:
             return False
         found = getattr(found, name, None)
@@ -231,12 +225,12 @@ def _is_expression(text: str) -> bool:
 
 
 def _is_guard(text: str) -> bool:
-    """Return whether a condition on the inputs compares their sizes."""
+    """Return True for a condition on the inputs that compares their sizes."""
     return _is_expression(_SIZE.sub("s0", text))
 
 
 def _is_tree(text: str) -> bool:
-    """Return whether a serialized structure of arguments has only tuples, lists and dicts with plain keys."""
+    """Return True for a serialized structure of arguments of only tuples, lists and dicts with plain keys."""
 
     def plain(node: Any) -> bool:
         keys = json.loads(node["context"] or "null")
@@ -251,44 +245,28 @@ def _is_plain_key(key: object) -> bool:
     return isinstance(key, str) and _NAME.fullmatch(key) is not None
 
 
-_NAMES, _MODULES = ("the name", _NAME.fullmatch), ("the name", _DOTTED.fullmatch)
-_OBJECTS = "an object of the class", _is_nothing
 _TEXTS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "expr_str": ("the expression", _is_expression),
-    "guards_code": ("the guard", _is_guard),
-    "target": ("the operator", _is_operator),
-    "as_operator": ("the operator", _is_operator),
-    "in_spec": ("the structure", _is_tree),
-    "out_spec": ("the structure", _is_tree),
-    "name": _NAMES,
-    "as_name": _NAMES,
-    "forward_arg_names": _NAMES,
-    "field_names": _NAMES,
-    "user_input_name": _NAMES,
-    "verifiers": _NAMES,
-    "fqn": _MODULES,
-    "parameter_name": _MODULES,
-    "buffer_name": _MODULES,
-    "tensor_constant_name": _MODULES,
-    "custom_obj_name": _OBJECTS,
-    "class_fqn": _OBJECTS,
-    "path_name": ("the path", re.compile(r"(weight|tensor)_\d+").fullmatch),
-    "as_string": ("the text", _is_anything),
-    "as_strings": ("the text", _is_anything),
-    "type": ("the device", _is_anything),
-    "torch_version": ("the version", _is_anything),
+    field: (what, is_harmless)
+    for what, is_harmless, fields in (
+        ("the expression", _is_expression, "expr_str"),
+        ("the guard", _is_guard, "guards_code"),
+        ("the operator", _is_operator, "target as_operator"),
+        ("the structure", _is_tree, "in_spec out_spec"),
+        ("the name", _NAME.fullmatch, "name as_name forward_arg_names field_names user_input_name verifiers"),
+        ("the name", _DOTTED.fullmatch, "fqn parameter_name buffer_name tensor_constant_name"),
+        ("an object of the class", _is_nothing, "custom_obj_name class_fqn"),
+        ("the path", re.compile(r"(weight|tensor)_\d+").fullmatch, "path_name"),
+        ("the text", _is_anything, "as_string as_strings"),
+        ("the device", _is_anything, "type"),
+        ("the version", _is_anything, "torch_version"),
+    )
+    for field in fields.split()
 }
 """What each field of the schema that is a text is called, and which texts are harmless in it."""
 _KEYS: dict[str, Callable[[str], object]] = {
-    "tensor_values": _NAME.fullmatch,
-    "sym_int_values": _NAME.fullmatch,
-    "sym_float_values": _NAME.fullmatch,
-    "sym_bool_values": _NAME.fullmatch,
+    **dict.fromkeys(("tensor_values", "sym_int_values", "sym_float_values", "sym_bool_values"), _NAME.fullmatch),
+    **dict.fromkeys(("as_string_to_argument", "range_constraints"), _NAME.fullmatch),
+    **dict.fromkeys(("treespec_namedtuple_fields", "opset_version", "config"), _DOTTED.fullmatch),
     "custom_obj_values": _is_nothing,
-    "as_string_to_argument": _NAME.fullmatch,
-    "treespec_namedtuple_fields": _DOTTED.fullmatch,
-    "opset_version": _DOTTED.fullmatch,
-    "range_constraints": _NAME.fullmatch,
-    "config": _DOTTED.fullmatch,
 }
 """Which names are harmless in each mapping of the schema."""

@@ -60,7 +60,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The work on batches of one size. images: its input [N, C, H, W]. replay: runs it. logits: its output [N, K]."""
+    """Holds the work on batches of one size. images: its input [N, C, H, W]. replay: runs it. logits: its output [N,
+    K]."""
 
     images: torch.Tensor
     replay: Callable[[], object]
@@ -79,7 +80,11 @@ def tolerance(dtype: torch.dtype, logits: torch.Tensor) -> float:
 
 def padded_sizes(batch: int) -> tuple[int, ...]:
     """Return the batch sizes that run on a GPU or are compiled, ascending: `batch`, half of it, and so on; at most
-    eight."""
+    eight.
+
+    >>> padded_sizes(6)
+    (1, 2, 3, 6)
+    """
     return tuple(sorted({-(-batch >> halvings) for halvings in range(_MAX_SIZES)}))
 
 
@@ -136,7 +141,9 @@ class TorchEngine:
         self._about = {"file": file, "precision": precision or "as it is", "compile": compiled is not None}
 
     def warm_up(self) -> None:
-        """Also compile, and capture the graphs from the largest batch down, whose memory the others reuse.
+        """Run each batch size once. Compile the module and capture the CUDA graphs first, if asked for.
+
+        The largest batch comes first, because the others reuse its memory.
 
         Raises ConfigError where a graph is required and fails.
         """
@@ -158,7 +165,8 @@ class TorchEngine:
             _LOG.warning("%s: batches of %s run without a CUDA graph, and slower: %s", name, which, fault)
 
     def bind_thread(self) -> None:
-        """torch selects cuDNN's kernels again on each thread, in 0.1 s for each size; a CUDA graph contains them."""
+        """Run each size without a CUDA graph once: torch selects cuDNN's kernels again on each thread, in 0.1 s a
+        size."""
         if self._stream is not None:
             for size in reversed(self._sizes or (1, self.batch)):
                 if size not in self._graphs:
@@ -264,7 +272,7 @@ def _run_in_lasting_thread(work: Callable[[], T]) -> T:
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TorchEngine]:
-    """See `open_engines`. All engines share one module, which has no state."""
+    """Return engines as `open_engines` does. All of them share one module, which has no state."""
     path, precision = model.file, None
     if model.cuda_graphs is True and device.type != "cuda":
         rule = f"is true and needs an NVIDIA GPU, but the device is {device}; use auto"
@@ -359,7 +367,7 @@ def read_checkpoint(
 
 
 def _is_torchscript(path: str) -> bool:
-    """Return whether `torch.jit.save` wrote a file."""
+    """Return True for a file that `torch.jit.save` wrote."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

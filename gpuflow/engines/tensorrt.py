@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -74,7 +74,8 @@ class Settings:
 
 
 def cache_key(path: str, settings: Settings, platform: Platform) -> str:
-    """SHA-256 over the model's bytes, including weights in separate files, and all that the engine is built for."""
+    """Return a SHA-256 over all that an engine is built from and for, such as the model's bytes and those of weight
+    files."""
     digest = hashlib.sha256(json.dumps([_FORMAT, asdict(settings), asdict(platform)]).encode())
     for file in (Path(path), *_side_files(path)):
         digest.update(f"\0{file.stat().st_size}\0".encode())
@@ -123,7 +124,13 @@ def cache_directory(model: ModelSpec) -> Path:
 
 
 class PlanCache:
-    """Files by key: a digest of key and content, then the content. A truncated or renamed file counts as missing."""
+    """Files by key: a digest of key and content, then the content. A truncated or renamed file counts as missing.
+
+    >>> cache = PlanCache(Path("engines"))
+    >>> cache.store("key", b"a built engine")
+    >>> cache.load("key"), cache.load("another key")
+    (b'a built engine', None)
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -195,15 +202,10 @@ def build(path: str, settings: Settings, timing: bytes) -> tuple[bytes, bytes]:
         raise model_error(path, f"must take one input, images [N, C, H, W], takes {network.num_inputs}")
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, _WORKSPACE_BYTES)
-    match settings.precision:
-        case "float16":
-            config.set_flag(trt.BuilderFlag.FP16)
-        case "bfloat16":
-            config.set_flag(trt.BuilderFlag.BF16)
-        case "float32":
-            config.clear_flag(trt.BuilderFlag.TF32)  # on by default, with 10 bits of mantissa
-        case unknown:
-            assert_never(unknown)
+    if settings.precision == "float32":
+        config.clear_flag(trt.BuilderFlag.TF32)  # on by default, with 10 bits of mantissa
+    else:
+        config.set_flag(trt.BuilderFlag.FP16 if settings.precision == "float16" else trt.BuilderFlag.BF16)
     measured = config.create_timing_cache(timing)
     config.set_timing_cache(measured, ignore_mismatch=False)
     profile = builder.create_optimization_profile()
@@ -315,7 +317,7 @@ def _require_success(success: bool, call: str) -> None:
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TensorrtEngine]:
-    """See `open_engines`. The engines are contexts of one built engine, each on its own stream."""
+    """Return engines as `open_engines` does. They are contexts of one built engine, each on its own stream."""
     platform = platform_of(device)
     streams = [torch.cuda.Stream(device) for _ in range(model.instances)]  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):

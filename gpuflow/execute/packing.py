@@ -1,4 +1,4 @@
-"""Several arrays in one block of memory, so that they take one allocation and one transfer to a device."""
+"""Packs arrays into one table, or into one block of memory that takes one allocation and one transfer to a device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuflow.arrays import Array, Bytes
+from gpuflow.arrays import Array, Bytes, Ints
 
 _ALIGN = 16
+
+
+def table_of(count: int, parts: Sequence[Array | int]) -> Ints:
+    """Return the columns of all parts next to each other, int64 [count, columns].
+
+    parts: each [count], [count, columns of it], or a number for a column of it.
+
+    >>> table_of(2, [np.array([1, 2]), 9]).tolist()
+    [[1, 9], [2, 9]]
+    """
+    columns = [np.full(count, part) if isinstance(part, int) else part for part in parts]
+    columns = [column[:, None] if column.ndim == 1 else column for column in columns]
+    table = np.empty((count, sum(column.shape[1] for column in columns)), np.int64)
+    return np.concatenate(columns, axis=1, out=table)
 
 
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
@@ -31,6 +45,10 @@ def in_one_block(arrays: Sequence[Array]) -> tuple[list[int], Bytes]:
     """Return where each array begins in a block that has them all, and the block, uint8 [size].
 
     The block of one contiguous array of a fitting size is the array itself.
+
+    >>> starts, block = in_one_block([np.zeros(3, np.uint8), np.zeros(2, np.int64)])
+    >>> starts, block.nbytes
+    ([0, 16], 32)
     """
     starts, size = layout(arrays)
     if len(arrays) == 1 and arrays[0].nbytes == size and arrays[0].flags.c_contiguous:

@@ -35,8 +35,10 @@ OPENCV_BORDERS = {
 
 
 def float32_map(matrix: Floats, height: Any, width: Any) -> NDArray[np.float32]:
-    """Affine maps [..., 3, 3] as torchvision has them in float32, [..., 2, 3]: about the center of images of these
-    sizes, and in units of half their sides."""
+    """Return affine maps [..., 3, 3] as torchvision has them in float32, [..., 2, 3].
+
+    They are about the center of images of these sizes, in units of half their sides.
+    """
     found = np.empty((*matrix.shape[:-2], 2, 3), np.float32)
     for i, side in enumerate((width, height)):
         across, down = matrix[..., i, 0], matrix[..., i, 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
@@ -27,20 +28,17 @@ _KEPT_BYTES = 1 << 30
 _LONGEST_SECONDS, _END_SECONDS = 600.0, 2.0
 
 
+@dataclass(eq=False)
 class PendingImages:
     """Images of one chunk that are being decoded. If this object is deleted before they are begun, they are not.
 
     rows [n]: their places in the chunk. memory: holds the results.
     """
 
-    def __init__(
-        self,
-        rows: Ints,
-        memory: Bytes,
-        results: Bytes,
-        faults: Future[list[BadSampleError | None]],
-    ) -> None:
-        self.rows, self.memory, self._results, self._faults = rows, memory, results, faults
+    rows: Ints
+    memory: Bytes
+    _results: Bytes
+    _faults: Future[list[BadSampleError | None]]
 
     def result(self) -> tuple[torch.Tensor, list[BadSampleError | None]]:
         """Wait for the results: uint8 [n, bytes of a slot], which `slots_of` takes, in memory that the GPU copies from.

@@ -17,7 +17,16 @@ from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, NativePool, function, using
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.pointwise import Filters, Operations
-from gpuflow.pipeline.program import LocalStep, NativeStep, PointwiseStep, Resampling, ResamplingStep, Warping, WarpStep
+from gpuflow.pipeline.program import (
+    LocalStep,
+    NativeStep,
+    PointwiseStep,
+    Resampling,
+    ResamplingStep,
+    Step,
+    Warping,
+    WarpStep,
+)
 from gpuflow.runtime.threads import stop_flag
 from gpuflow.sources import Payload
 
@@ -72,16 +81,22 @@ def in_rows(image: Bytes) -> Bytes:
 
 
 class NativeSteps:
-    """Native steps, and what they have in common for all chunks."""
+    """The steps of a program, and what those that are native have in common for all chunks."""
 
-    def __init__(self, steps: Sequence[NativeStep]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.are_native = all(isinstance(step, NativeStep) for step in steps)
         self._tables = [_table_of(step) for step in steps]
 
-    def records(self, draws: Sequence[Any]) -> Records:
-        """Return the steps' records. draws: for each step what its `draw` returned."""
+    def records(self, draws: Sequence[Any], first: int = 0) -> Records:
+        """Return the records of some steps, which must be native.
+
+        draws: for each step from number `first` on, as many as there are draws, what its `draw` returned.
+        """
         records = Records()
-        for step, table, draw in zip(self._steps, self._tables, draws, strict=True):
+        for n, draw in enumerate(draws, first):
+            step, table = self.steps[n], self._tables[n]
+            assert isinstance(step, NativeStep)
             match step:
                 case ResamplingStep():
                     records.add_resampling(draw)
@@ -98,7 +113,7 @@ class NativeSteps:
         return records
 
 
-def _table_of(step: NativeStep) -> tuple[Array, bool] | None:
+def _table_of(step: Step) -> tuple[Array, bool] | None:
     """Return the table of levels of a step that has one, and whether its result has the layout of planes."""
     if not isinstance(step, PointwiseStep) or (table := step.table) is None:
         return None
@@ -115,9 +130,9 @@ class Records:
     @cached_property
     def place(self) -> tuple[int, int]:
         """Give the records memory, and return its address and their number. No record may be added any more."""
-        return self._hold(self._rows, np.int64), len(self._rows)
+        return self._hold(self._rows), len(self._rows)
 
-    def _hold(self, values: Any, dtype: Any) -> int:
+    def _hold(self, values: Any, dtype: Any = np.int64) -> int:
         """Keep values in memory, and return their address."""
         self._held.append(np.ascontiguousarray(values, dtype))
         return _address_of(self._held[-1])
@@ -126,7 +141,7 @@ class Records:
         parts = (draw.box, draw.mirrors, draw.grid, draw.shown, draw.window, draw.flips)
         rows = np.concatenate(parts, axis=1, dtype=np.int64, casting="unsafe")
         numbers = [_INTERPOLATIONS[draw.interpolation], draw.antialias, _levels(draw.fill)]
-        self._rows.append((_RESAMPLE, self._hold(rows, np.int64), self._hold(numbers, np.int64)))
+        self._rows.append((_RESAMPLE, self._hold(rows), self._hold(numbers)))
 
     def add_warping(self, draw: Warping) -> None:
         rows = np.empty((len(draw.box), _WARPING), np.int64)
@@ -134,7 +149,7 @@ class Records:
         rows[:, 9:] = np.column_stack([draw.box, *draw.size, draw.shown])
         lookup = draw.lookup
         numbers = [lookup.interpolation == "bilinear", BORDERS[lookup.border], lookup.as_torchvision]
-        self._rows.append((_WARP, self._hold(rows, np.int64), self._hold([*numbers, _levels(lookup.fill)], np.int64)))
+        self._rows.append((_WARP, self._hold(rows), self._hold([*numbers, _levels(lookup.fill)])))
 
     def add_filters(self, draw: s.Filters) -> None:
         rows = np.empty((len(draw.active), _FILTER_NUMBERS), np.int64)
@@ -146,19 +161,19 @@ class Records:
         rows[~draw.active, 0] = 0
         rows[:, 4], rows[:, 5] = (numbers.astype(np.float64).view(np.int64) for numbers in (draw.centre, draw.factor))
         rows[:, 6] = draw.border == "keep"
-        self._rows.append((_FILTER, self._hold(rows, np.int64), 0))
+        self._rows.append((_FILTER, self._hold(rows), 0))
 
     def add_operations(self, operations: s.Operations) -> None:
         if not operations.kinds:
             return
-        codes, factors = self._hold(operations.codes, np.int64), self._hold(operations.factors, np.float64)
+        codes, factors = self._hold(operations.codes), self._hold(operations.factors, np.float64)
         tables, values = self._hold(operations.tables, np.uint8), self._hold(operations.values, np.float64)
         fields = [codes, factors, operations.codes.shape[1], tables, values]
-        self._rows.append((_OPERATE, self._hold(fields, np.int64), 0))
+        self._rows.append((_OPERATE, self._hold(fields), 0))
 
     def add_table(self, table: Array, planes: bool) -> None:
         fields = [self._hold(table, table.dtype), table.itemsize, planes]
-        self._rows.append((_LOOK_UP, self._hold(fields, np.int64), 0))
+        self._rows.append((_LOOK_UP, self._hold(fields), 0))
 
 
 def _levels(fill: Sequence[float]) -> int:
@@ -189,7 +204,7 @@ def run_chunk(
     Raises:
         MemoryError: there is not enough memory for a sample. LoaderError: this thread's `stop_flag` was set.
     """
-    rows = np.array([(*records.place, *_place_of(slots)) for records, slots in outputs], np.int64)
+    rows = np.array([(*records.place, _address_of(slots), slots.strides[0]) for records, slots in outputs], np.int64)
     fields = [_address_of(inputs.rows), _address_of(rows), len(outputs), _COLORS[color]]
     with using(pool) as threads:
         chunk = np.array([*fields, _address_of(inputs.statuses), stop_flag().address, threads, 0], np.int64)
@@ -220,11 +235,6 @@ def _address_of(array: Array) -> int:
     """Return the address of an array's memory, in a quarter of the time that `ctypes.data` takes."""
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _place_of(slots: Array) -> tuple[int, int]:
-    """Return the address of slots [N, ...], and the bytes from one to the next."""
-    return _address_of(slots), slots.strides[0]
 
 
 def run_pointwise(image: Bytes, operations: Operations, i: int, table: Array | None, *, planes: bool) -> Array:

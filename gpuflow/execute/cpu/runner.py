@@ -66,16 +66,6 @@ _END_SECONDS, _LONGEST_SECONDS = 3.0, 3600.0
 _Faults = list[BadSampleError | None]
 
 
-class _Lowered:
-    """A program's steps as C runs them. each: every step alone; whole: all, None if one of them is not native."""
-
-    def __init__(self, program: Program) -> None:
-        self.steps = program.steps
-        native = [step for step in self.steps if isinstance(step, NativeStep)]
-        self.each = [NativeSteps([step]) if isinstance(step, NativeStep) else None for step in self.steps]
-        self.whole = NativeSteps(native) if len(native) == len(self.steps) else None
-
-
 class _Drawn:
     """The draws of one output for N images. Draws are None for steps whose images' sizes are not known yet.
 
@@ -83,7 +73,7 @@ class _Drawn:
     of all steps, which are native, in place of those of each step.
     """
 
-    def __init__(self, lowered: _Lowered, keys: s.Keys, sizes: Ints, slots: Array, *, together: bool) -> None:
+    def __init__(self, lowered: NativeSteps, keys: s.Keys, sizes: Ints, slots: Array, *, together: bool) -> None:
         self.lowered, self.keys, self.slots, self.draws = lowered, keys, slots, list[Any]()
         known, (height, width) = True, sizes.T
         for step in lowered.steps:
@@ -101,20 +91,23 @@ class _Drawn:
                     self.draws.append(draw)
                 case _:
                     assert_never(step)
-        self.whole = lowered.whole.records(self.draws) if together and lowered.whole is not None else None
+        self.whole = lowered.records(self.draws) if together else None
         """Records of all steps at once, or None."""
-        pairs = [] if together else zip(lowered.each, self.draws, strict=True)
-        self.each = [None if steps is None or draw is None else steps.records([draw]) for steps, draw in pairs]
+        pairs = [] if together else zip(lowered.steps, self.draws, strict=True)
+        self.each = [
+            lowered.records([draw], n) if isinstance(step, NativeStep) and draw is not None else None
+            for n, (step, draw) in enumerate(pairs)
+        ]
         """Records of each step; None if it is not native, or its draws are not known."""
 
     @property
     def first(self) -> Resampling | Warping | None:
-        """The first step's draws if it is a resampling or a warp, which leave the decoded image as it is."""
+        """Return the first step's draws if it is a resampling or a warp, which leave the decoded image as it is."""
         first = self.draws[0] if self.draws else None
         return first if isinstance(first, Resampling | Warping) else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     """N images that become outputs.
 
@@ -130,7 +123,7 @@ class _Chunk:
 
     @property
     def native_outputs(self) -> list[tuple[Records, Array]]:
-        """The records and the slots of each output, if all its steps are native, as `run_chunk` takes them."""
+        """Return the records and the slots of each output, as `run_chunk` takes them, if all its steps are native."""
         return [(output.whole, output.slots) for output in self.outputs if output.whole is not None]
 
 
@@ -146,11 +139,11 @@ class CpuRunner:
         self, program: AnyProgram, threads: int = 0, count_cpu: Callable[[float], None] = lambda seconds: None
     ) -> None:
         self._stage, self._outputs = program.decoder, outputs_of(program)
-        self._lowered = list(map(_Lowered, programs_of(program)))
+        self._lowered = [NativeSteps(one.steps) for one in programs_of(program)]
         self._spec = programs_of(program)[0].specs[1]
         for step in [step for one in programs_of(program) for step in one.steps if isinstance(step, OpaqueStep)]:
             step.stage.prepare()
-        self._is_native = all(lowered.whole is not None for lowered in self._lowered)
+        self._is_native = all(lowered.are_native for lowered in self._lowered)
         self._has_library = self._stage.library is None and find_libjpeg_turbo() is not None
         self._threads, self._count_cpu = threads, count_cpu
         self._lock = threading.Lock()
@@ -221,7 +214,7 @@ class CpuRunner:
             data = payload.sample(i)
             return decoder.decode(data, header_of(data, stage), tuple(regions[i].tolist()))
 
-        return self._run(_Chunk(decode=decode, outputs=outputs, inputs=inputs, faults=faults, shared=len(outputs) > 1))
+        return self._run(_Chunk(decode, outputs, inputs, faults, len(outputs) > 1))
 
     def run_images(self, images: Sequence[Bytes], keys: s.Keys, slots: Any) -> _Faults:
         """Run all steps on N decoded images, uint8 [H_i, W_i, C], which stay as they are. The rest is as in `run`."""
@@ -234,28 +227,17 @@ class CpuRunner:
             for i in np.flatnonzero(~_misfit(outputs)).tolist():
                 if faults[i] is None:
                     inputs.set_pixels(i, images[i], (0, 0))
-        return self._run(
-            _Chunk(
-                decode=lambda decoder, i: (images[i], (0, 0)),
-                outputs=outputs,
-                inputs=inputs,
-                faults=faults,
-                shared=True,
-            )
-        )
+        return self._run(_Chunk(lambda decoder, i: (images[i], (0, 0)), outputs, inputs, faults, shared=True))
 
     def _run_by_stage(self, payload: Payload, keys: s.Keys, slots: Any) -> _Faults:
         """Decode by the stage's own library, which gives images of one size."""
         outputs = self._draw(keys, np.tile(np.array(self._spec.shape[:2]), (len(payload), 1)), slots)
-        return self._run(
-            _Chunk(
-                decode=lambda decoder, i: (self._stage.decode(payload.sample(i)), (0, 0)),
-                outputs=outputs,
-                inputs=Inputs(len(payload)),
-                faults=[None if error is None else BadSampleError("read", error) for error in payload.errors],
-                shared=len(outputs) > 1,
-            )
-        )
+        faults = [None if error is None else BadSampleError("read", error) for error in payload.errors]
+
+        def decode(decoder: CpuDecoder, i: int) -> tuple[Bytes, tuple[int, int]]:
+            return self._stage.decode(payload.sample(i)), (0, 0)
+
+        return self._run(_Chunk(decode, outputs, Inputs(len(payload)), faults, len(outputs) > 1))
 
     def _draw(self, keys: s.Keys, sizes: Ints, slots: Any) -> list[_Drawn]:
         """Draw the parameters of each output for N images of these upright sizes."""
@@ -361,10 +343,10 @@ class CpuRunner:
         for n, (step, draw) in enumerate(zip(steps, output.draws, strict=True)):
             row, records, out = i, output.each[n], slot if n == len(steps) - 1 else None
             if draw is None:
-                native = output.lowered.each[n]
-                assert isinstance(step, ResamplingStep | WarpStep | PointwiseStep) and native is not None
-                draw, row = step.draw(output.keys[i], *_size(image)), 0
-                records = native.records([draw])
+                assert isinstance(step, ResamplingStep | WarpStep | PointwiseStep)
+                height, width = np.array(image.shape[:1]), np.array(image.shape[1:2])
+                draw, row = step.draw(output.keys[i], height, width), 0
+                records = output.lowered.records([draw], n)
             _check([draw], row)
             match step:
                 case ResamplingStep() | WarpStep() | PointwiseStep() | LocalStep():
@@ -480,8 +462,3 @@ def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
     # without the traceback, which refers to the frames of the call, and these to all samples
     fault.__cause__ = error.with_traceback(None)
     return fault
-
-
-def _size(image: Array) -> tuple[Ints, Ints]:
-    """Return height and width, each [1], of an image in HWC."""
-    return np.array(image.shape[:1]), np.array(image.shape[1:2])

@@ -55,29 +55,27 @@ class TargetMapper:
 
     @property
     def boxes(self) -> Field | None:
-        """The field that instances' masks and keypoints belong to."""
+        """Return the field that instances' masks and keypoints belong to."""
         return next((field for field in self.fields if field.type == "boxes"), None)
 
     @property
     def names(self) -> list[str]:
-        """The columns of a batch."""
+        """Return the names of the columns of a batch."""
         return [name for field in self.fields for name in (field.name, field.labels) if name]
 
     @property
     def upright(self) -> bool:
-        """Whether `decode` applies orientations."""
+        """Return True if `decode` applies orientations."""
         return self.program.decoder.orientation == "apply"
 
     @property
     def leaves_orientation_open(self) -> bool:
-        """Return whether fields have coordinates or masks, and `decode` does not say what EXIF orientations mean."""
+        """Return True if fields have coordinates or masks, and `decode` does not say what EXIF orientations mean."""
         return self.program.decoder.orientation is None and any(field.type in GEOMETRIC for field in self.fields)
 
     def map(self, records: Records, keys: s.Keys, sizes: Ints) -> Targets:
         """Map the records of N samples to targets. sizes [N, 2]: height and width of their upright images."""
-        errors = list(records.errors)
-        for sample, reason in self._faults(records, sizes):
-            errors[sample] = errors[sample] or reason
+        errors = self._errors(records, sizes)
         while True:  # again without those whose masks cannot be decoded
             good = np.array([i for i, error in enumerate(errors) if error is None], np.int64)
             chosen = {name: taken(column, good) for name, column in records.columns.items()}
@@ -89,9 +87,7 @@ class TargetMapper:
 
     def check(self, records: Records, sizes: Ints) -> list[str | None]:
         """Return for each of N samples None, or why its record is bad, as `map` does. sizes [N, 2]: as in `map`."""
-        errors = list(records.errors)
-        for sample, reason in self._faults(records, sizes):
-            errors[sample] = errors[sample] or reason
+        errors = self._errors(records, sizes)
         boxes = None if self.boxes is None else records.columns[self.boxes.name]
         for field in self.fields:
             for i, size in enumerate(sizes.tolist()) if field.type == "mask" else ():
@@ -106,30 +102,28 @@ class TargetMapper:
 
     # --- faults that are known before anything is mapped ----------------------------------------------------------
 
+    def _errors(self, records: Records, sizes: Ints) -> list[str | None]:
+        errors = list(records.errors)
+        for sample, reason in self._faults(records, sizes):
+            errors[sample] = errors[sample] or reason
+        return errors
+
     def _faults(self, records: Records, sizes: Ints) -> Iterator[tuple[int, str]]:
         columns, first = records.columns, self.boxes
         if records.sizes is not None and any(field.type in GEOMETRIC for field in self.fields):
             yield from sizes_at_fault(records.sizes, sizes, upright=self.upright)
         for field in self.fields:
             column = columns[field.name]
-            match field.type:
-                case "boxes":
-                    assert isinstance(column, Ragged)
-                    yield from boxes_at_fault(field.name, column, sizes)
-                    if field.labels:
-                        yield from _unequal(field.labels, columns[field.labels], field.name, column)
-                case "keypoints":
-                    assert isinstance(column, Ragged)
-                    yield from keypoints_at_fault(field.name, column, field.flip_pairs)
-                    if first is not None:
-                        yield from _unequal(field.name, column, first.name, columns[first.name])
-                case "mask":
-                    if field.instances and first is not None:
-                        yield from _unequal(field.name, column, first.name, columns[first.name])
-                case "number" | "text" | "any":
-                    pass
-                case unknown:
-                    assert_never(unknown)
+            if field.type == "boxes":
+                assert isinstance(column, Ragged)
+                yield from boxes_at_fault(field.name, column, sizes)
+                if field.labels:
+                    yield from _unequal(field.labels, columns[field.labels], field.name, column)
+            if field.type == "keypoints":
+                assert isinstance(column, Ragged)
+                yield from keypoints_at_fault(field.name, column, field.flip_pairs)
+            if first is not None and (field.type == "keypoints" or field.instances):
+                yield from _unequal(field.name, column, first.name, columns[first.name])
 
     # --- mapping --------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def gpu_passes_and_library(program: AnyProgram) -> tuple[tuple[tuple[Pass, ...],
 
 
 def gpu_decodes(program: AnyProgram) -> bool:
-    """Return whether this machine's GPU decodes a program, by the rule of `place_on_gpu`. May open the GPU."""
+    """Return True if this machine's GPU decodes a program, by the rule of `place_on_gpu`. May open the GPU."""
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
         return False

@@ -18,7 +18,7 @@ from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode.chunk_files import Headers, Rewritten, find_complete, read_headers
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
 from gpuflow.execute.gpu.passes import Pass, draw_passes
-from gpuflow.execute.tables import table_of
+from gpuflow.execute.packing import table_of
 from gpuflow.native.library import NativePool
 from gpuflow.pipeline.program import any_misfit
 from gpuflow.pipeline.stage import Decoder, Keys
@@ -32,7 +32,7 @@ _FLIPS = np.array([(turn in FLIPPED_Y, turn in FLIPPED_X) for turn in range(9)])
 
 
 def rows_are_short(sizes: Ints, orientations: NDArray[np.integer]) -> Bools:
-    """Return whether kernels can read interleaved images upright, [n], see `ROW_BYTES`. Arguments: as of `pixel_steps`.
+    """Return for each image if kernels can read it upright, [n]: see `ROW_BYTES`. Arguments: as of `pixel_steps`.
 
     They cannot if an image of more than 700 million pixels is turned by 90 degrees: an upright row then has a pixel of
     each stored one.
@@ -278,7 +278,7 @@ class KnownFiles:
         self._most = MAX_REMEMBERED
 
     def share(self, memory: NDArray[np.uint32]) -> None:
-        """From now on remember files in this memory [number of samples], which other processes use, too.
+        """Remember files in this memory [number of samples] from now on. Other processes use it, too.
 
         Where nothing is known it has zeros. What is known here already is written to it.
         """
@@ -322,7 +322,7 @@ class FileChecks:
         return 2 * min(samples, MAX_REMEMBERED) * np.dtype(np.uint32).itemsize
 
     def share(self, memory: Bytes) -> None:
-        """From now on remember in this memory which files were checked, and with what result.
+        """Remember in this memory, from now on, which files were checked, and with what result.
 
         memory: uint8 [shared_bytes], zeros at first, that other processes with the same source use, too.
         """

@@ -84,7 +84,7 @@ class DecodeBuffer:
 
     @property
     def address(self) -> int:
-        """Of the first byte in device memory."""
+        """Return the address of the first byte in device memory."""
         assert self._pixels is not None
         return self._pixels.tensors.data_ptr()
 
@@ -97,7 +97,7 @@ class DecodeBuffer:
         return self._plans
 
     def done_recorded(self) -> None:
-        """`PlanMemory.done` has been recorded after all work on the images."""
+        """Note that `PlanMemory.done` has been recorded after all work on the images."""
         self._recorded = True
 
     def wait(self) -> None:
@@ -112,11 +112,11 @@ class DecodeBuffer:
             self._pixels.free()
 
     def _begin(self) -> None:
-        """New images will be written, once the former ones are read."""
+        """Note that new images will be written, once the former ones are read."""
         self._former_sources, self.sources, self._recorded = self.sources, [], False
 
     def _end(self) -> None:
-        """All work on the images is queued."""
+        """Note that all work on the images is queued."""
         self._former_sources = []
         if self._recorded:
             return
@@ -210,5 +210,5 @@ class DecodeBuffers:
         buffer._replace(need)
 
     def _rounded(self, size: int) -> int:
-        """`size`, or the bytes of a buffer for it and for slightly larger ones."""
+        """Return `size`, or the bytes of a buffer for it and for slightly larger ones."""
         return max(size, min(-(-size // _BLOCK) * _BLOCK, self._most_bytes))

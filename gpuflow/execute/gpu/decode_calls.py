@@ -64,7 +64,7 @@ class Undecoded:
         return rows[:count]
 
     def give_back(self, rows: Ints) -> None:
-        """These images of one sampling were taken, but no call decodes them."""
+        """Give back images of one sampling that were taken, but that no call decodes."""
         sampling = int(self.samplings[rows[0]])
         self._left[sampling] = np.sort(np.concatenate([self._left[sampling], rows]))
 

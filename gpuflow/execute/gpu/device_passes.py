@@ -20,7 +20,7 @@ from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, draw_passes
 from gpuflow.execute.gpu.results import Canvas, ImageRows, Target, tiles_of
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
-from gpuflow.execute.kernels.interleave import interleave
+from gpuflow.execute.kernels.copy import interleave
 from gpuflow.execute.kernels.local import smooth, smooth_plan_of
 from gpuflow.execute.kernels.resample import resample_all, resampling_plan_of
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
@@ -297,7 +297,7 @@ def _version(images: torch.Tensor) -> int | None:
 
 
 def _is_of_device(error: Exception) -> bool:
-    """Return whether an exception is an error of CUDA or of its libraries, which says nothing about an image."""
+    """Return True for an error of CUDA or of its libraries, which says nothing about an image."""
     return isinstance(error, torch.AcceleratorError) or any(name in str(error) for name in _OF_DEVICE)
 
 

@@ -117,7 +117,7 @@ class DeviceStream:
         return DeviceStream(self.device)
 
     def wait_stream(self, other: torch.cuda.Stream) -> None:
-        """Work queued from now on begins once the other stream has finished what was queued there so far."""
+        """Have later work begin once the other stream has finished what was queued there so far."""
         if other is not self.stream:
             self.stream.wait_stream(other)
 

@@ -22,7 +22,7 @@ from gpuflow.execute.gpu.device_stream import DeviceStream
 from gpuflow.execute.gpu.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, Transfer, capture_launch
 from gpuflow.execute.gpu.results import Canvas, ImageRows, Target
 from gpuflow.execute.kernels.copy import ALIGN, FIELDS, copy_images
-from gpuflow.execute.tables import table_of
+from gpuflow.execute.packing import table_of
 from gpuflow.pipeline.program import Resampling, Warping
 
 _LOG = logging.getLogger(__name__)

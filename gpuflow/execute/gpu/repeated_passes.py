@@ -53,7 +53,7 @@ class RepeatedPasses:
         self._repeated: _PassesOfOneSize | None = None
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
-        """See `DevicePasses.run_images`."""
+        """Run the passes as `DevicePasses.run_images` does."""
         count = len(keys.positions)
         with self._lock:
             repeated = self._of_size(count) if self._can_repeat and count and not keys.values else None
@@ -72,7 +72,7 @@ class RepeatedPasses:
 
 
 def _can_be_repeated(passes: Sequence[Pass]) -> bool:
-    """Return whether all results of a pass have one size, and no pass does more than to launch kernels."""
+    """Return True if all results of a pass have one size, and no pass does more than launch kernels."""
     kernels = ResamplingStep | WarpStep | PointwiseStep | LocalStep
     return all(one.result.fixed and isinstance(one.step, kernels) for one in passes)
 
@@ -112,7 +112,7 @@ class _Ahead:
     used: int = 0
 
     def has_next(self, keys: s.Keys) -> bool:
-        """Return whether these are the keys of the batch that follows."""
+        """Return True if these are the keys of the batch that follows."""
         same = (self.keys.seed, self.keys.epoch) == (keys.seed, keys.epoch)
         return same and self.used < len(self.positions) and np.array_equal(self.positions[self.used], keys.positions)
 
@@ -164,7 +164,7 @@ class _PassesOfOneSize:
         return results
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
-        """See `DevicePasses.run_images`."""
+        """Run the passes as `DevicePasses.run_images` does."""
         height, width = images.sizes[0].tolist()
         size = (height, width) if (images.sizes == images.sizes[0]).all() else None
         ahead = self._ahead.get(keys.view)

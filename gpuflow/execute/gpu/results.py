@@ -53,17 +53,17 @@ class Canvas:
 
     @property
     def pitch(self) -> int:
-        """The bytes of a row."""
+        """Return the bytes of a row."""
         return self.memory.stride(0)
 
     @property
     def addresses(self) -> Ints:
-        """The address of each image, [n]."""
+        """Return the address of each image, [n]."""
         return self.memory.data_ptr() + self.tops * self.pitch
 
     @property
     def tile(self) -> torch.Tensor:
-        """The first tile, uint8 [1, C, TILE, TILE]: what a kernel's `out` is."""
+        """Return the first tile, uint8 [1, C, TILE, TILE]: what a kernel's `out` is."""
         channels = self.memory.shape[2]
         return self.memory.as_strided((1, channels, TILE, TILE), (TILE, 1, self.pitch, channels))
 
@@ -89,18 +89,18 @@ class ImageRows:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The target, of images that have one size."""
+        """Return the target, of images that have one size."""
         assert not isinstance(self.images, Canvas), "these images differ in size"
         return self.images
 
     @property
     def addresses(self) -> Ints:
-        """The address of each image, [n]."""
+        """Return the address of each image, [n]."""
         return self.tensor.data_ptr() + self.rows * (self.tensor.stride(0) * self.tensor.element_size())
 
     @property
     def image_bytes(self) -> int:
-        """The size of an image; 0 if it is not one block of memory."""
+        """Return the size of an image in bytes; 0 if it is not one block of memory."""
         _, channels, height, width = self.tensor.shape
         blocks = (height * width, width, 1), (1, width * channels, channels)
         size = channels * height * width * self.tensor.element_size()

@@ -55,7 +55,7 @@ _ALWAYS = {Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Opera
 
 @triton.jit
 def _luma(r, g, b, CHANNELS: tl.constexpr):
-    """Rec. 601 luma rounded down to a level."""
+    """Return Rec. 601 luma rounded down to a level."""
     if CHANNELS == 1:
         return r
     return tl.floor(tl.fma(b, 0.114, tl.fma(g, 0.587, r * 0.2989)))
@@ -63,13 +63,13 @@ def _luma(r, g, b, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _blend(level, share, other, rest):
-    """share * level + rest * other, clamped and truncated to a level of 0-255."""
+    """Return share * level + rest * other, clamped and truncated to a level of 0-255."""
     return tl.floor(tl.minimum(tl.maximum(tl.fma(other, rest, level * share), 0.0), 255.0))
 
 
 @triton.jit
 def _hue(r, g, b, shift):
-    """Levels with the hue shifted by `shift` turns of the colour circle; computed in hue, saturation, value."""
+    """Return levels with the hue shifted by `shift` turns of the colour circle; computed in hue, saturation, value."""
     level = tl.maximum(tl.maximum(r, g), b)
     r, g, b = r * (1.0 / 255), g * (1.0 / 255), b * (1.0 / 255)
     high, low = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
@@ -101,7 +101,7 @@ def _hue(r, g, b, shift):
 
 @triton.jit
 def _row_sum(r, g, b, row):
-    """The sum of the channels with a colour matrix's row of weights, rounded and clamped to a level."""
+    """Return the sum of the channels with a colour matrix's row of weights, rounded and clamped to a level."""
     red, green, blue = tl.load(row).to(tl.float32), tl.load(row + 1).to(tl.float32), tl.load(row + 2).to(tl.float32)
     total = tl.fma(b, blue, tl.fma(g, green, r * red)) + (tl.load(row + 3) + 0.5).to(tl.float32)
     return tl.floor(tl.minimum(tl.maximum(total, 0.0), 255.0))
@@ -109,7 +109,7 @@ def _row_sum(r, g, b, row):
 
 @triton.jit
 def _look_up(r, g, b, table):
-    """Each channel's levels by its own table of uint8 [3, 256]."""
+    """Look each channel's levels up in its own table of uint8 [3, 256]."""
     r = tl.load(table + r.to(tl.int32)).to(tl.float32)
     g = tl.load(table + 256 + g.to(tl.int32)).to(tl.float32)
     b = tl.load(table + 512 + b.to(tl.int32)).to(tl.float32)
@@ -122,7 +122,7 @@ def _operate(
     PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, STATISTICS: tl.constexpr, KINDS: tl.constexpr,
     SLICES: tl.constexpr,
 ):  # fmt: skip
-    """One operation of sample n on levels held as float32, at these places of the image.
+    """Run one operation of sample n on levels held as float32, at these places of the image.
 
     factor: float64, because torchvision computes 1 - factor in double. seen: how many operations that need a statistic
     precede it. KINDS: a bit for each operation that may occur and is not in `_ALWAYS`.
@@ -192,7 +192,7 @@ def _measure(
     PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr,
     KINDS: tl.constexpr, HISTOGRAMS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Partial statistics of the image just before its operation number `turn` of those that need one.
+    """Write partial statistics of the image just before its operation number `turn` of those that need one.
 
     sums [N, STATISTICS, SLICES]: of luma, for contrast. counts [N, SLICES, 3, 256]: of each channel's levels, for the
     operations that need histograms. Samples with fewer operations get sums of 0.
@@ -247,7 +247,7 @@ def _make_table(
     plan, counts, made, turn,
     PIXELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """One channel's table of levels, of the operation number `turn` of those that need a statistic."""
+    """Write one channel's table of levels, of the operation number `turn` of those that need a statistic."""
     n, c = tl.program_id(0), tl.program_id(1)
     codes = plan + n * (1 + 2 * COUNT) + 1
     found, wanted = 0, _CONTRAST

@@ -32,7 +32,8 @@ _LEAST = 2.0**-27
 
 @triton.jit
 def _mirrored(place, LENGTH: tl.constexpr, REACH: tl.constexpr):
-    """The place inside the image that shows what is at a place up to REACH outside it, mirrored as often as needed."""
+    """Return the place inside the image that shows what is at a place up to REACH outside it, mirrored as often as
+    needed."""
     period: tl.constexpr = 2 * LENGTH - 2 if LENGTH > 1 else 1
     place = tl.abs(place)
     if REACH >= LENGTH:
@@ -46,7 +47,7 @@ def _sum_columns(
     PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sums [N, C, H, W]: of each row's pixels; nothing for samples that are not changed."""
+    """Write `sums` [N, C, H, W] of each row's pixels; nothing for samples that are not changed."""
     blocks: tl.constexpr = (PIXELS + BLOCK - 1) // BLOCK
     n, c = tl.program_id(0) // blocks, tl.program_id(1)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -136,8 +137,8 @@ def smooth(images: torch.Tensor, plan: torch.Tensor, filters: Filters, table: to
 
 
 def _counting(weights: Floats) -> tuple[Ints, Ints]:
-    """For weights [N, K]: the number of each sample's first weight that is large enough to change a sum, and the number
-    after its last such weight, [N, 1] each. There is at least one."""
+    """Return for weights [N, K] the number of each sample's first weight that is large enough to change a sum, and the
+    number after its last such weight, [N, 1] each. There is at least one."""
     first, after = np.zeros((len(weights), 1), np.int64), np.full((len(weights), 1), weights.shape[1])
     if weights.shape[1] <= _FEW:
         return first, after

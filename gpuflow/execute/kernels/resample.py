@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gpuflow.arrays import Array, Ints
-from gpuflow.execute.tables import table_of
+from gpuflow.execute.packing import table_of
 from gpuflow.pipeline.program import Resampling
 
 ROWS, COLUMNS, WARPS = 4, 32, 1
@@ -41,8 +41,8 @@ _KEPT = {"nearest": 0, "bilinear": 4, "bicubic": 8}
 
 @triton.jit
 def _filter(distance, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
-    """The filter's value at a distance in units of its scale: triangle, or Keys's cubic, a = -0.5 (antialiased) or
-    -0.75."""
+    """Return the filter's value at a distance in units of its scale: triangle, or Keys's cubic, a = -0.5 (antialiased)
+    or -0.75."""
     x = tl.abs(distance)
     if KIND == 1:
         return tl.maximum(1.0 - x, 0.0)
@@ -54,7 +54,8 @@ def _filter(distance, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
 
 @triton.jit
 def _axis(at, box, grid, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
-    """For positions `at` of the grid along one axis: centre in the box, 1 / filter width, first tap, number of taps."""
+    """Return for positions `at` of the grid along one axis: centre in the box, 1 / filter width, first tap, number of
+    taps."""
     scale = box.to(tl.float32) / grid
     wide = tl.maximum(scale, 1.0) if ANTIALIAS else scale * 0.0 + 1.0
     center = (at.to(tl.float32) + 0.5) * scale
@@ -64,7 +65,8 @@ def _axis(at, box, grid, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
 
 @triton.jit
 def _weight(tap, center, inverse, box, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
-    """A tap's weight. If antialiased, taps outside the box weigh 0; otherwise they repeat the pixel at the edge."""
+    """Return a tap's weight. If antialiased, taps outside the box weigh 0; otherwise they repeat the pixel at the
+    edge."""
     weight = _filter((tap + 0.5 - center) * inverse, KIND, ANTIALIAS)
     return tl.where((tap >= 0) & (tap < box), weight, 0.0) if ANTIALIAS else weight
 
@@ -89,7 +91,8 @@ def _resample(
     KIND: tl.constexpr, ANTIALIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS by COLUMNS of one sample: resample each line of the box, then add it to the rows it affects."""
+    """Compute a tile of ROWS by COLUMNS of one sample: resample each line of the box, then add it to the rows it
+    affects."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     tiles: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS * across
     n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from gpuflow.arrays import Array, Ints
-from gpuflow.execute.tables import table_of
+from gpuflow.execute.packing import table_of
 from gpuflow.execute.warp import BORDERS, PLACES, TIE, TINY, float32_map
 from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
@@ -37,7 +37,8 @@ _TIE, _TINY, _PLACES = tl.constexpr(TIE), tl.constexpr(TINY), tl.constexpr(PLACE
 
 @triton.jit
 def _fold_back(at, length, BORDER: tl.constexpr):
-    """The places, in units of pixels, inside an image at which those outside are looked up. Border 1 has the edge's."""
+    """Return the places, in units of pixels, inside an image at which those outside are looked up. Border 1 has the
+    edge's."""
     tl.static_assert(BORDER <= 3)
     if BORDER == 2:
         period = tl.maximum(2 * (length - 1), 1).to(tl.float64)
@@ -52,7 +53,7 @@ def _fold_back(at, length, BORDER: tl.constexpr):
 
 @triton.jit
 def _place(at, length, NEAREST: tl.constexpr, BORDER: tl.constexpr):
-    """For coordinates along one axis: the first pixel, and the weight of the next one."""
+    """Return for coordinates along one axis the first pixel, and the weight of the next one."""
     far: tl.constexpr = 2147483648.0
     at = tl.minimum(tl.maximum(at, -far), far)
     at = tl.floor(at + _TIE) if NEAREST else at - 0.5
@@ -68,7 +69,7 @@ def _place(at, length, NEAREST: tl.constexpr, BORDER: tl.constexpr):
 
 @triton.jit
 def _pixel_as_torchvision(x, y, across, down, shift, side):
-    """See `find_as_torchvision` in native/warp.c: the nearest pixel along one axis, whose side is `side`; -1 or
+    """Return, as `find_as_torchvision` in native/warp.c, the nearest pixel along one axis, whose side is `side`; -1 or
     `side` outside. x, y: from the center, float32. across, down, shift: of a `float32_map`, in float64."""
     place = tl.fma(y, down.to(tl.float32), x * across.to(tl.float32)) + shift.to(tl.float32) + 1.0
     place = tl.fma(place, side.to(tl.float32), -1.0) * 0.5
@@ -83,7 +84,7 @@ def _warp(
     NEAREST: tl.constexpr, BORDER: tl.constexpr, AS_TORCHVISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS by COLUMNS of one sample."""
+    """Compute a tile of ROWS by COLUMNS of one sample."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     tiles: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS * across
     n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles

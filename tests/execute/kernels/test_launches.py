@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gpuflow.execute import kernels
-from gpuflow.execute.kernels import color, copy, interleave, local, resample, warp
+from gpuflow.execute.kernels import color, copy, local, resample, warp
 from gpuflow.pipeline.parameters import Border
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
@@ -110,7 +110,7 @@ def launch_all(count: int, side: int) -> None:
         operations = Operations.of(codes, codes.astype(float), kinds=kinds, statistics=2)
         plans = [torch.from_numpy(x).to("meta") for x in color.adjust_plan_of(rows, operations)]
         color.adjust(images, plans, operations, table, out)
-    interleave.interleave(described(interleave.FIELDS), side * side, channels=3)
+    copy.interleave(described(copy.IMAGE_FIELDS), side * side, channels=3)
     copy.copy_images(described(copy.FIELDS))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpuflow.execute.tables import table_of
+from gpuflow.execute.packing import table_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 700])
