@@ -203,12 +203,12 @@ class Labels:
 
     def add(self, labels: Sequence[int | str], locate: Callable[[int], str]) -> None:
         """Append labels. locate: returns the place of labels[i]."""
-        codes = self._codes
-        for i, label in enumerate(labels):
-            code = codes[label]
-            if code == len(self._firsts):
-                self._firsts.append(locate(i))
-            self._numbers.append(code)
+        codes = [self._codes[label] for label in labels]
+        self._numbers.extend(codes)
+        if len(self._codes) > len(self._firsts):
+            for i, code in enumerate(codes):
+                if code == len(self._firsts):
+                    self._firsts.append(locate(i))
 
     def build(self) -> tuple[tuple[str, ...], Ints]:
         """Resolve the labels to the names of the classes and indices into them. Raises SourceError."""
@@ -278,10 +278,10 @@ class _OneClassEach:
         self._count = 0
 
     def add(self, values: Sequence[Any]) -> None:
-        for i, value in enumerate(values):
-            if type(value) not in (int, str):
-                here = self._locate.value(self._count + i, self._column)
-                raise SourceError(f"{here} must be an integer or a class name, got {show(value)}; correct it")
+        if not set(map(type, values)) <= {int, str}:
+            i, value = next((i, value) for i, value in enumerate(values) if type(value) not in (int, str))
+            here = self._locate.value(self._count + i, self._column)
+            raise SourceError(f"{here} must be an integer or a class name, got {show(value)}; correct it")
         self._labels.add(values, lambda i: self._locate.sample(self._count + i))
         self._count += len(values)
 

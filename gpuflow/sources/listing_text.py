@@ -9,7 +9,8 @@ import math
 import os
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -83,27 +84,31 @@ def csv_lines(data: bytes) -> Any:
     return csv.reader(lines, strict=True)
 
 
-def csv_rows(data: bytes, place: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row of CSV that is not empty, and the line on which it starts. Raises SourceError at a faulty one."""
+def csv_rows(data: bytes, place: str, lines: MutableSequence[int]) -> Iterator[list[str]]:
+    """Yield each row of CSV that is not empty. Appends the line on which it starts. Raises SourceError at a faulty one.
+
+    >>> lines = []
+    >>> list(csv_rows(b'a.jpg,cat\\n\\nb.jpg,"a\\ndog"\\nc.jpg,cat\\n', "list.csv", lines))
+    [['a.jpg', 'cat'], ['b.jpg', 'a\\ndog'], ['c.jpg', 'cat']]
+    >>> lines
+    [1, 3, 5]
+    """
     reader = csv_lines(data)
-    while True:
-        start = reader.line_num + 1
+    start = 1
+    try:
+        for row in reader:
+            if row:
+                lines.append(start)
+                yield row
+            start = reader.line_num + 1
+    except csv.Error as fault:
+        raise SourceError(f"{place}:{start}: row must be valid CSV, got: {fault}; check its quotes") from fault
+    except UnicodeDecodeError:  # of a block, which begins anywhere
         try:
-            row = next(reader, None)
-        except csv.Error as fault:
-            raise SourceError(f"{place}:{start}: row must be valid CSV, got: {fault}; check its quotes") from fault
+            data.decode()
         except UnicodeDecodeError as fault:
-            raise _not_utf8(data, place) from fault
-        if row is None:
-            return
-        if row:
-            yield start, row
-
-
-def check_sample(row: Sequence[str], header: Sequence[str] | None, here: str) -> None:
-    """Raise SourceError for a row that repeats the header, as in files that were joined. here: its place."""
-    if header is not None and tuple(row) == tuple(header):
-        raise SourceError(f"{here}: row must be a sample, got the header again: {','.join(row)}; remove the row")
+            raise _not_utf8(fault, data.count(b"\n", 0, fault.start) + 1, place) from fault
+        raise
 
 
 def column_of(name: str, header: Sequence[str], here: str) -> int:
@@ -147,24 +152,35 @@ def json_lines(data: bytes) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def json_objects(data: bytes, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each object of JSON lines, and its line. Raises SourceError at a line that is none and is not empty."""
-    for number, line in json_lines(data):
-        here = f"{place}:{number}"
-        try:
-            row = parsed_json(line.decode().strip(" \t\r\n"))  # of bytes, json would guess the encoding
-        except UnicodeDecodeError as fault:
-            raise _not_utf8(data, place) from fault
-        except json.JSONDecodeError as fault:
-            got = f"invalid JSON ({fault.msg} at column {fault.colno})"
-            if fault.pos == len(fault.doc) and fault.doc.startswith("{"):
-                got = "one that does not end in this line"
-            raise SourceError(f"{here}: line must be a JSON object, got {got}; write one object a line") from fault
-        except ValueError as fault:
-            raise SourceError(f"{here}: line must be a JSON object, got an error: {fault}; correct it") from fault
-        if not isinstance(row, dict):
-            raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
-        yield number, row
+def json_objects(lines: Sequence[tuple[int, bytes]], place: str) -> list[dict[str, Any]]:
+    """Parse lines and their numbers to JSON objects. Raises SourceError at a line that is none.
+
+    They are parsed together. Only if that fails, they are parsed one by one to find the faulty line.
+    """
+    with suppress(ValueError):
+        rows: list[Any] = parsed_json((b"[" + b",".join(line for _, line in lines) + b"]").decode())
+        whole = all(line.lstrip()[:1] == b"{" and line.rstrip()[-1:] == b"}" for _, line in lines)
+        if whole and len(rows) == len(lines):
+            return rows
+    return [_json_object(line, number, place) for number, line in lines]
+
+
+def _json_object(line: bytes, number: int, place: str) -> dict[str, Any]:
+    here = f"{place}:{number}"
+    try:
+        row = parsed_json(line.decode().strip(" \t\r\n"))  # of bytes, json would guess the encoding
+    except UnicodeDecodeError as fault:
+        raise _not_utf8(fault, number, place) from fault
+    except json.JSONDecodeError as fault:
+        got = f"invalid JSON ({fault.msg} at column {fault.colno})"
+        if fault.pos == len(fault.doc) and fault.doc.startswith("{"):
+            got = "one that does not end in this line"
+        raise SourceError(f"{here}: line must be a JSON object, got {got}; write one object a line") from fault
+    except ValueError as fault:
+        raise SourceError(f"{here}: line must be a JSON object, got an error: {fault}; correct it") from fault
+    if not isinstance(row, dict):
+        raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
+    return row
 
 
 def check_path(path: str, here: str) -> None:
@@ -179,11 +195,8 @@ def check_path(path: str, here: str) -> None:
         raise SourceError(f"{here}: path must be valid Unicode, got {path!r}; correct it") from fault
 
 
-def _not_utf8(data: bytes, place: str) -> SourceError:
-    """Return the error for text that cannot be decoded. place: the file's."""
-    try:
-        data.decode()
-    except UnicodeDecodeError as fault:
-        line = data.count(b"\n", 0, fault.start) + 1
-        return SourceError(f"{place}:{line}: text must be UTF-8, got byte 0x{data[fault.start]:02x}; convert the file")
-    raise AssertionError("valid UTF-8 was refused")
+def _not_utf8(fault: UnicodeDecodeError, line: int, place: str) -> SourceError:
+    """Return the error for a line that cannot be decoded. place: the file's."""
+    return SourceError(
+        f"{place}:{line}: text must be UTF-8, got byte 0x{fault.object[fault.start]:02x}; convert the file"
+    )

@@ -113,7 +113,8 @@ def _from_file(place: str, column: str | None) -> tuple[Floats, Sequence[int] | 
     try:
         if place.lower().endswith(".npy"):
             return _from_array(place), None
-        rows = list(csv_rows(Path(place).read_bytes().removeprefix(BOM_UTF8), place))
+        lines = list[int]()
+        rows = list(csv_rows(Path(place).read_bytes().removeprefix(BOM_UTF8), place, lines))
     except SourceError as error:
         raise SourceError(f"source.weights: {error}") from error
     except FileNotFoundError as fault:
@@ -122,7 +123,7 @@ def _from_file(place: str, column: str | None) -> tuple[Floats, Sequence[int] | 
         ) from fault
     except (OSError, *DAMAGED_ARRAY) as fault:
         raise SourceError(f"source.weights: {place} cannot be read: {fault}; check the file") from fault
-    return _from_rows(place, column, rows)
+    return _from_rows(place, column, rows, lines)
 
 
 def _from_array(place: str) -> Floats:
@@ -136,16 +137,16 @@ def _from_array(place: str) -> Floats:
     return array.astype(np.float64)
 
 
-def _from_rows(place: str, column: str | None, rows: list[tuple[int, list[str]]]) -> tuple[Floats, Sequence[int]]:
+def _from_rows(place: str, column: str | None, rows: list[list[str]], lines: list[int]) -> tuple[Floats, Sequence[int]]:
     """Parse the numbers in a column of rows whose first one is a header, or of rows of one number each, and their
     lines."""
     cell = 0
     if column is not None:
-        header = [name.strip() for name in rows[0][1]] if rows else []
+        header = [name.strip() for name in rows[0]] if rows else []
         cell = column_of(column, header, f"source.weights: {place}:1")
-        rows = rows[1:]
+        rows, lines = rows[1:], lines[1:]
     numbers = np.empty(len(rows))
-    for i, (line, row) in enumerate(rows):
+    for i, (line, row) in enumerate(zip(lines, rows, strict=True)):
         if column is None and len(row) != 1:
             raise SourceError(
                 f"source.weights: {place}:{line}: line must be one number, got {len(row)} fields; name the column: "
@@ -157,4 +158,4 @@ def _from_rows(place: str, column: str | None, rows: list[tuple[int, list[str]]]
             got = show(row[cell]) if cell < len(row) else "no such field"
             action = f"if it names the column, write column: {row[0]}" if column is None and not i else "correct it"
             raise SourceError(f"source.weights: {place}:{line}: must be a number, got {got}; {action}") from fault
-    return numbers, [line for line, _ in rows]
+    return numbers, lines
