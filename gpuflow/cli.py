@@ -293,7 +293,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     on this one.
     """
     from gpuflow.sources import check_weights_file
-    from gpuflow.sources.directories import missing_file, missing_source
+    from gpuflow.sources.storage.local import missing_file
 
     config = _read(path, overrides)
     weights = [one.weights for one in config.sources if one.weights is not None]
@@ -314,7 +314,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     for name in config.pipelines:
         _print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
     for one in config.sources:
-        if hint := missing_source(one):
+        if hint := one.missing():
             _say("note", f"the source is not on this machine: {hint}", _out)
     for each in weights:
         if each.file is not None and (hint := missing_file(each.file)):

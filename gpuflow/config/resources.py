@@ -6,7 +6,7 @@ from gpuflow.config.models import Config, RunSpec
 from gpuflow.pipeline.program import NativeStep, Program
 from gpuflow.pipeline.views import AnyProgram, programs_of
 from gpuflow.runtime.threads import available_threads
-from gpuflow.sources.offered import Offered
+from gpuflow.sources.spec import Offered
 
 _REMOTE_READERS = 16
 _GPU_READERS = 2

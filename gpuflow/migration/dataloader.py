@@ -39,8 +39,7 @@ from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.sources.base import fingerprint
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.labels import loses_digits
-from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.storage import LocalStorage
+from gpuflow.sources.storage import LocalStorage, PathTableBuilder
 
 PLACE = "gpuflow.wrap:"
 """Where its arguments are, for problems."""

@@ -26,8 +26,7 @@ from gpuflow.sources.folder import Folder
 from gpuflow.sources.hf import Hf, HfSource
 from gpuflow.sources.listing import Listing
 from gpuflow.sources.mix import Mix, MixSource
-from gpuflow.sources.offered import offered_kinds
-from gpuflow.sources.spec import Extent, NotMeasuredError, SourceSpec, WeightsSpec, spec_class
+from gpuflow.sources.spec import Extent, NotMeasuredError, SourceSpec, WeightsSpec, offered_kinds, spec_class
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.storage import SPARE_BYTES, Allocate, CachedStorage, Payload, lay_out
 from gpuflow.sources.tar import Tar

@@ -20,15 +20,14 @@ import numpy as np
 from gpuflow.arrays import Ints
 from gpuflow.errors import Problem, SourceError, near_word, show
 from gpuflow.pipeline.records import GEOMETRIC
-from gpuflow.sources.directories import missing_path
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec
 from gpuflow.sources.files import FileSource, Listed
 from gpuflow.sources.labels import Locate
 from gpuflow.sources.listing_text import check_path, load, parsed_json, resolved
-from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_table import RecordBuilder
 from gpuflow.sources.spec import Samples
-from gpuflow.sources.storage import is_remote, open_storage
+from gpuflow.sources.storage import PathTableBuilder, is_remote, open_storage
+from gpuflow.sources.storage.local import missing_path
 
 _IMAGES = 4096
 """Number of images in one block."""

@@ -12,10 +12,9 @@ from typing import final
 from gpuflow.arrays import Array
 from gpuflow.errors import SourceError, redacted
 from gpuflow.sources.base import fingerprint, is_read_remotely
-from gpuflow.sources.paths import PathTable
 from gpuflow.sources.record_table import NO_FIELDS, RecordTable, TableSource
 from gpuflow.sources.spec import Cached, Extent, NotMeasuredError
-from gpuflow.sources.storage import Allocate, Payload, Storage
+from gpuflow.sources.storage import Allocate, PathTable, Payload, Storage
 
 
 @final

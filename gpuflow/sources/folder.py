@@ -21,12 +21,19 @@ from typing import ClassVar, final
 import numpy as np
 
 from gpuflow.errors import Problem, SourceError, near_word
-from gpuflow.sources.directories import ancestors, cannot_be_listed, identity_of, is_directory, missing_path, walk
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.files import FileSource
-from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.spec import Cached, Extent, Samples, WithExtensions, WithSplits
-from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
+from gpuflow.sources.storage import (
+    CachedStorage,
+    LocalStorage,
+    PathTableBuilder,
+    RemoteStorage,
+    Storage,
+    is_remote,
+    open_remote,
+)
+from gpuflow.sources.storage.local import ancestors, cannot_be_listed, identity_of, is_directory, missing_path, walk
 from gpuflow.sources.tar import extents_in_shards
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

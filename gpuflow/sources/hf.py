@@ -19,7 +19,6 @@ from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word
 from gpuflow.pipeline.records import MaskFile
 from gpuflow.sources.base import Source, fingerprint, relative
-from gpuflow.sources.directories import ancestors, identity_of, matching, missing_path, walk
 from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, classes_of_boxes, label_field
 from gpuflow.sources.hf_tables import (
     Cells,
@@ -35,10 +34,10 @@ from gpuflow.sources.hf_tables import (
 )
 from gpuflow.sources.labels import Locate, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.record_builder import RecordBuilder
-from gpuflow.sources.record_table import NO_FIELDS, RecordTable, TableSource, masks_of, memory
+from gpuflow.sources.record_table import NO_FIELDS, RecordBuilder, RecordTable, TableSource, masks_of, memory
 from gpuflow.sources.spec import Named, WithSplits, WithWindow
 from gpuflow.sources.storage import Allocate, LocalStorage, Payload, is_remote
+from gpuflow.sources.storage.local import ancestors, identity_of, matching, missing_path, walk
 
 Classes = tuple[str, ...]
 

@@ -34,11 +34,9 @@ from gpuflow.sources.listing_text import (
     parsed_number,
     resolved,
 )
-from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.record_builder import RecordBuilder
-from gpuflow.sources.record_table import MaskFiles
+from gpuflow.sources.record_table import MaskFiles, RecordBuilder
 from gpuflow.sources.spec import Named
-from gpuflow.sources.storage import is_remote, open_storage, parent_of
+from gpuflow.sources.storage import PathTableBuilder, is_remote, open_storage, parent_of
 
 _EXTENSIONS = (".csv", ".jsonl", ".ndjson", ".json")
 _ROWS = 4096

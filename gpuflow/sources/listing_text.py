@@ -15,9 +15,8 @@ from itertools import chain, islice
 from typing import Any
 
 from gpuflow.errors import SourceError, near_word
-from gpuflow.sources.directories import missing_path
-from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.storage import is_over_http, is_remote, open_storage
+from gpuflow.sources.storage import PathTable, PathTableBuilder, is_over_http, is_remote, open_storage
+from gpuflow.sources.storage.local import missing_path
 
 _LARGEST_CELL = 1 << 24
 """Characters of a cell of CSV: the masks of an image's instances take millions. More are a quote that never ends."""

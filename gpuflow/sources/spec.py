@@ -6,17 +6,21 @@ Each kind has its own class, in its file. It inherits the keys that it uses.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from gpuflow.errors import ConfigError, Problem, SourceError, redacted, suggest
+from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.base import Source
 from gpuflow.sources.field_spec import FieldPairs, Fields, FieldSpec, GivenClasses, field_problems, pairs_of_fields
 from gpuflow.sources.storage import CacheSpec, is_remote
+from gpuflow.sources.storage.local import missing_file
+from gpuflow.version import entry_points
 
 T = TypeVar("T")
 
@@ -161,6 +165,12 @@ class SourceSpec(ABC):
         """Return the path or URL that is given, several of a mix; of another package's source its name and its
         value."""
         return str(getattr(self, self.kind))
+
+    def missing(self) -> str:
+        """Return what the source names that does not exist, and a hint; empty if it exists, or is no single local
+        path."""
+        path = self.where
+        return "" if not self.is_path or is_remote(path) or any(mark in path for mark in "*?[{") else missing_file(path)
 
     @property
     def folder_of_images(self) -> str:
@@ -404,3 +414,64 @@ def _listed(words: Iterable[str], conjunction: str) -> str:
 
 def _pairs(values: Mapping[str, T] | tuple[tuple[str, T], ...]) -> tuple[tuple[str, T], ...]:
     return tuple(values.items()) if isinstance(values, Mapping) else tuple((name, value) for name, value in values)
+
+
+# --- sources of other packages ----------------------------------------------------------------------------------------
+
+
+_MEMBERS = ("__len__", "classes", "labels", "shard_sizes", "storage", "path", "read", "close")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offered(WithWindow, Named):
+    """A source of another package. `offered_kinds` makes a subclass for each, with its key."""
+
+    entry: ClassVar[importlib.metadata.EntryPoint]
+    is_path = False
+    has_other_fields = True
+
+    @property
+    def where(self) -> str:
+        return f"{self.kind}: {getattr(self, self.kind)}"
+
+    def open(self) -> Source:
+        try:
+            source = self.entry.load()(getattr(self, self.kind), self)
+        except (ImportError, AttributeError) as error:
+            fault = f"{self.entry.value} cannot be used: {error}; repair its package"
+            raise SourceError(f"source.{self.kind}: {fault}") from error
+        except OSError as error:
+            raise SourceError(f"source.{self.kind}: {error}; check the path") from error
+        if missing := [member for member in _MEMBERS if not hasattr(source, member)]:
+            raise SourceError(
+                f"source.{self.kind}: {self.entry.value} must return a source, and its result has no "
+                f"{', '.join(missing)}; repair its package"
+            )
+        opened: Source = source
+        self.check_window(opened)
+        return opened
+
+
+def offered_kinds(known: Collection[str]) -> dict[str, type[Offered]]:
+    """Return what other packages offer, by the key in YAML. Nothing is imported. known: the keys that gpuflow has.
+
+    Raises:
+        GpuflowError: two packages offer a source of the same name, or one offers a key that gpuflow has.
+    """
+    kinds: dict[str, type[Offered]] = {}
+    for entry in entry_points("gpuflow.sources"):
+        if entry.name in known or entry.name in kinds:
+            raise GpuflowError(
+                f"source {entry.name!r} of {entry.value} is already known; rename it or uninstall its package"
+            )
+        kinds[entry.name] = _kind_of(entry)
+    return kinds
+
+
+@functools.cache
+def _kind_of(entry: importlib.metadata.EntryPoint) -> type[Offered]:
+    text = f"A source of another package: {entry.value}."
+    members = {"kind": entry.name, "entry": entry, "__doc__": f"{text}\n\nArgs:\n    {entry.name}: {text}\n"}
+    return dataclasses.make_dataclass(
+        "Offered", [(entry.name, Any)], bases=(Offered,), namespace=members, frozen=True, kw_only=True
+    )

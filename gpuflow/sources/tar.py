@@ -25,12 +25,10 @@ import numpy as np
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word, redacted, show
 from gpuflow.sources.base import fingerprint, relative
-from gpuflow.sources.directories import missing_path
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.record_builder import RecordBuilder
-from gpuflow.sources.record_table import NO_FIELDS, MaskMembers, RecordTable, TableSource
+from gpuflow.sources.record_table import NO_FIELDS, MaskMembers, RecordBuilder, RecordTable, TableSource
 from gpuflow.sources.spec import Cached, Extent, Named, WithExtensions, WithWindow
 from gpuflow.sources.storage import (
     Allocate,
@@ -43,6 +41,7 @@ from gpuflow.sources.storage import (
     is_remote,
     open_storage,
 )
+from gpuflow.sources.storage.local import missing_path
 from gpuflow.sources.tar_members import (
     Member,
     MemberTable,

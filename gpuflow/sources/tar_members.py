@@ -20,8 +20,7 @@ from gpuflow.arrays import Array, Ints
 from gpuflow.errors import SourceError
 from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.storage import ReadAt, Shard, is_remote
+from gpuflow.sources.storage import PathTable, PathTableBuilder, ReadAt, Shard, is_remote
 
 _SCAN_FORMAT = 5
 """The version of what `samples_of` finds, and of the arrays that are cached of it."""

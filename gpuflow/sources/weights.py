@@ -12,10 +12,10 @@ import numpy as np
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import Source, entries_of, records_of
-from gpuflow.sources.directories import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.spec import Samples, SourceSpec, WeightsSpec
 from gpuflow.sources.split import Subset
+from gpuflow.sources.storage.local import missing_path
 from gpuflow.sources.tar_members import DAMAGED_ARRAY
 
 _FIELD = "weight"

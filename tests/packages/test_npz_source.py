@@ -17,7 +17,7 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.errors import ConfigError, GpuflowError, SourceError
 from gpuflow.loader.loader import Loader
-from gpuflow.sources import all_kinds, offered, open_source
+from gpuflow.sources import all_kinds, open_source
 from gpuflow.spec import SourceSpec, source_spec
 from gpuflow.stages import STAGES
 from tests.commands import command_here
@@ -157,7 +157,7 @@ def test_packages_at_fault_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return importlib.metadata.EntryPoint(name, value, "gpuflow.sources")
 
     def fault(entry: importlib.metadata.EntryPoint) -> str:
-        monkeypatch.setattr(offered, "entry_points", lambda group: [entry])
+        monkeypatch.setattr("gpuflow.sources.spec.entry_points", lambda group: [entry])
         with pytest.raises(SourceError) as caught:
             source_spec(x=1).open()
         return str(caught.value)
@@ -170,7 +170,7 @@ def test_packages_at_fault_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for names in (["x", "x"], ["folder"]):
         entries = [entry(name, f"p{i}:f") for i, name in enumerate(names)]
-        monkeypatch.setattr(offered, "entry_points", lambda group, entries=entries: entries)
+        monkeypatch.setattr("gpuflow.sources.spec.entry_points", lambda group, entries=entries: entries)
         with pytest.raises(
             GpuflowError, match=rf"source '{names[-1]}' of p{len(names) - 1}:f is already known; rename"
         ):

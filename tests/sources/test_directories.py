@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.directories import matching
+from gpuflow.sources.storage.local import matching
 from tests.datasets import deadline
 
 FILES = ["x.p", "a/x.p", "a/b/x.p", "a/b/y.q", "a/.hidden/x.p", "a/.x.p", "[c]/x.p", "[c]/d*/x.p", "train/a/x.p"]

@@ -12,9 +12,9 @@ import pytest
 from gpuflow.errors import SourceError, near_word
 from gpuflow.sources import open_source, source_spec
 from gpuflow.sources.base import spread
-from gpuflow.sources.directories import missing_path
 from gpuflow.sources.folder import images_below
 from gpuflow.sources.labels import resolve_labels
+from gpuflow.sources.storage.local import missing_path
 from gpuflow.sources.tar import expand_braces
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from gpuflow.sources.paths import Paths, PathTableBuilder
+from gpuflow.sources.storage import Paths, PathTableBuilder
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuflow.sources.record_builder import run_lengths
+from gpuflow.sources.record_table import run_lengths
 
 
 @pytest.mark.parametrize(
