@@ -114,6 +114,9 @@ def column_of(name: str, header: Sequence[str], here: str) -> int:
     """Find the only column of this very name, else the only one that differs in case alone.
 
     Raises SourceError, for a header that stands `here`, if there is none, or if there are several.
+
+    >>> column_of("label", ["path", "Label"], "list.csv:1")
+    1
     """
     same = [i for i, other in enumerate(header) if other == name]
     alike = same or [i for i, other in enumerate(header) if other.lower() == name.lower()]
@@ -135,6 +138,9 @@ def parsed_number(text: str) -> int | float:
     """Parse a number in ASCII digits, or `nan` or `inf`. Raises ValueError, also for `1_0`, which Python takes.
 
     Whole numbers keep all their digits, as in JSON, unless float64 has none of their size.
+
+    >>> parsed_number("3"), parsed_number("2.5")
+    (3, 2.5)
     """
     if "_" in text or not text.isascii():
         raise ValueError(f"no number: {text!r}")

@@ -144,6 +144,9 @@ def split_counts(class_sizes: Ints, fractions: Sequence[float]) -> Ints:
     Returns:
         int64 of shape (C, S + 1); the last column counts samples that are in no split. Rows sum to `class_sizes`; the
         first s columns together hold round(sum(fractions[:s]) * n) of all n samples.
+
+    >>> split_counts(np.array([10, 5]), [0.8, 0.2]).tolist()
+    [[8, 2, 0], [4, 1, 0]]
     """
     total = int(class_sizes.sum())
     shares = np.append(fractions, max(0.0, 1.0 - sum(fractions)))

@@ -55,6 +55,9 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Lay out samples of these sizes in a payload's buffer: each sample's offset, and the buffer's size in bytes.
 
     A size below 0, of damaged data, has no bytes. Such a sample lies in no other one's place, and `Payload` refuses it.
+
+    >>> lay_out([100, 0, 50])
+    ([0, 116, 132], 198)
     """
     *offsets, end = accumulate([size + SPARE_BYTES if size > 0 else SPARE_BYTES for size in sizes], initial=0)
     return offsets, end
@@ -97,6 +100,10 @@ class Payload:
         """Copy files that are in memory into a buffer from `allocate`, by default into new memory.
 
         files: the bytes of each, or why it cannot be read.
+
+        >>> payload = Payload.of([b"abc", "no such file"])
+        >>> payload.sample(0).tobytes(), payload.errors
+        (b'abc', [None, 'no such file'])
         """
         found = [b"" if isinstance(file, str) else file for file in files]
         sizes = list(map(len, found))
@@ -111,7 +118,11 @@ class Payload:
         return len(self.sizes)
 
     def take(self, rows: Sequence[int]) -> Payload:
-        """Select some of the samples, in the same buffer."""
+        """Select some of the samples, in the same buffer.
+
+        >>> Payload.of([b"abc", b"de"]).take([1]).sample(0).tobytes()
+        b'de'
+        """
         return Payload(
             buffer=self.buffer,
             offsets=[self.offsets[i] for i in rows],
@@ -229,7 +240,14 @@ class PathTable:
 
 @final
 class PathTableBuilder:
-    """Builds a table from blocks of paths. has_absolute: whether any path starts with a slash or is a URL."""
+    """Builds a table from blocks of paths. has_absolute: whether any path starts with a slash or is a URL.
+
+    >>> builder = PathTableBuilder()
+    >>> builder.add(["a/1.jpg", "b/2.jpg"])
+    >>> table = builder.build("photos/")
+    >>> table[1], list(table.take([0]))
+    ('photos/b/2.jpg', [b'photos/a/1.jpg'])
+    """
 
     def __init__(self) -> None:
         self._blobs: list[bytes] = []
@@ -300,7 +318,11 @@ class Storage(Protocol):
 
 
 def is_remote(path: str) -> bool:
-    """Return True if a path is a URL, such as s3://bucket/key."""
+    """Return True if a path is a URL, such as s3://bucket/key.
+
+    >>> is_remote("s3://bucket/1.jpg"), is_remote("photos/1.jpg")
+    (True, False)
+    """
     return "://" in path
 
 
@@ -310,5 +332,9 @@ def is_over_http(path: str) -> bool:
 
 
 def parent_of(path: str) -> str:
-    """Return the directory of a path or URL, with its last slash; nothing for a bare name."""
+    """Return the directory of a path or URL, with its last slash; nothing for a bare name.
+
+    >>> parent_of("s3://bucket/photos/1.jpg"), parent_of("1.jpg")
+    ('s3://bucket/photos/', '')
+    """
     return path[: path.rfind("/") + 1]

@@ -268,7 +268,11 @@ def retry_each(
 
 def retry(action: Callable[[], T], permanent: Callable[[Exception], bool], delays: Sequence[float]) -> T:
     """Call `action` until it succeeds, at most once for each delay. Exceptions of which `permanent` is true are raised
-    immediately, others after the last attempt."""
+    immediately, others after the last attempt.
+
+    >>> retry(lambda: 3, permanent=lambda fault: False, delays=[0])
+    3
+    """
     results: list[T] = []
     faults: list[Exception] = []
 
@@ -457,7 +461,12 @@ def cannot_be_listed(directory: str, fault: OSError) -> SourceError:
 
 def missing_path(path: str) -> str:
     """Return a clause for a local path that does not exist: suggests a similar name, or says where relative paths
-    start."""
+    start.
+
+    >>> os.mkdir("photos")
+    >>> missing_path("photoz/cat")
+    "; did you mean 'photos/cat'?"
+    """
     if "$" in path:
         return "; variables such as $HOME are not replaced, write the path itself"
     parent, name = os.path.split(path.rstrip("/"))
