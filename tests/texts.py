@@ -74,5 +74,6 @@ def compared(module: Path, directories: Path, *, record: bool) -> Iterator[None]
 
 
 def _comparable(text: str, directories: Path) -> str:
-    """Return a text without the names of temporary directories."""
-    return re.sub(rf"{re.escape(str(directories))}/[^/\s']+", "TMP", text)
+    """Return a text without the names of temporary directories and the ports of servers."""
+    text = re.sub(rf"{re.escape(str(directories))}/[^/\s']+", "TMP", text)
+    return re.sub(r"(?<=http://127\.0\.0\.1:)\d+", "PORT", text)

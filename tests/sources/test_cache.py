@@ -28,6 +28,7 @@ from gpuflow.sources.storage import CachedStorage, CacheSpec, cached, disk_cache
 from gpuflow.sources.storage.disk_cache import DiskCache
 from tests.datasets import deadline
 from tests.sources.conftest import FileServer, ReadAll
+from tests.texts import outline
 
 MakeTar = Callable[..., bytes]
 
@@ -565,50 +566,38 @@ def test_a_disk_that_is_full_from_the_start(
 def refused(folder: Path | str) -> str:
     with pytest.raises(SourceError) as caught:
         DiskCache(str(folder), SIZE)
-    return str(caught.value)
+    return outline(caught.value)
 
 
 def test_a_cache_of_another_version_is_left_alone(folder: Path) -> None:
     DiskCache(str(folder), SIZE).close()
     (folder / "gpuflow-cache").write_text("gpuflow cache, format 2\n")
     (folder / "used").write_text("its own")
-    assert refused(folder) == (
-        f"source.cache.dir must have the format of this version of gpuflow, 'gpuflow cache, format 1', got "
-        f"{str(folder)!r} with 'gpuflow cache, format 2'; name another folder, or delete this one once no other "
-        "version uses it"
-    )
+    assert refused(folder) == f"source.cache.dir, got {str(folder)!r} with 'gpuflow cache, format 2'"
     assert (folder / "used").read_text() == "its own"
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    assert refused(tmp_path) == (
-        f"source.cache.dir must be an empty folder or one that gpuflow made, got {str(tmp_path)!r} with 'thesis.tex' "
-        "in it; name a folder for the cache alone"
-    )
+    assert refused(tmp_path) == f"source.cache.dir, got {str(tmp_path)!r} with 'thesis.tex' in it"
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
-    assert refused(tmp_path / "file" / "below") == (
-        f"source.cache.dir must be a folder that can be written, got '{tmp_path}/file/below': Not a directory; "
-        "name another one"
-    )
+    assert refused(tmp_path / "file" / "below") == (f"source.cache.dir, got '{tmp_path}/file/below': Not a directory")
 
     def without_locks(*arguments: object) -> bool:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(disk_cache, "lock_within", without_locks)
-    assert refused(tmp_path / "cache") == (
-        f"source.cache.dir must be on a file system that has file locks, got '{tmp_path}/cache'; "
-        "name a folder on a local disk"
-    )
+    assert refused(tmp_path / "cache") == f"source.cache.dir, got '{tmp_path}/cache'"
 
 
 def test_a_size_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^source.cache.size must be at least 16MiB, got 5$"):
+    with pytest.raises(ConfigError) as caught:
         source_spec(tar="memory://1.tar", cache=CacheSpec(dir="x", size=5))
+    assert outline(caught.value) == "source.cache.size config.range, got 5"
 
 
 def test_closing_leaves_no_descriptor_open(
@@ -619,8 +608,10 @@ def test_closing_leaves_no_descriptor_open(
     source, _ = opened("tar", server.url, folder)
     read_all(source)
     source.close()
-    with pytest.raises(SourceError, match="no such file"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(tar=f"{server.url}/7.tar", cache=CacheSpec(dir=str(folder), size=SIZE)))
+    assert outline(caught.value) == f"{server.url}/7.tar"
+    del caught  # whose traceback holds the source
     gc.collect()
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
     assert not [link for link in links if link.startswith(str(folder))]
@@ -630,8 +621,12 @@ def test_closing_leaves_no_descriptor_open(
 def test_a_listing_of_local_files_takes_no_cache(tmp_path: Path, folder: Path, fields: dict[str, Any]) -> None:
     (tmp_path / "list.csv").write_text("path,label\n1.jpg,a\n")
     cache = CacheSpec(dir=str(folder), size=SIZE)
-    with pytest.raises(SourceError, match=r"^source.cache must go with URLs, got '.*', which lists local files"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(listing=str(tmp_path / "list.csv"), cache=cache, fields=fields))
+    assert (
+        outline(caught.value)
+        == f"source.cache, got '{tmp_path}/list.csv', which lists local files, and these are not copied"
+    )
     assert not folder.exists()
 
 
@@ -719,8 +714,9 @@ def test_who_may_write_to_the_folder(folder: Path, mode: int, said: str) -> None
     folder.mkdir()
     folder.chmod(mode)
     if said == "refused":
-        with pytest.raises(SourceError, match=r"must be a folder that not everyone may write to, got .*; chmod -R o-w"):
+        with pytest.raises(SourceError) as caught:
             DiskCache(str(folder), SIZE)
+        assert outline(caught.value) == f"source.cache.dir, got '{folder}', where any user can replace the images"
         return
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -162,8 +162,9 @@ def test_keypoints_that_flips_exchange() -> None:
     content["annotations"][0] |= {"keypoints": [1, 2, 2, 0, 0, 0]}
     source = opened(content, fields={"keypoints": {"flip_pairs": [[0, 1]]}})
     assert fields_of(source) == (Field(name="keypoints", type="keypoints", flip_pairs=((0, 1),)),)
-    with pytest.raises(ConfigError, match=r"must have no keys for keypoints .*, got column; remove them"):
+    with pytest.raises(ConfigError) as caught:
         opened(content, fields={"keypoints": {"column": "points", "flip_pairs": [[0, 1]]}})
+    assert outline(caught.value) == "source.fields.keypoints config.conflict"
 
 
 def test_keypoints_of_crowds_are_not_counted() -> None:
@@ -356,19 +357,23 @@ def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
     content = document()
     content["annotation"] = content.pop("annotations")
     assert refused(content) == "instances.json, got null"
-    with pytest.raises(SourceError, match=r"source.coco must be a file, got 'x.json', which does not exist"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(coco="x.json", images="images"))
+    assert outline(caught.value) == "source.coco, got 'x.json', which does not exist"
     Path("instances.json").write_text(json.dumps(document()))
-    with pytest.raises(SourceError, match=r"source.images must be a directory, got 'image'; did you mean 'images'\?"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(coco="instances.json", images="image"))
+    assert outline(caught.value) == "source.images, got 'image'"
     Path("instances.json").write_text('{"images": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    with pytest.raises(SourceError, match=r"instances.json: must be JSON, got an error: it is nested too deeply; corr"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(coco="instances.json", images="images"))
+    assert outline(caught.value) == "instances.json, got an error: it is nested too deeply"
     Path("instances.json").write_text("{\n[")
     with pytest.raises(SourceError, match=r"instances.json:2: must be JSON, got an error"):
         open_source(source_spec(coco="instances.json", images="images"))
-    with pytest.raises(SourceError, match=r"^images: is a directory; check that it can be read$"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(coco="images", images="images"))
+    assert outline(caught.value) == "images"
 
 
 @pytest.mark.parametrize(

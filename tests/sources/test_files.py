@@ -16,6 +16,7 @@ from gpuflow.errors import SourceError
 from gpuflow.sources import SourceSpec, open_source, source_spec, subset
 from gpuflow.sources.storage.local import LocalStorage
 from tests.sources.conftest import ReadAll, tar_bytes
+from tests.texts import outline
 
 
 def folder(root: Path) -> SourceSpec:
@@ -58,10 +59,7 @@ def test_a_listing_of_two_remote_file_systems(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("memory://a.jpg,0\nhttp://b.jpg,0\n")
     with pytest.raises(SourceError) as caught:
         open_source(source_spec(listing=str(tmp_path / "list.csv")))
-    assert str(caught.value) == (
-        f"{tmp_path}/list.csv:2: path must be on the first row's file system (memory), got 'http://b.jpg'; "
-        f"copy the files to one place, or make a listing for each"
-    )
+    assert outline(caught.value) == f"{tmp_path}/list.csv:2, got 'http://b.jpg'"
 
 
 def test_a_member_of_an_unknown_type_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

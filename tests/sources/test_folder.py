@@ -356,8 +356,9 @@ def test_a_split_has_no_classes_that_the_first_has_not(tmp_path: Path) -> None:
 
 def test_a_split_without_images_or_directory(tmp_path: Path) -> None:
     (planted(tmp_path) / "val" / "b").mkdir()
-    with pytest.raises(SourceError, match=r"/val/b: a class directory must hold an image .* got none; add images or"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(folder=str(tmp_path), splits=("train", "val")))
+    assert outline(caught.value) == f"{tmp_path}/val/b, got none"
     fails(
         f"source.folder, got '{tmp_path}/vals', which does not exist",
         folder=str(tmp_path),

@@ -21,10 +21,12 @@ from gpuflow.pipeline.records import Ragged
 from gpuflow.sources import Source, fields_of, open_source, records_of, source_spec, subset, weights_of
 from tests.datasets import jpeg, no_more_files
 from tests.sources.conftest import ReadAll
+from tests.texts import outline
 
 with_pyarrow = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None, reason="the package pyarrow is not installed"
 )
+
 NAMES = ("1", "0", "2")
 """Of digits: a number must not be taken for a name."""
 
@@ -113,8 +115,12 @@ def test_arrows_file_format_is_named(tmp_path: Path) -> None:
     data = pa.ipc.open_stream(path.read_bytes()).read_all()
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, data.schema) as writer:
         writer.write_table(data)
-    with pytest.raises(SourceError, match="it has Arrow's file format, and not the stream format that datasets writes"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=str(folder)))
+    assert (
+        outline(caught.value)
+        == f"{path}, got an error: it has Arrow's file format, and not the stream format that datasets writes"
+    )
 
 
 @with_pyarrow
@@ -134,8 +140,9 @@ def test_columns_that_are_written_as_a_dictionary(write: Write, tmp_path: Path) 
     assert records_of(source, range(3)).columns["text"] == ["b", "a", "b"]
     missing = pa.array([None, "a"]).dictionary_encode()
     path = str(write(tmp_path / "y.parquet", {"image": [b"image"] * 2, "label": missing}))
-    with pytest.raises(SourceError, match=r"label must be a class, got null; correct it or remove the row"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=path))
+    assert outline(caught.value) == f"{path}[0], got null"
 
 
 @with_pyarrow
@@ -154,17 +161,19 @@ def test_files_must_agree_in_the_columns_that_are_read(tmp_path: Path, read_all:
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [0, 1, 1, 0])
     assert read_all(source, [3, 2, 1, 0]) == data[::-1]
     fields = {"image": None, "text": {"column": "note"}}
-    with pytest.raises(SourceError, match=r"1\.parquet: the column 'note' must be string, .*0\.parquet, got null;"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=str(tmp_path), fields=fields))
+    assert outline(caught.value) == f"{tmp_path}/1.parquet, got null"
     others: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
-        ({"image": data, "text": list("abab")}, features, "must have the column 'label' once, .* got none"),
-        ({"image": data, "label": pa.array([0, 1] * 2, pa.int8())}, features, "'label' must be int64, .*, got int8;"),
-        ({"image": data, "label": [0, 1] * 2}, None, "'label' must have the features and classes that it has in"),
+        ({"image": data, "text": list("abab")}, features, "none among image, text"),
+        ({"image": data, "label": pa.array([0, 1] * 2, pa.int8())}, features, "int8"),
+        ({"image": data, "label": [0, 1] * 2}, None, ""),
     ]
-    for table_columns, known, reason in others:
+    for table_columns, known, got in others:
         write_parquet(tmp_path / "1.parquet", table_columns, known)
-        with pytest.raises(SourceError, match=rf"1\.parquet: .*{reason}"):
+        with pytest.raises(SourceError) as caught:
             open_source(source_spec(hf=str(tmp_path)))
+        assert outline(caught.value) == f"{tmp_path}/1.parquet" + (f", got {got}" if got else "")
 
 
 @with_pyarrow
@@ -182,8 +191,9 @@ def test_columns_of_arrows_views(write: Write, tmp_path: Path, read_all: ReadAll
     except pa.ArrowNotImplementedError as error:
         pytest.skip(f"pyarrow {pa.__version__} cannot write the file: {error}")
     if write is write_saved:
-        with pytest.raises(SourceError, match=r"'image' must hold encoded images \(bytes, .*\), got binary_view"):
+        with pytest.raises(SourceError) as caught:
             open_source(source_spec(hf=path))
+        assert outline(caught.value) == f"{path}, got binary_view"
         columns["image"] = pa.array(data, pa.large_binary())
         path = str(write(tmp_path / "y.parquet", columns))
     source = open_source(source_spec(hf=path))
@@ -204,9 +214,9 @@ def test_a_column_of_a_type_that_json_has_not(tmp_path: Path) -> None:
     import pyarrow as pa
 
     path = str(write_parquet(tmp_path / "x.parquet", {"image": [jpeg(0, 0)], "taken": pa.array([0], pa.date32())}))
-    rule = r"'taken' must be numbers, text or lists of them, got date32\[day\]; convert it, or leave it out of source\."
-    with pytest.raises(SourceError, match=rule):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=path, fields={"image": None, "taken": {"type": "any"}}))
+    assert outline(caught.value) == f"{path}, got date32[day]"
 
 
 @with_pyarrow
@@ -219,8 +229,7 @@ def test_a_column_that_a_file_has_twice(keys: dict[str, Any], tmp_path: Path) ->
     pq.write_table(pa.Table.from_arrays(columns, names=["image", "label", "label"]), tmp_path / "x.parquet")
     with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=str(tmp_path / "x.parquet"), **keys))
-    expected = "must have the column 'label' once, got image, label, label; rename or remove one"
-    assert str(caught.value) == f"{tmp_path}/x.parquet: {expected}"
+    assert outline(caught.value) == f"{tmp_path}/x.parquet, got image, label, label"
 
 
 # --- classes that `datasets` knows by name ----------------------------------------------------------------------------
@@ -292,7 +301,6 @@ def test_names_of_classes_keep_their_outer_spaces(write: Write, tmp_path: Path) 
 
 @with_pyarrow
 def test_numbers_that_are_no_classes(tmp_path: Path) -> None:
-    rule = "must be one of the 3 classes, 0..2, got -1; correct it, or declare fields without it"
     path = write_parquet(tmp_path / "x.parquet", labelled([0, -1]), FEATURES)
     for fields, place in (
         ({"label": {"kind": "classes", "column": "tags"}}, "tags[0]"),
@@ -301,10 +309,12 @@ def test_numbers_that_are_no_classes(tmp_path: Path) -> None:
     ):
         with pytest.raises(SourceError) as error:
             open_source(source_spec(hf=str(path), fields=fields))
-        assert str(error.value) == f"{path}[1]: {place} {rule}"
+        assert place in str(error.value)
+        assert outline(error.value) == f"{path}[1], got -1"
     write_parquet(path, labelled([0, None]), FEATURES)
-    with pytest.raises(SourceError, match=r"\[1\]: objects\.kind\[0\] must be an integer or a class name, got null"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=str(path), fields=BOXES))
+    assert outline(caught.value) == f"{path}[1], got null"
 
 
 @with_pyarrow
@@ -382,17 +392,16 @@ def test_a_file_of_two_splits(tmp_path: Path) -> None:
         write_parquet(tmp_path / "train" / f"{name}.parquet", samples(1))
     with pytest.raises(SourceError) as error:
         open_source(source_spec(hf=str(tmp_path), splits=("train", "test")))
-    assert str(error.value) == (
-        f"{tmp_path}/train/test.parquet: file must be of one split, got the names of 'train' and 'test'; rename it"
-    )
+    assert outline(error.value) == f"{tmp_path}/train/test.parquet, got the names of 'train' and 'test'"
 
 
 @with_pyarrow
 def test_files_of_both_forms(tmp_path: Path) -> None:
     write_saved(tmp_path / "x", samples(1))
     write_parquet(tmp_path / "x" / "y.parquet", samples(1))
-    with pytest.raises(SourceError, match=r"y\.parquet: must be an Arrow file like .*00000\.arrow, got Parquet; name"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=f"{tmp_path}/x/[dy]*.*"))
+    assert outline(caught.value) == f"{tmp_path}/x/y.parquet, got Parquet"
 
 
 @contextmanager
@@ -449,8 +458,9 @@ def test_a_file_that_changes_while_it_is_indexed(tmp_path: Path, monkeypatch: py
         return real(*arguments, **keys)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", write_then_read)
-    with pytest.raises(SourceError, match=r"x\.parquet: shard must stay as it was indexed, but has changed"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=str(path)))
+    assert outline(caught.value) == f"{path}"
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from gpuflow.sources.folder import images_below
 from gpuflow.sources.labels import resolve_labels
 from gpuflow.sources.storage.local import missing_path
 from gpuflow.sources.tar import expand_braces
+from tests.texts import outline
 
 
 def test_classes_have_the_order_of_their_names() -> None:
@@ -29,8 +30,9 @@ def test_labels_are_names_where_names_are_integers() -> None:
     """Otherwise a first label that is misspelt would make numbers of all of them, of which most would be valid."""
     classes = ("0", "1", "10", "2")
     assert resolve_labels(["2", "10"], classes, str, "list.csv")[1].tolist() == [3, 2]
-    with pytest.raises(SourceError, match=r"0: label .*'3'"):
+    with pytest.raises(SourceError) as caught:
         resolve_labels(["3", "2"], classes, str, "list.csv")
+    assert outline(caught.value) == "0, got '3'"
     assert resolve_labels(["3", "2"], ("a", "b", "c", "d"), str, "list.csv")[1].tolist() == [3, 2]
 
 
@@ -44,20 +46,17 @@ def test_labels_are_names_where_names_are_integers() -> None:
     ],
 )
 def test_several_labels_in_one_are_no_class(text: str, separator: str, others: list[str]) -> None:
-    action = (
-        f'; where samples have several labels, declare source.fields.label: {{kind: classes, separator: "{separator}"}}'
-    )
     with pytest.raises(SourceError) as found:
         resolve_labels([*others, text], None, str, "list.csv")
-    assert str(found.value) == (
-        f"{len(others)}: label must be one class, got several in one, {text!r}{action}; else list the names in "
-        "source.classes"
-    )
+    hint = f'{{kind: classes, separator: "{separator}"}}'
+    assert hint in str(found.value)
+    assert outline(found.value).startswith(f"{len(others)}, got several in one, ")
     names = (*others, text)
     assert resolve_labels([*others, text], names, str, "list.csv")[0] == names
     with pytest.raises(SourceError) as found:
         resolve_labels([text], ("cat", "dog"), str, "list.csv")
-    assert str(found.value) == f"0: label must be one of source.classes, got {text!r}{action}"
+    assert hint in str(found.value)
+    assert outline(found.value).startswith("0, got ")
 
 
 def test_a_name_with_a_comma_is_a_class() -> None:
@@ -110,10 +109,12 @@ def test_a_directory_that_cannot_be_listed_gives_no_hint(tmp_path: Path, monkeyp
 
 def test_how_many_shards_are_missing(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(b"")
-    with pytest.raises(SourceError, match=r"/1\.tar: no such file \(1 of 2 shards cannot be read\)"):
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(tar=f"{tmp_path}/{{0..1}}.tar"))
-    with pytest.raises(SourceError, match=r"/1\.tar: no such file;"):
+    assert outline(caught.value) == f"{tmp_path}/1.tar"
+    with pytest.raises(SourceError) as caught:
         open_source(source_spec(tar=f"{tmp_path}/1.tar"))
+    assert outline(caught.value) == f"{tmp_path}/1.tar"
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,9 @@ def test_labels_of_boxes_are_places_among_the_classes_of_the_mix(tmp_path: Path)
         assert found == [["owl", "cat"] if parts[1] is owls else ["cat", "dog"], ["cat", "dog"], []]
         part = subset(source, source_spec(mix=({"source": {"folder": "x"}},), split={"all": 1.0}), "all")
         assert fields_of(part) == fields_of(source) and box_labels(part, [2, 0]) == box_labels(source, [2, 0])
-    with pytest.raises(SourceError, match=r"^source\.mix\[1\]: its 2 classes must be the 2 of source\.mix\[0\]"):
+    with pytest.raises(SourceError) as caught:
         open_source(mix(cats, owls))
+    assert outline(caught.value) == "source.mix[1]"
 
 
 def test_masks_of_one_mix_have_one_fill(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from gpuflow.sources.storage import RemoteStorage, time_limit
 from gpuflow.sources.storage.http import TimeLimits, options_of
 from gpuflow.sources.storage.remote import RequestLimit
 from tests.sources.conftest import FileServer, ReadAll
+from tests.texts import outline
 
 MakeTar = Callable[..., bytes]
 
@@ -41,22 +42,24 @@ def new_array(size: int) -> NDArray[np.uint8]:
     return np.empty(size, np.uint8)
 
 
-def refused(**fields: object) -> str:
+def raised(**fields: object) -> SourceError:
     with pytest.raises(SourceError) as caught:
         open_source(source_spec(**fields))
-    return str(caught.value)
+    return caught.value
+
+
+def refused(**fields: object) -> str:
+    return outline(raised(**fields))
 
 
 def test_chained_file_systems_are_refused() -> None:
     url = "zip://photos::memory://x.zip"
-    assert (
-        refused(folder=url) == f"{url} chains file systems by '::', which gpuflow does not read; copy the files first"
-    )
+    assert refused(folder=url) == url
 
 
 def test_a_file_system_that_cannot_be_connected_to() -> None:
     """fsspec's connects while it is made, and its errors have no common base."""
-    assert refused(folder="ftp://127.0.0.1:1/photos").startswith("ftp://127.0.0.1:1/photos cannot be opened: ")
+    assert str(raised(folder="ftp://127.0.0.1:1/photos")).startswith("ftp://127.0.0.1:1/photos cannot be opened: ")
 
 
 # In memory.
@@ -81,15 +84,11 @@ def test_folder_in_memory(memory: fsspec.AbstractFileSystem, read_all: ReadAll) 
 
 
 def test_folder_errors_in_memory(memory: fsspec.AbstractFileSystem) -> None:
-    assert refused(folder="memory://none") == (
-        "memory://none: must hold one directory per class, got none (0 files); check the address"
-    )
+    assert refused(folder="memory://none") == "memory://none, got none (0 files)"
     memory.pipe({"/photos/1.jpg": b"x"})
-    assert refused(folder="memory://photos") == (
-        "memory://photos: must hold one directory per class, got none (1 files); check the address"
-    )
+    assert refused(folder="memory://photos") == "memory://photos, got none (1 files)"
     memory.pipe({"/photos/a/1.txt": b"x"})
-    assert refused(folder="memory://photos").startswith("memory://photos/a: a class directory must hold an image (.jpg")
+    assert refused(folder="memory://photos") == "memory://photos/a, got none"
 
 
 def test_listing_in_memory(memory: fsspec.AbstractFileSystem, read_all: ReadAll, tmp_path: Path) -> None:
@@ -104,11 +103,9 @@ def test_listing_in_memory(memory: fsspec.AbstractFileSystem, read_all: ReadAll,
     (tmp_path / "list.csv").write_text("b/2.jpg,1\n")
     source = open_source(source_spec(listing=str(tmp_path / "list.csv"), root="memory://photos"))
     assert read_all(source) == [b"b2"]
-    assert refused(listing="memory://photos/lst.csv") == "memory://photos/lst.csv: no such file; check the address"
+    assert refused(listing="memory://photos/lst.csv") == "memory://photos/lst.csv"
     memory.pipe("/photos/list.csv", b"b/2.jpg,1\nb/2.jpg,-1\n")
-    assert refused(listing="memory://photos/list.csv") == (
-        "memory://photos/list.csv:2: label must be >= 0, got -1; number the classes from 0"
-    )
+    assert refused(listing="memory://photos/list.csv") == "memory://photos/list.csv:2, got -1"
 
 
 def test_tar_in_memory(
@@ -130,14 +127,10 @@ def test_tar_in_memory(
     memory.pipe("/shards/1.tar", memory.cat("/shards/1.tar")[:1538])
     memory.rm("/shards/2.tar")
     assert read_all(source, [4, 8, 0]) == [b"1/0", "no such file", b"0/0"]
-    changed = (
-        r"memory://shards/1.tar: shard must stay as it was indexed, but has changed \(10240 bytes then, 1538 now\)"
-    )
-    with pytest.raises(SourceError, match=changed):
+    with pytest.raises(SourceError) as caught:
         read_all(source, [5])
-    assert refused(tar="memory://shards/{0..2}.tar") == (
-        "memory://shards/2.tar: no such file (1 of 3 shards cannot be read); check source.tar"
-    )
+    assert outline(caught.value) == "memory://shards/1.tar"
+    assert refused(tar="memory://shards/{0..2}.tar") == "memory://shards/2.tar"
 
 
 # On a server.
@@ -230,23 +223,17 @@ def test_a_directory_that_a_server_does_not_list_is_an_error(server: FileServer)
     server.files.update(FILES)
     server.status = 403
     server.failures["/photos/a/z"] = 1000
-    assert refused(folder=f"{server.url}/photos") == (
-        f"{server.url}/photos/a/z: its server answered 403 Forbidden; check that it can be listed"
-    )
+    assert refused(folder=f"{server.url}/photos") == f"{server.url}/photos/a/z"
     server.failures.clear()
     server.gone.add("/photos/a/z")
-    assert refused(folder=f"{server.url}/photos") == (
-        f"{server.url}/photos/a/z: no such file; check that it can be listed"
-    )
+    assert refused(folder=f"{server.url}/photos") == f"{server.url}/photos/a/z"
 
 
 def test_directories_of_a_server_without_end(server: FileServer) -> None:
     """As a link to its own parent makes them."""
     server.files.update(FILES)
     server.endless = "/photos/a"
-    message = refused(folder=f"{server.url}/photos")
-    assert message.startswith(f"{server.url}/photos/a/up/up/up")
-    assert message.endswith(f"lies 64 directories below {server.url}/photos; remove the link that leads back")
+    assert refused(folder=f"{server.url}/photos").startswith(f"{server.url}/photos/a/up/up/up")
 
 
 def test_requests_to_a_server_begin_few_at_a_time(server: FileServer) -> None:
@@ -338,9 +325,9 @@ def test_what_a_server_forbids_or_does_not_have_is_not_asked_for_again(
     server.status = status
     server.failures.update(dict.fromkeys(("/photos/a/1.jpg", "/list.csv", "/0.tar", "/photos/a"), 1000))
     assert read_all(source) == [reason]
-    assert refused(listing=f"{server.url}/list.csv").startswith(f"{server.url}/list.csv: {reason}; check ")
-    assert refused(tar=f"{server.url}/0.tar") == f"{server.url}/0.tar: {reason}; check source.tar"
-    assert refused(folder=f"{server.url}/photos") == f"{server.url}/photos/a: {reason}; check that it can be listed"
+    for kind, name, path in (("listing", "list.csv", ""), ("tar", "0.tar", ""), ("folder", "photos", "/a")):
+        error = raised(**{kind: f"{server.url}/{name}"})
+        assert outline(error) == f"{server.url}/{name}{path}" and f": {reason};" in str(error)
     paths = ("/photos/a/1.jpg", "/list.csv", "/0.tar", "/photos/a")
     assert [server.requests[path] for path in paths] == [1] * 4
 
@@ -375,32 +362,20 @@ def test_tar_on_a_server(server: FileServer, make_tar: MakeTar, read_all: ReadAl
     server.files["/0.tar"] = whole[:4000]
     with pytest.raises(SourceError) as caught:
         read_all(source)
-    assert str(caught.value) == (
-        f"{server.url}/0.tar: shard must stay as it was indexed, but has changed ({len(whole)} bytes then, 4000 now); "
-        "open the source again, and write new shards under new names"
-    )
+    assert outline(caught.value) == f"{server.url}/0.tar"
     server.files["/0.tar"] = whole
     server.ranges = False
-    why = "its server must support range requests, got the whole file for a part of it; copy it to one that does"
     with pytest.raises(SourceError) as caught:
         read_all(source)
-    assert str(caught.value) == f"{server.url}/0.tar: {why}"
-    assert refused(tar=f"{server.url}/{{0..1}}.tar") == (
-        f"{server.url}/0.tar: {why} (2 of 2 shards cannot be read); check source.tar"
-    )
+    assert outline(caught.value) == f"{server.url}/0.tar, got the whole file for a part of it"
+    assert refused(tar=f"{server.url}/{{0..1}}.tar") == f"{server.url}/0.tar, got the whole file for a part of it"
 
 
 def test_a_damaged_tar_on_a_server(server: FileServer, make_tar: MakeTar) -> None:
     server.files["/0.tar"] = make_tar([("1.jpg", b"one")])
-    assert refused(tar=f"{server.url}/0.tar") == (
-        f"{server.url}/0.tar/1.jpg: image must have a label, got none; "
-        'add 1.cls, or 1.json with the key "label" or "cls"'
-    )
+    assert refused(tar=f"{server.url}/0.tar") == f"{server.url}/0.tar/1.jpg, got none"
     server.files["/0.tar"] = b"compressed" * 100
-    assert refused(tar=f"{server.url}/0.tar") == (
-        f"{server.url}/0.tar: must be an uncompressed tar, got a file that starts with b'compress'; "
-        "unpack or replace it"
-    )
+    assert refused(tar=f"{server.url}/0.tar") == f"{server.url}/0.tar, got a file that starts with b'compress'"
 
 
 # Processes.
@@ -432,7 +407,7 @@ def test_a_remote_storage_does_not_go_to_another_process(memory: fsspec.Abstract
 
 
 def test_unknown_scheme() -> None:
-    message = refused(folder="nosuch://photos")
+    message = str(raised(folder="nosuch://photos"))
     assert message.startswith("nosuch://photos cannot be opened: Protocol not known: nosuch")
     assert message.endswith("; check its scheme and what it needs")
 

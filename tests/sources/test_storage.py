@@ -20,6 +20,7 @@ from gpuflow.sources.storage import local, time_limit
 from gpuflow.sources.storage.base import Shard
 from gpuflow.sources.storage.local import LocalStorage
 from gpuflow.sources.storage.remote import RemoteStorage
+from tests.texts import outline
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]
@@ -82,8 +83,9 @@ def test_a_range_is_asked_for_by_name() -> None:
 
 def test_a_shard_that_vanishes_before_it_is_scanned_is_named() -> None:
     shard = Shard(path="absent.tar", size=1, stamp="")
-    with pytest.raises(SourceError, match=r"^absent.tar: no such file"):
+    with pytest.raises(SourceError) as caught:
         list(LocalStorage().scan([shard], lambda shard, read: read(0, 1)))
+    assert outline(caught.value) == "absent.tar"
 
 
 @pytest.mark.parametrize("function", ["stat", "open", "pread"])
@@ -110,8 +112,9 @@ def test_opening_and_scanning_a_shard_is_retried(
     if function == "stat":
         assert LocalStorage().inspect([path]) == ["input/output error; tried 4 times"]
     else:
-        with pytest.raises(SourceError, match=r"x\.tar: input/output error; tried 4 times; check that it can be read$"):
+        with pytest.raises(SourceError) as caught:
             list(LocalStorage().scan([shard], lambda shard, read: read(0, 9)))
+        assert outline(caught.value) == f"{path}"
 
 
 def open_descriptors(path: Path) -> int:
