@@ -142,7 +142,7 @@ def test_columns_that_are_written_as_a_dictionary(write: Write, tmp_path: Path) 
     path = str(write(tmp_path / "y.parquet", {"image": [b"image"] * 2, "label": missing}))
     with pytest.raises(SourceError) as caught:
         open_source(source_spec(hf=path))
-    assert outline(caught.value) == f"{path}[0], got null"
+    assert outline(caught.value).endswith("[0], got null")
 
 
 @with_pyarrow
