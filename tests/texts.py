@@ -58,7 +58,7 @@ def compared(module: Path, directories: Path, *, record: bool) -> Iterator[None]
     """
     _caused.clear()
     yield
-    found = {name: sorted(_comparable(text, directories) for text in texts) for name, texts in _caused.items()}
+    found = {name: sorted({_comparable(text, directories) for text in texts}) for name, texts in _caused.items()}
     path = module.with_name("errors.json")
     everything = json.loads(path.read_text()) if path.exists() else {}
     if record:

@@ -458,9 +458,10 @@ def test_a_file_that_changes_while_it_is_indexed(tmp_path: Path, monkeypatch: py
         return real(*arguments, **keys)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", write_then_read)
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(
+        SourceError, match=r"x\.parquet: shard must stay as it was indexed"
+    ):  # its size differs by version
         open_source(source_spec(hf=str(path)))
-    assert outline(caught.value) == f"{path}"
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
