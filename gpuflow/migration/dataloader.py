@@ -37,8 +37,8 @@ from gpuflow.errors import (
 from gpuflow.loader.transform import for_numpy
 from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.sources.base import fingerprint
-from gpuflow.sources.files import FileSource
 from gpuflow.sources.labels import loses_digits
+from gpuflow.sources.record_table import TableSource, WholeFiles
 from gpuflow.sources.storage import LocalStorage, PathTableBuilder
 
 PLACE = "gpuflow.wrap:"
@@ -76,7 +76,8 @@ def source_of(dataset: Any, *, thread_safe: bool) -> Source:
     table = PathTableBuilder()
     table.add([os.fspath(path) for path, _ in samples])
     labels = np.array([label for _, label in samples], np.int64)
-    return FileSource(LocalStorage(), table.build(), labels, tuple(folder.classes), root=os.fspath(folder.root))
+    files = WholeFiles(LocalStorage(), table.build(), os.fspath(folder.root))
+    return TableSource(files, labels, tuple(folder.classes))
 
 
 def files_hash(dataset: Any) -> int | None:

@@ -178,7 +178,12 @@ def entries_of(source: Source) -> bytes:
     own: bytes | None = getattr(source, "entries", None)
     if own is not None:
         return own
-    return b"".join(map(_entry, relative([source.path(index) for index in range(len(source))])))
+    return names_of([source.path(index) for index in range(len(source))])
+
+
+def names_of(paths: Sequence[str]) -> bytes:
+    """Return paths relative to their common folder, each followed by a NUL."""
+    return "".join(f"{path}\0" for path in relative(paths)).encode("utf-8", "surrogateescape")
 
 
 def relative(paths: Sequence[str]) -> list[str]:
@@ -191,7 +196,3 @@ def relative(paths: Sequence[str]) -> list[str]:
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     start = first.rfind("/", 0, length) + 1
     return [path[start:] for path in paths]
-
-
-def _entry(path: str) -> bytes:
-    return path.encode("utf-8", "surrogateescape") + b"\0"

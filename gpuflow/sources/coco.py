@@ -21,11 +21,10 @@ from gpuflow.arrays import Ints
 from gpuflow.errors import Problem, SourceError, near_word, show
 from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec
-from gpuflow.sources.files import FileSource, Listed
 from gpuflow.sources.labels import Locate
 from gpuflow.sources.listing_text import check_path, load, parsed_json, resolved
-from gpuflow.sources.record_table import RecordBuilder
-from gpuflow.sources.spec import Samples
+from gpuflow.sources.record_table import RecordBuilder, TableSource, WholeFiles
+from gpuflow.sources.spec import Listed, Samples
 from gpuflow.sources.storage import PathTableBuilder, is_remote, open_storage
 from gpuflow.sources.storage.local import missing_path
 
@@ -53,7 +52,7 @@ class Coco(Listed, Samples):
     coco: str
     images: str
 
-    def index(self) -> FileSource:
+    def index(self) -> TableSource:
         """Index the file. All annotations are read and checked; images only when they are loaded."""
         place = self.coco if is_remote(self.coco) else os.path.expanduser(self.coco)
         document = _document(place)
@@ -91,16 +90,8 @@ class Coco(Listed, Samples):
         if kept < len(annotations):
             note += f", {len(annotations) - kept:,} annotations of crowds left out"
         paths = resolved(table, root, places.sample)
-        return FileSource(
-            open_storage(paths[0], self.cache),
-            paths,
-            zeros,
-            classes,
-            root=root,
-            note=note,
-            has_labels=False,
-            table=records,
-        )
+        files = WholeFiles(open_storage(paths[0], self.cache), paths, root)
+        return TableSource(files, zeros, classes, has_labels=False, table=records, note=note)
 
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         given = [key for key in field.given if key != "flip_pairs"]

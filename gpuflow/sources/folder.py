@@ -22,7 +22,7 @@ import numpy as np
 
 from gpuflow.errors import Problem, SourceError, near_word
 from gpuflow.sources.field_spec import FieldSpec
-from gpuflow.sources.files import FileSource
+from gpuflow.sources.record_table import TableSource, WholeFiles
 from gpuflow.sources.spec import Cached, Extent, Samples, WithExtensions, WithSplits
 from gpuflow.sources.storage import (
     CachedStorage,
@@ -84,7 +84,7 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
 
     folder: str
 
-    def open(self) -> FileSource:
+    def open(self) -> TableSource:
         """Index the folder, ordered by class, then by directory, then by file name."""
         storage: Storage
         tree_of: Callable[[str, tuple[str, ...], bool], Iterator[tuple[str, list[str]]]]
@@ -128,11 +128,9 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
                 splits[split] = first, sum(counts)
         if labelled and not self.splits:
             _warn_of_parts(root, classes)
-        paths = table.build(os.path.join(root, ""))
-        if not labelled:
-            return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False, splits=splits)
-        labels = np.repeat(np.array(codes, np.int64), counts)
-        return FileSource(storage, paths, labels, tuple(classes), splits=splits)
+        labels = np.repeat(np.array(codes, np.int64) * labelled, counts)
+        files = WholeFiles(storage, table.build(os.path.join(root, "")))
+        return TableSource(files, labels, tuple(classes) if labelled else (), has_labels=labelled, splits=splits)
 
     def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
         """See the base. The folder may also be flat, or hold tar shards."""

@@ -10,15 +10,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Self, final
 
 import numpy as np
 
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word
-from gpuflow.pipeline.records import MaskFile
-from gpuflow.sources.base import Source, fingerprint, relative
+from gpuflow.sources.base import Source
 from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, classes_of_boxes, label_field
 from gpuflow.sources.hf_tables import (
     Cells,
@@ -34,9 +32,9 @@ from gpuflow.sources.hf_tables import (
 )
 from gpuflow.sources.labels import Locate, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.record_table import NO_FIELDS, RecordBuilder, RecordTable, TableSource, masks_of, memory
+from gpuflow.sources.record_table import Masks, RecordBuilder, RecordTable, TableSource
 from gpuflow.sources.spec import Named, WithSplits, WithWindow
-from gpuflow.sources.storage import Allocate, LocalStorage, Payload, is_remote
+from gpuflow.sources.storage import LocalStorage, is_remote
 from gpuflow.sources.storage.local import ancestors, identity_of, matching, missing_path, walk
 
 Classes = tuple[str, ...]
@@ -44,66 +42,14 @@ Classes = tuple[str, ...]
 
 @final
 class HfSource(TableSource):
-    """The samples of a dataset, in the order of its files and their rows. `Hf` opens it.
+    """The samples of a dataset, in the order of its files and their rows. `Hf` opens it."""
 
-    Args:
-        cells: the column of images.
-        names: the files' names, for the fingerprint.
-        splits: the first index of each of the dataset's own splits that is read, and the one after its last.
-    """
-
-    def __init__(
-        self,
-        cells: Cells,
-        names: Sequence[str],
-        labels: Array,
-        classes: Classes,
-        splits: Mapping[str, tuple[int, int]],
-        *,
-        has_labels: bool = True,
-        table: RecordTable = NO_FIELDS,
-    ) -> None:
-        super().__init__(classes, labels, has_labels, table)
-        self._cells = cells
-        self._names = tuple(names)
-        self.splits = dict(splits)
-        self.shard_sizes = cells.group_sizes
-        self.window = cells.window
-        self.storage = cells.storage
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """See `gpuflow.sources.base.fingerprint`. Names of the files, sizes of the images or of the row groups."""
-        return fingerprint(self.entries, self.labels, self.classes, self._cells.sizes(), known=self._table.digest())
+    files: Cells
 
     @property
-    def entries(self) -> bytes:
-        """See `gpuflow.sources.base.entries_of`: the names of the files, whose rows have one order."""
-        return b"".join(os.fsencode(name) + b"\0" for name in relative(self._names))
-
-    def path(self, index: int) -> str:
-        return self._cells.path(index)
-
-    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        return self._cells.read(indices, allocate)
-
-    def close(self) -> None:
-        self._cells.close()
-        self._table.close()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _MaskCells:
-    """One cell of a column per sample, read when its record is."""
-
-    cells: Cells
-
-    def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
-        return masks_of(self.cells.read(samples.tolist(), memory), lambda i: self.cells.path(int(samples[i])), errors)
-
-    def parts(self) -> Iterator[bytes]:
-        yield self.cells.sizes().tobytes()
+    def window(self) -> int | None:
+        """Return how many neighbouring samples are shuffled among each other; None if any two may be."""
+        return self.files.window
 
 
 @final
@@ -305,11 +251,10 @@ class _Reader:
         declared = dict(self._spec.declared)
         image = next((field.column or name for name, field in declared.items() if field.type == "image"), None)
         cells = self._cells(self._image_column(image or self._spec.image))
-        names = [table.shard.path for table in self._tables]
         if not declared:
             column = self._label_column()
             classes, labels = self._labels(FieldSpec(type="label", column=column), column, self._spec.classes)
-            return HfSource(cells, names, labels, classes, splits)
+            return HfSource(cells, labels, classes, splits=splits)
         records = self._records()
         column, label, given = label_field(self._spec.declared, self._spec.classes)
         if label is None:
@@ -317,7 +262,7 @@ class _Reader:
             labels = np.zeros(int(self._rows.ends[-1]), np.int64)
         else:
             classes, labels = self._labels(label, column, given)
-        return HfSource(cells, names, labels, classes, splits, has_labels=label is not None, table=records)
+        return HfSource(cells, labels, classes, has_labels=label is not None, table=records, splits=splits)
 
     def _cells(self, column: str) -> Cells:
         try:
@@ -484,9 +429,7 @@ class _Reader:
         for block in self._blocks(columns, labels):
             builder.add(block, len(next(iter(block.values()))))
         masks = {
-            name: _MaskCells(self._cells(self._image_column(field.column)))
-            for name, field in declared
-            if field.is_mask_file
+            name: Masks(self._cells(self._image_column(field.column))) for name, field in declared if field.is_mask_file
         }
         return builder.build(masks, (self._storage,) if masks else ())
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
+from gpuflow.sources.base import names_of
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Shard, Shards, Storage
 from gpuflow.sources.storage.local import LOCAL_DELAYS, retry
@@ -37,33 +38,6 @@ def pyarrow() -> Any:
     except ImportError as error:
         raise MissingExtra("source.hf", "pyarrow", "hf") from error
     return pyarrow
-
-
-class Cells(Protocol):
-    """One column of images: the encoded bytes of each sample."""
-
-    @property
-    def storage(self) -> Storage | None:
-        """See `Source.storage`."""
-
-    @property
-    def group_sizes(self) -> tuple[int, ...] | None:
-        """See `Source.shard_sizes`."""
-
-    @property
-    def window(self) -> int | None:
-        """Return how many neighbouring samples are shuffled among each other; None if any two may be."""
-
-    def path(self, index: int) -> str:
-        """See `Source.path`."""
-
-    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        """See `Source.read`."""
-
-    def sizes(self) -> Ints:
-        """Return what is known of sizes without reading, for a fingerprint."""
-
-    def close(self) -> None: ...
 
 
 def place_of(rows: Shards, index: int) -> str:
@@ -258,7 +232,7 @@ def open_cells(tables: Sequence[Table], storage: Storage, column: str, window: i
 class ArrowCells:
     """Cells that are ranges of bytes of files. starts, lengths: int64 [n]; starts is -1 for a null."""
 
-    group_sizes = None
+    shard_sizes = None
     window = None
 
     storage: Storage
@@ -278,8 +252,14 @@ class ArrowCells:
         errors = [_NO_CELL if start < 0 else error for start, error in zip(starts, payload.errors, strict=True)]
         return replace(payload, errors=errors)
 
-    def sizes(self) -> Ints:
-        return self.lengths
+    def entries(self) -> bytes:
+        return names_of([file.path for file in self.rows.files])
+
+    def numbers(self) -> Sequence[Ints]:
+        return (self.lengths,)
+
+    def parts(self) -> Iterator[bytes]:
+        yield self.lengths.tobytes()
 
     def close(self) -> None:
         self.storage.close()
@@ -391,7 +371,7 @@ class ParquetCells:
     storage: None = field(default=None, init=False)
 
     @property
-    def group_sizes(self) -> tuple[int, ...]:
+    def shard_sizes(self) -> tuple[int, ...]:
         return tuple(np.diff(self.ends, prepend=0).tolist())
 
     def path(self, index: int) -> str:
@@ -439,11 +419,21 @@ class ParquetCells:
         column = table.column(0)
         return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
 
-    def sizes(self) -> Ints:
-        return np.concatenate([self.ends, self.stored])
+    def entries(self) -> bytes:
+        return names_of([file.path for file in self.rows.files])
+
+    def numbers(self) -> Sequence[Ints]:
+        return (np.concatenate([self.ends, self.stored]),)
+
+    def parts(self) -> Iterator[bytes]:
+        yield from (column.tobytes() for column in self.numbers())
 
     def close(self) -> None:
         self.cache.clear()
+
+
+Cells = ArrowCells | ParquetCells
+"""One column of images: the encoded bytes of each sample."""
 
 
 def _parquet_cells(tables: Sequence[_ParquetTable], rows: Shards, column: str, window: int | None) -> ParquetCells:

@@ -20,7 +20,6 @@ import numpy as np
 
 from gpuflow.errors import SourceError, near_word, show
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_field, pairs_of_fields
-from gpuflow.sources.files import FileSource, Listed
 from gpuflow.sources.labels import Locate, names_in, sample_labels
 from gpuflow.sources.listing_text import (
     check_path,
@@ -34,8 +33,8 @@ from gpuflow.sources.listing_text import (
     parsed_number,
     resolved,
 )
-from gpuflow.sources.record_table import MaskFiles, RecordBuilder
-from gpuflow.sources.spec import Named
+from gpuflow.sources.record_table import Masks, RecordBuilder, TableSource, WholeFiles
+from gpuflow.sources.spec import Listed, Named
 from gpuflow.sources.storage import PathTableBuilder, is_remote, open_storage, parent_of
 
 _EXTENSIONS = (".csv", ".jsonl", ".ndjson", ".json")
@@ -84,7 +83,7 @@ class Listing(Listed, Named):
     listing: str
     root: str | None = None
 
-    def index(self) -> FileSource:
+    def index(self) -> TableSource:
         """Index the listing. Samples have the order of its rows."""
         place = self.listing if is_remote(self.listing) else os.path.expanduser(self.listing)
         extension = os.path.splitext(place)[1].lower()
@@ -197,7 +196,7 @@ class _Lines:
         self.locate = Locate(lambda i: f"{place}:{self.numbers[i]}")
 
 
-def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> FileSource:
+def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSource:
     """Index a listing. Samples have the order of its rows. root: the directory that relative paths start from."""
     declared = spec.declared or _DEFAULT_FIELDS
     image = next((field.column or name for name, field in declared if field.type == "image"), "path")
@@ -230,19 +229,17 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> FileSourc
     for name, column in masks.items():
         path = located[column][0]
         same = is_remote(path) == storage.remote
-        files[name] = MaskFiles(storage if same else open_storage(path, spec.cache), located[column], root)
+        files[name] = WholeFiles(storage if same else open_storage(path, spec.cache), located[column], root)
     storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
     classes, values = ((), np.zeros(len(lines.numbers), np.int64)) if labels is None else labels.build()
-    records = builder.build(files, storages)
-    return FileSource(
-        storage,
-        located[image],
+    records = builder.build({name: Masks(column) for name, column in files.items()}, storages)
+    return TableSource(
+        WholeFiles(storage, located[image], root),
         values,
         records.box_classes if labels is None else classes,
-        root=root,
-        note=note,
         has_labels=labels is not None,
         table=records,
+        note=note,
     )
 
 

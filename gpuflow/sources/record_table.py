@@ -20,18 +20,20 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.arrays import Array, Bytes, Floats, Ints
-from gpuflow.errors import SourceError, show
+from gpuflow.arrays import Array, Floats, Ints
+from gpuflow.errors import SourceError, redacted, show
 from gpuflow.pipeline.records import GEOMETRIC, Column, Field, LeftOut, MaskFile, Polygons, Ragged, Records, Rle
+from gpuflow.sources.base import fingerprint, names_of
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec, GivenClasses
 from gpuflow.sources.labels import Labels, Locate
-from gpuflow.sources.storage import PathTable, Payload, Shards, Storage
+from gpuflow.sources.storage import Allocate, PathTable, Payload, Shards, Storage
 
 
 class Store(Protocol):
@@ -95,14 +97,143 @@ NO_FIELDS = RecordTable((), {}, {})
 """The table of a source without fields."""
 
 
-class TableSource:
-    """What sources have in common whose labels and records are in memory: see `Source` and `RecordSource`."""
+class Files(Protocol):
+    """One encoded file per sample: an image or a mask."""
 
-    def __init__(self, classes: tuple[str, ...], labels: Array, has_labels: bool, table: RecordTable) -> None:
+    @property
+    def storage(self) -> Storage | None:
+        """See `Source.storage`."""
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...] | None:
+        """See `Source.shard_sizes`."""
+
+    def path(self, index: int) -> str:
+        """See `Source.path`."""
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        """See `Source.read`."""
+
+    def entries(self) -> bytes:
+        """See `gpuflow.sources.base.entries_of`."""
+
+    def numbers(self) -> Sequence[Sequence[int] | Ints]:
+        """Return columns of whole numbers that a fingerprint of images includes, such as the files' sizes."""
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield what a fingerprint of masks includes."""
+
+    def close(self) -> None:
+        """Close what they are read from."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WholeFiles:
+    """Files on one storage. root: the folder that whole paths may lie below; of no matter to a fingerprint."""
+
+    storage: Storage
+    paths: PathTable
+    root: str = ""
+    shard_sizes: None = field(default=None, init=False)
+
+    def path(self, index: int) -> str:
+        return redacted(self.paths[index])
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        return self.storage.read(self.paths.take(indices), allocate)
+
+    def entries(self) -> bytes:
+        return self.paths.entries_below(self.root)
+
+    def numbers(self) -> Sequence[Ints]:
+        return ()
+
+    def parts(self) -> Iterator[bytes]:
+        yield self.entries()
+
+    def close(self) -> None:
+        self.storage.close()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Members of shards. names: of the members. starts, sizes: int64 [n], in bytes."""
+
+    storage: Storage
+    shards: Shards
+    names: PathTable
+    starts: Ints
+    sizes: Ints
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        return self.shards.sizes
+
+    def path(self, index: int) -> str:
+        return redacted(f"{self.shards.place(index)[0].path}/{self.names[index]}")
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        places = np.asarray(indices, dtype=np.int64)
+        starts, sizes = self.starts[places].tolist(), self.sizes[places].tolist()
+        return self.storage.read_ranges(self.shards.of(places), starts, sizes, allocate)
+
+    def entries(self) -> bytes:
+        return self.names.blob + names_of([shard.path for shard in self.shards.files])
+
+    def numbers(self) -> Sequence[Sequence[int] | Ints]:
+        return self.sizes, self.shard_sizes
+
+    def parts(self) -> Iterator[bytes]:
+        yield from (self.names.blob, self.sizes.tobytes())
+
+    def close(self) -> None:
+        self.storage.close()
+
+
+class TableSource:
+    """A source whose labels and records are in memory: see `Source` and `RecordSource`.
+
+    Args:
+        files: its images.
+        has_labels: whether its samples have labels.
+        table: the declared fields besides image and label.
+        splits: for each split that the source itself has, by name, the range of its indices (first, after the last).
+        note: how its index was read, for `gpuflow explain`; empty if there was nothing to decide.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        labels: Array,
+        classes: tuple[str, ...],
+        *,
+        has_labels: bool = True,
+        table: RecordTable = NO_FIELDS,
+        splits: Mapping[str, tuple[int, int]] | None = None,
+        note: str = "",
+    ) -> None:
+        self.files = files
+        self.storage = files.storage
+        self.shard_sizes = files.shard_sizes
         self.classes = classes
         self.labels = labels
         self.has_labels = has_labels
+        self.splits = dict(splits or {})
+        self.note = note
         self._table = table
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `gpuflow.sources.base.fingerprint`."""
+        known = self._table.digest()
+        return fingerprint(self.entries, self.labels, self.classes, *self.files.numbers(), known=known)
+
+    @property
+    def entries(self) -> bytes:
+        """See `gpuflow.sources.base.entries_of`."""
+        return self.files.entries()
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -115,13 +246,27 @@ class TableSource:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def path(self, index: int) -> str:
+        return self.files.path(index)
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        return self.files.read(indices, allocate)
+
     def records(self, indices: Sequence[int]) -> Records:
         return self._table.records(indices)
+
+    def is_read_remotely(self) -> bool:
+        """Return True if images or masks are behind URLs."""
+        return any(storage is not None and storage.remote for storage in (self.storage, *self._table.storages))
 
     def without_records(self) -> Self:
         source = copy.copy(self)
         source._table = NO_FIELDS
         return source
+
+    def close(self) -> None:
+        self.files.close()
+        self._table.close()
 
 
 @final
@@ -218,59 +363,21 @@ class Instances:
 
 @final
 @dataclass(frozen=True, slots=True)
-class MaskFiles:
-    """One file per sample, read when its record is."""
+class Masks:
+    """One mask in a file per sample, read when its record is."""
 
-    storage: Storage
-    paths: PathTable
-    root: str = ""
+    files: Files
 
     def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
-        payload = self.storage.read(self.paths.take(samples.tolist()), memory)
-        return masks_of(payload, lambda i: self.paths[int(samples[i])], errors)
+        """Read these files. One that cannot be read, or is empty, is an error of its sample's record."""
+        payload = self.files.read(samples.tolist(), lambda size: np.empty(size, np.uint8))
+        for i, error in enumerate(payload.errors):
+            if error is not None and errors[i] is None:
+                errors[i] = f"mask {self.files.path(int(samples[i]))}: {error}"
+        return [MaskFile(payload.sample(i).tobytes()) for i in range(len(payload))]
 
     def parts(self) -> Iterator[bytes]:
-        yield self.paths.entries_below(self.root)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class MaskMembers:
-    """One member of a shard per sample, read when its record is.
-
-    names: of the members. starts, sizes: int64 [n].
-    """
-
-    storage: Storage
-    shards: Shards
-    names: PathTable
-    starts: Ints
-    sizes: Ints
-
-    def take(self, samples: Ints, errors: list[str | None]) -> list[MaskFile]:
-        shards = self.shards.of(samples)
-        starts, sizes = self.starts[samples].tolist(), self.sizes[samples].tolist()
-        payload = self.storage.read_ranges(shards, starts, sizes, memory)
-        return masks_of(payload, lambda i: f"{shards[i].path}/{self.names[int(samples[i])]}", errors)
-
-    def parts(self) -> Iterator[bytes]:
-        yield from (self.names.blob, self.sizes.tobytes())
-
-
-def memory(size: int) -> Bytes:
-    """Allocate memory of this size."""
-    return np.empty(size, np.uint8)
-
-
-def masks_of(payload: Payload, place: Callable[[int], str], errors: list[str | None]) -> list[MaskFile]:
-    """Return the files as masks. Each one that could not be read, or is empty, is an error of its sample's record.
-
-    place: returns that of file i.
-    """
-    for i, error in enumerate(payload.errors):
-        if error is not None and errors[i] is None:
-            errors[i] = f"mask {place(i)}: {error}"
-    return [MaskFile(payload.sample(i).tobytes()) for i in range(len(payload))]
+        yield from self.files.parts()
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

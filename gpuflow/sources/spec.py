@@ -16,8 +16,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
-from gpuflow.sources.base import Source
+from gpuflow.sources.base import Source, is_read_remotely
 from gpuflow.sources.field_spec import FieldPairs, Fields, FieldSpec, GivenClasses, field_problems, pairs_of_fields
+from gpuflow.sources.record_table import TableSource
 from gpuflow.sources.storage import CacheSpec, is_remote
 from gpuflow.sources.storage.local import missing_file
 from gpuflow.version import entry_points
@@ -363,6 +364,36 @@ class Cached(SourceSpec):
             if not self.lists_urls and not is_remote(self.folder_of_images):
                 rule = f"must go with URLs, got {self.folder_of_images!r}, whose files are not copied"
                 yield Problem.of("cache", rule, action="remove cache", code="config.conflict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Cached):
+    """A source whose images are the files that one file lists, which may be URLs."""
+
+    lists_urls = True
+
+    @abstractmethod
+    def index(self) -> TableSource:
+        """Index the source. Raises SourceError."""
+
+    def open(self) -> TableSource:
+        source = self.index()
+        if self.cache is not None and not source.is_read_remotely():
+            source.close()
+            raise SourceError(
+                f"source.cache must go with URLs, got {self.where!r}, which lists local files, and these are not "
+                "copied; remove cache"
+            )
+        return source
+
+    def find_images(self, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+        source = self.open()
+        try:
+            if is_read_remotely(source):
+                raise NotMeasuredError(f"{redacted(self.where)} lists files behind URLs")
+            return [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
+        finally:
+            source.close()
 
 
 def spec_class(

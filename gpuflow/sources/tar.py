@@ -16,24 +16,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from typing import Any, final
 
 import numpy as np
 
 from gpuflow.arrays import Array, Ints
-from gpuflow.errors import Problem, SourceError, near_word, redacted, show
-from gpuflow.sources.base import fingerprint, relative
+from gpuflow.errors import Problem, SourceError, near_word, show
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_field
 from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.record_table import NO_FIELDS, MaskMembers, RecordBuilder, RecordTable, TableSource
+from gpuflow.sources.record_table import Masks, Members, RecordBuilder, TableSource
 from gpuflow.sources.spec import Cached, Extent, Named, WithExtensions, WithWindow
 from gpuflow.sources.storage import (
-    Allocate,
     CachedStorage,
-    Payload,
     ReadAt,
     Shard,
     Shards,
@@ -67,52 +64,6 @@ _LABEL = ".cls or .json"
 
 
 @final
-class TarSource(TableSource):
-    """The samples of one or more shards. `Tar` opens it."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        index: _Index,
-        classes: tuple[str, ...],
-        labels: Array,
-        *,
-        has_labels: bool = True,
-        table: RecordTable = NO_FIELDS,
-    ) -> None:
-        super().__init__(classes, labels, has_labels, table)
-        self.storage = storage
-        self._shards = index.shards
-        self._images = index.images
-        self.shard_sizes: tuple[int, ...] = tuple(index.sizes.tolist())
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """See `gpuflow.sources.base.fingerprint`. Names and sizes of the images, names and lengths of the shards."""
-        sizes = self._images.sizes
-        known = self._table.digest()
-        return fingerprint(self.entries, self.labels, self.classes, sizes, self.shard_sizes, known=known)
-
-    @property
-    def entries(self) -> bytes:
-        """See `gpuflow.sources.base.entries_of`."""
-        shards = relative([shard.path for shard in self._shards.files])
-        return b"".join([self._images.names.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
-
-    def path(self, index: int) -> str:
-        return redacted(f"{self._shards.place(index)[0].path}/{self._images.names[index]}")
-
-    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        places = np.asarray(indices, dtype=np.int64)
-        starts, sizes = self._images.starts[places].tolist(), self._images.sizes[places].tolist()
-        return self.storage.read_ranges(self._shards.of(places), starts, sizes, allocate)
-
-    def close(self) -> None:
-        self.storage.close()
-        self._table.close()
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class Tar(WithExtensions, WithWindow, Cached, Named):
     """WebDataset-style shards.
@@ -125,7 +76,7 @@ class Tar(WithExtensions, WithWindow, Cached, Named):
 
     tar: str
 
-    def open(self) -> TarSource:
+    def open(self) -> TableSource:
         """Index the shards, or load the index from the cache. Samples have the order of shards, then of members."""
         pattern = self.tar if is_remote(self.tar) else os.path.expanduser(self.tar)
         names = expand_braces(pattern)
@@ -246,8 +197,7 @@ class _Index:
     def __init__(self, spec: Tar, shards: Sequence[Shard], arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
         self.images = Places.of(arrays)
-        self.sizes = arrays["shard_sizes"]
-        self.shards = Shards(tuple(shards), np.cumsum(self.sizes))
+        self.shards = Shards(tuple(shards), np.cumsum(arrays["shard_sizes"]))
         self.locate = Locate(self.sample, self._value, self._row)
         if not len(self.images.names):
             suffixes = ", ".join(spec.image_suffixes)
@@ -262,9 +212,9 @@ class _Index:
         start = -1 - start if start < 0 else start
         return bytes(self.arrays[f"text.{suffix}"][start : ends[i]])
 
-    def masks(self, suffix: str, storage: Storage) -> MaskMembers:
+    def masks(self, suffix: str, storage: Storage) -> Masks:
         """Return the members with a suffix of masks, as a column of records."""
-        return MaskMembers(storage, self.shards, *Places.of(self.arrays, f"mask.{suffix}."))
+        return Masks(Members(storage, self.shards, *Places.of(self.arrays, f"mask.{suffix}.")))
 
     def sample(self, i: int) -> str:
         """Return the place of sample i."""
@@ -290,7 +240,7 @@ class _Index:
         return f"{self._value(i, column)}{': ' if column.startswith('.') else ''}[{j}]"
 
 
-def _with_labels(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSource:
+def _with_labels(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableSource:
     """Index shards whose samples have a label and no fields."""
     scan = partial(_labelled_images, extensions=spec.image_suffixes)
 
@@ -314,7 +264,7 @@ def _with_labels(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSou
     classes, labels = resolve_labels(
         values, spec.classes, lambda code: index.sample(int(np.argmax(codes == code))), spec.tar
     )
-    return TarSource(storage, index, classes, labels[codes])
+    return TableSource(Members(storage, index.shards, *index.images), labels[codes], classes)
 
 
 def _labelled_images(shard: Shard, read_at: ReadAt, extensions: tuple[str, ...]) -> list[tuple[Member, str]]:
@@ -347,7 +297,7 @@ def _label(shard: Shard, sample: Sample) -> str:
 # --- fields -----------------------------------------------------------------------------------------------------------
 
 
-def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSource:
+def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableSource:
     """Index shards with the fields that `spec` declares."""
     columns = {name: field.column or _default_column(name, field) for name, field in spec.declared}
     columns = {name: column.lower() if column.startswith(".") else column for name, column in columns.items()}
@@ -360,9 +310,8 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSou
     others += [field.labels for _, field in declared if field.labels is not None]
     required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
     suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
-    images = spec.image_suffixes
-    scan = partial(samples_of, images=images, contents=suffixes, others=mask_suffixes, required=required)
-    asked = images, suffixes, mask_suffixes, tuple(sorted(required))
+    scan = partial(samples_of, images=spec.image_suffixes, contents=suffixes, others=mask_suffixes, required=required)
+    asked = spec.image_suffixes, suffixes, mask_suffixes, tuple(sorted(required))
     names = set(_arrays_of([], suffixes, mask_suffixes))
     arrays = cached_arrays(
         "tar-fields", shards, asked, names, lambda: _arrays_of(storage.scan(shards, scan), suffixes, mask_suffixes)
@@ -388,7 +337,8 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TarSou
     table = builder.build(files, (storage,) if files else ())
     if labels is None:
         classes = table.box_classes
-    return TarSource(storage, index, classes, values, has_labels=labels is not None, table=table)
+    images = Members(storage, index.shards, *index.images)
+    return TableSource(images, values, classes, has_labels=labels is not None, table=table)
 
 
 def _default_column(name: str, field: FieldSpec) -> str:

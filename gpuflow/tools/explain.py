@@ -47,7 +47,7 @@ from gpuflow.sources import (
     left_out_of,
 )
 from gpuflow.sources.base import spread
-from gpuflow.sources.files import FileSource
+from gpuflow.sources.record_table import TableSource
 from gpuflow.sources.storage import is_remote
 
 _GAP = 3
@@ -224,7 +224,7 @@ def _source(config: Config, name: str) -> _SourceFacts:
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     moves = "; adding or removing files moves samples between the parts" if config.source.fractions else ""
     split = "" if part is None else f", split {part}{unstratified}{moves}"
-    note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
+    note = f"; {whole.note}" if isinstance(whole, TableSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
     remote, decoder, fingerprint = is_read_remotely(source), config.any_program(name).decoder, fingerprint_of(source)
     headers = {} if remote else _headers(source, decoder)

@@ -218,13 +218,13 @@ def test_ranks_threads_processes_and_resume_change_nothing(form: str, root: Path
 def test_windows_read_each_row_group_few_times(root: Path, tmp_path: Path) -> None:
     """Over an epoch in small batches, each row group once for each window that it is in, at most."""
     source = open_source(source_spec(hf=str(root / "one.parquet"), window=16))
-    assert isinstance(source, HfSource) and isinstance(source._cells, ParquetCells)
+    assert isinstance(source, HfSource) and isinstance(source.files, ParquetCells)
     sizes = source.shard_sizes
     assert sizes is not None and len(sizes) == 8
     order = ShardedOrder(shard_sizes=sizes, seed=0, window=16)
     for start in range(0, COUNT, 4):
         contents(source, order.indices(0, np.arange(start, min(start + 4, COUNT))).tolist())
-    assert source._cells.cache.loads <= 8 + COUNT // 16 + 1
+    assert source.files.cache.loads <= 8 + COUNT // 16 + 1
 
 
 def test_the_window_of_parquet_files_is_what_fits_into_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.errors import ConfigError
 from gpuflow.sources import KINDS, Allocate, NotMeasuredError, Payload, Source, all_kinds, source_spec
-from gpuflow.sources.files import Listed
-from gpuflow.sources.spec import Named
+from gpuflow.sources.spec import Listed, Named
 from gpuflow.stages import STAGES
 from gpuflow.tools.rates import find_images
 from tests.commands import command_here

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import gpuflow
 from gpuflow.errors import ConfigError
-from gpuflow.sources.files import FileSource
+from gpuflow.sources.record_table import TableSource
 from tests.datasets import deadline, epoch_rows, fault_of, flat, interleave
 from tests.faces import (
     COUNT,
@@ -335,13 +335,13 @@ def test_a_record_with_another_fault_names_that_one(tmp_path: Path) -> None:
 
 def test_records_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    records = FileSource.records
+    records = TableSource.records
 
     def counted(source: Any, indices: Any) -> Any:
         asked.extend(indices)
         return records(source, indices)
 
-    monkeypatch.setattr(FileSource, "records", counted)
+    monkeypatch.setattr(TableSource, "records", counted)
     fields = {**FIELDS, "mask": None}
     with gpuflow.load(face_config(tmp_path / "x.yaml", make_faces(tmp_path / "data"), ALIGN, fields=fields)) as loader:
         for _ in loader:

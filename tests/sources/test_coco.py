@@ -27,7 +27,7 @@ from gpuflow.sources import (
     source_spec,
     subset,
 )
-from gpuflow.sources.files import FileSource
+from gpuflow.sources.record_table import TableSource
 from tests.texts import outline
 
 Document = dict[str, Any]
@@ -121,7 +121,7 @@ def test_images_in_the_order_of_their_ids_and_labels_in_that_of_the_categories()
 
 def test_the_note_counts_what_is_left_out() -> None:
     source = opened(document())
-    assert isinstance(source, FileSource)
+    assert isinstance(source, TableSource)
     assert source.note == "3 annotations, 1 images without any, 1 annotations of crowds left out"
 
 

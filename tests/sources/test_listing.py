@@ -11,7 +11,7 @@ import pytest
 
 from gpuflow.errors import SourceError
 from gpuflow.sources import Source, open_source, source_spec
-from gpuflow.sources.files import FileSource
+from gpuflow.sources.record_table import TableSource
 from tests.sources.conftest import ReadAll
 from tests.texts import outline
 
@@ -81,7 +81,7 @@ def test_csv_with_a_header_and_other_columns(read_all: ReadAll) -> None:
 def test_a_header_is_known_by_the_rows_below_it(header: str, rows: str, note: str) -> None:
     source = listing(f"{header}\n{rows}")
     paths, labels, classes = contents(source)
-    assert isinstance(source, FileSource)
+    assert isinstance(source, TableSource)
     assert source.note == f"header {header}: {note}"
     assert [path.rpartition("/")[2].partition(".")[0] for path in paths] == ["a", "b"]
     assert labels == [1, 0]
@@ -103,7 +103,7 @@ def test_a_header_is_known_by_the_rows_below_it(header: str, rows: str, note: st
 )
 def test_a_first_row_that_is_a_sample(rows: str) -> None:
     source = listing(rows)
-    assert isinstance(source, FileSource)
+    assert isinstance(source, TableSource)
     assert (len(source), source.note) == (2, "no header, its first row is a sample")
 
 

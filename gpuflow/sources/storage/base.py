@@ -145,6 +145,11 @@ class Shards:
     files: tuple[Shard, ...]
     ends: Ints
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the number of samples in each file."""
+        return tuple(np.diff(self.ends, prepend=0).tolist())
+
     def of(self, indices: Ints) -> list[Shard]:
         """Return the file of each of these samples."""
         return [self.files[number] for number in np.searchsorted(self.ends, indices, side="right").tolist()]
