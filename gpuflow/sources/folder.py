@@ -227,7 +227,7 @@ def _local_tree(root: str, extensions: tuple[str, ...], labelled: bool) -> Itera
 def _remote_tree(
     storage: RemoteStorage | CachedStorage, root: str, extensions: tuple[str, ...], labelled: bool
 ) -> Iterator[tuple[str, list[str]]]:
-    """Like `_local_tree`. A class is a directory that holds a file, because object stores have no other directories."""
+    """Yield what `_local_tree` yields. A class is a directory that holds a file: object stores have no other ones."""
     classes: dict[str, list[tuple[str, str, str]]] = {}
     found = storage.find(root)
     for name, path, *_ in found:

@@ -364,7 +364,7 @@ _NAMES = _Parser(_names, "labels separated by |, or a list in JSON")
 
 
 def _json_blocks(data: bytes, lines: _Lines, columns: Sequence[str]) -> Iterator[tuple[int, Block]]:
-    """Like `_csv_blocks`, for JSON lines."""
+    """Yield blocks of samples of JSON lines, see `_csv_blocks`."""
     numbered = json_lines(data)
     while block := list(islice(numbered, _ROWS)):
         first = len(lines.numbers)

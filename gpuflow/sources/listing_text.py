@@ -43,27 +43,24 @@ def resolved(table: PathTableBuilder, root: str, locate: Callable[[int], str]) -
     locate: returns the place of sample i, for messages.
     """
     prefix = os.path.join(root, "")
-    written = table
-    if is_over_http(root):
-        table = PathTableBuilder()
-        for chunk in written.chunks():
-            table.add([path if _is_absolute(path) else path.translate(_ESCAPES) for path in chunk])
-    if not table.has_absolute:
+    escapes = _ESCAPES if is_over_http(root) else {}
+    if not (escapes or table.has_absolute):
         return table.build(prefix)
+    lead = prefix if table.has_absolute else ""
     whole = PathTableBuilder()
     schemes: list[str] = []
     for chunk in table.chunks():
-        paths = [path if _is_absolute(path) else prefix + path for path in chunk]
+        paths = [path if _is_absolute(path) else lead + path.translate(escapes) for path in chunk]
         schemes += map(_scheme, paths)
         whole.add(paths)
     other = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
     if other is not None:
-        path = next(islice(chain.from_iterable(written.chunks()), other, None))
+        path = next(islice(chain.from_iterable(table.chunks()), other, None))
         raise SourceError(
             f"{locate(other)}: path must be on the first row's file system ({schemes[0] or 'local'}), "
             f"got {path!r}; copy the files to one place, or make a listing for each"
         )
-    return whole.build()
+    return whole.build("" if lead else prefix)
 
 
 def _is_absolute(path: str) -> bool:

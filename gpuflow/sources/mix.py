@@ -335,7 +335,7 @@ def _described(field: Field) -> str:
 
 
 def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:
-    """Return, for each field of keypoints how many an instance has; 0 while no source has instances."""
+    """Return the number of keypoints of an instance, by field; 0 if no source has instances."""
     counts = dict[str, int]()
     for part in parts:
         names = [field.name for field in fields_of(part) if field.type == "keypoints"]
@@ -379,7 +379,7 @@ def _place(classes: tuple[str, ...], name: str) -> int:
 
 
 def _lookup(part: Source, classes: tuple[str, ...]) -> Ints | None:
-    """Return, for each class of a source its place among all classes; None if it has just these."""
+    """Return the place of each class of a source among all classes; None if it has just these."""
     if part.classes == classes:
         return None
     places = {name: place for place, name in enumerate(classes)}

@@ -555,7 +555,7 @@ class RecordBuilder:
         return RecordTable(tuple(fields), stores, self._bad, storages, left_out=left_out)
 
     def _groups(self) -> dict[str, str]:
-        """Return, for each field with instances, the field whose rows its own are: the first boxes, or itself."""
+        """Return the field that decides the rows of each field with instances: the first boxes, or itself."""
         names = [(name, spec) for name, spec in self._declared if spec.type in GEOMETRIC and not spec.is_mask_file]
         first = next((name for name, spec in names if spec.type == "boxes"), None)
         return {name: name if first is None or spec.type == "boxes" else first for name, spec in names}

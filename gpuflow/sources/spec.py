@@ -206,7 +206,7 @@ class SourceSpec(ABC):
 
     @property
     def fields_in_full(self) -> FieldPairs:
-        """As `declared`, with what the kind of source adds: fields that need no declaration, and their forms."""
+        """Return `declared` with what the kind of source adds: fields that need no declaration, and their forms."""
         return self.declared
 
     @property

@@ -328,7 +328,7 @@ class RemoteStorage:
         return answers
 
     def _called(self, function: Callable[..., Any], items: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
-        """As `_attempt`; all at once where the file system can."""
+        """Return what `_attempt` returns; calls all at once where the file system can."""
         if self._fs.async_impl:
             from fsspec.asyn import sync
 
