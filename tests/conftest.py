@@ -151,6 +151,16 @@ def python_with_torch(own_cache: None, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
+def interpreter(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    """Forks scripts from one interpreter that has imported torch and gpuflow's loader.
+
+    For tests of what a process does once it has imported these; others take `python_with_torch`.
+    """
+    with Interpreter(tmp_path_factory.mktemp("interpreter")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
 def photo_bytes() -> bytes:
     """A photograph of 75x101 pixels (height x width), a JPEG with 4:2:0 chroma."""
     return jpeg(photo(75, 101))

@@ -45,7 +45,7 @@ from tests.datasets import (
     truncate,
     write_config,
 )
-from tests.forking import Python
+from tests.forking import Interpreter
 
 ROOT = Path(__file__).parents[2]
 COLOURED: Entries = [
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def others(python_with_torch: Python) -> set[int]:
+def others(interpreter: Interpreter) -> set[int]:
     """The processes that are not those of `shared_loader`."""
     return children()
 
@@ -208,7 +208,7 @@ def test_a_killed_process_is_done_without(
 
 
 def test_what_a_process_cannot_do_a_thread_does(
-    source: Source, caplog: pytest.LogCaptureFixture, python_with_torch: Python
+    source: Source, caplog: pytest.LogCaptureFixture, interpreter: Interpreter
 ) -> None:
     """A source with a lock, which cannot be pickled; and one whose class a worker process cannot import."""
     photos = MemorySource.of(9)
@@ -231,7 +231,7 @@ if __name__ == "__main__":
             assert len(epoch_rows(loader)) == 3
     print("done")
 """
-    done = python_with_torch(code, cwd=ROOT, seconds=60)
+    done = interpreter.run(code)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "a process cannot decode: AttributeError(" in done.stderr
     assert done.stderr.count("a process cannot decode") == 1, "three have the same reason"
@@ -346,7 +346,7 @@ def test_nothing_is_decoded_in_place_of_a_process_once_the_epoch_was_ended(
         assert admission.stop and read == []
 
 
-def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path, python_with_torch: Python) -> None:
+def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path, interpreter: Interpreter) -> None:
     config = write_config(tmp_path / "x.yaml", folder, run={"threads": 4, "processes": 2})
     code = """
 import os, signal, sys, threading, time
@@ -365,7 +365,7 @@ with gpuflow.load(sys.argv[1]) as loader:
         print("interrupted")
 print(open(f"/proc/self/task/{os.getpid()}/children").read().split())
 """
-    done = python_with_torch(code, str(config), cwd=ROOT, seconds=60)
+    done = interpreter.run(code, str(config))
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n[]\n", "")
 
 

@@ -51,7 +51,7 @@ from tests.datasets import (
     truncate,
     write_config,
 )
-from tests.forking import Python
+from tests.forking import Interpreter
 from tests.images import png
 
 ROOT = Path(__file__).parents[2]
@@ -640,7 +640,7 @@ def test_replacing_ends_with_the_epoch(end: str) -> None:
     assert len(reads) == count
 
 
-def test_a_process_with_a_stuck_read_can_exit(python_with_torch: Python) -> None:
+def test_a_process_with_a_stuck_read_can_exit(interpreter: Interpreter) -> None:
     code = """
 from tests.datasets import *
 loader = loader_of(TappedSource(MemorySource.of(24), Block(9)), shuffle=False, timeout=0.5)
@@ -650,7 +650,7 @@ except gpuflow.LoaderTimeout as error:
     print(type(error).__name__)
     raise SystemExit(7)
 """
-    done = python_with_torch(code, cwd=ROOT, seconds=50)
+    done = interpreter.run(code, seconds=50)
     assert (done.returncode, done.stdout) == (7, "LoaderTimeout\n"), done.stderr
     assert "Traceback" not in done.stderr
 

@@ -29,7 +29,7 @@ from tests.datasets import (
     resident_kib,
     write_config,
 )
-from tests.forking import Python
+from tests.forking import Interpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -296,7 +296,7 @@ def test_threads_that_cannot_start(readers: int, monkeypatch: pytest.MonkeyPatch
         assert not few.refused
 
 
-def test_file_descriptors_that_there_are_not(python_with_torch: Python) -> None:
+def test_file_descriptors_that_there_are_not(interpreter: Interpreter) -> None:
     code = """
 import resource, time
 from tests.datasets import *
@@ -323,7 +323,7 @@ loader.set_epoch(0)
 assert epoch_rows(loader) == whole
 loader.close()
 """
-    done = python_with_torch(code, cwd=ROOT, seconds=60)
+    done = interpreter.run(code)
     assert done.returncode == 0, done.stderr
     count, texts = done.stdout.split(" ", 1)
     assert int(count) >= 3
@@ -349,7 +349,7 @@ def measure():
 gc.collect()
 gc.freeze()  # or each collection would visit all of torch
 cycles, epochs = [], []
-for cycle in range(100):
+for cycle in range(int(sys.argv[2])):
     with gpuflow.load(sys.argv[1]) as loader:
         for _ in loader:
             break
@@ -364,18 +364,17 @@ print(json.dumps({"cycles": cycles, "epochs": epochs}))
 """
 
 
-@pytest.fixture(scope="module")
-def measured(config: Path, python_with_torch: Python) -> dict[str, list[list[int]]]:
+def measured(cycles: int, config: Path, interpreter: Interpreter) -> dict[str, list[list[int]]]:
     """Threads, file descriptors and KiB of memory of a process, after every fifth of its loaders and after epochs."""
-    done = python_with_torch(MEASURE, str(config), cwd=ROOT, seconds=110)
+    done = interpreter.run(MEASURE, str(config), str(cycles), seconds=110)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return {name: [list(map(int, row)) for row in rows] for name, rows in json.loads(done.stdout).items()}
 
 
 @pytest.mark.slow
-def test_a_hundred_cycles_leave_nothing(measured: dict[str, list[list[int]]]) -> None:
-    rows = measured["cycles"]
+def test_a_hundred_cycles_leave_nothing(config: Path, interpreter: Interpreter) -> None:
+    rows = measured(100, config, interpreter)["cycles"]
     assert len(rows) == 20
     assert {threads for threads, _, _ in rows} == {1}
     assert len({descriptors for _, descriptors, _ in rows}) == 1
@@ -383,8 +382,8 @@ def test_a_hundred_cycles_leave_nothing(measured: dict[str, list[list[int]]]) ->
     assert np.median(kib[-5:]) - np.median(kib[2:7]) < 3_000, kib
 
 
-def test_memory_has_no_slope_over_epochs(measured: dict[str, list[list[int]]]) -> None:
-    kib = np.array([kib for _, _, kib in measured["epochs"]][3:])
+def test_memory_has_no_slope_over_epochs(config: Path, interpreter: Interpreter) -> None:
+    kib = np.array([kib for _, _, kib in measured(10, config, interpreter)["epochs"]][3:])
     slope = np.polyfit(np.arange(len(kib)), kib, 1)[0]
     assert slope < 150, f"grows by {slope:.0f} KiB an epoch: {kib.tolist()}"
 
@@ -414,9 +413,9 @@ def test_torchs_threads_are_left_as_they_are(config: Path) -> None:
     assert torch.get_num_threads() == before
 
 
-def test_torchs_threads_are_left_as_they_are_where_several_threads_begin_epochs(python_with_torch: Python) -> None:
+def test_torchs_threads_are_left_as_they_are_where_several_threads_begin_epochs(interpreter: Interpreter) -> None:
     """As where two models are trained, or one is validated, on separate threads."""
-    done = python_with_torch(SEVERAL)
+    done = interpreter.run(SEVERAL)
     assert done.stdout == "{4}\n", done.stderr
 
 

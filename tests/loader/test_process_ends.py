@@ -29,12 +29,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(root / "x.yaml", root / "photos")
 
 
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
-    with Interpreter(tmp_path_factory.mktemp("scripts")) as started:
-        yield started
-
-
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 CTRL_C = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -18,28 +17,18 @@ from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from gpuflow.loader import agreement
 from gpuflow.loader.agreement import shared_by_ranks
+from tests.forking import Interpreter
 
-ROOT = Path(__file__).parents[2]
 ANOTHER_RANK = """
-import sys
+import sys, time
 from torch.distributed import FileStore
 from gpuflow.loader.agreement import shared_by_ranks
 memory = shared_by_ranks(FileStore(sys.argv[1], 2), "key", int(sys.argv[2]))
 found = memory[:4].tolist()
 memory[3] = 9
 print(found, flush=True)
-sys.stdin.readline()
+time.sleep(int(sys.argv[3]))
 """
-
-
-def another_rank(path: Path, size: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", ANOTHER_RANK, str(path), str(size)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.fixture(params=["file", "hash", "tcp"])
@@ -72,21 +61,24 @@ def test_equal_keys_get_the_same_memory(store: Any) -> None:
     assert not other.any()
 
 
-def test_another_process_gets_it_too(tmp_path: Path) -> None:
+def test_another_process_gets_it_too(tmp_path: Path, interpreter: Interpreter) -> None:
     own = shared_by_ranks(FileStore(str(tmp_path / "store"), 2), "key", 64)
     assert own is not None
     own[:4] = 1, 2, 3, 4
-    with another_rank(tmp_path / "store", 64) as process:
-        assert process.communicate("\n", timeout=120)[0] == "[1, 2, 3, 4]\n"
+    done = interpreter.run(ANOTHER_RANK, str(tmp_path / "store"), "64", "0")
+    assert done.stdout == "[1, 2, 3, 4]\n", done.stderr
     assert own[3] == 9
 
 
-def test_memory_of_a_killed_rank_stays_with_the_others_and_new_ranks_go_without(tmp_path: Path) -> None:
+def test_memory_of_a_killed_rank_stays_with_the_others_and_new_ranks_go_without(
+    tmp_path: Path, interpreter: Interpreter
+) -> None:
     store = FileStore(str(tmp_path / "store"), 2)
-    with another_rank(tmp_path / "store", 64) as process:
-        assert process.stdout is not None and process.stdout.readline() == "[0, 0, 0, 0]\n"
+    with interpreter.start(ANOTHER_RANK, str(tmp_path / "store"), "64", "600") as process:
+        process.await_output("[0, 0, 0, 0]\n")
         own = shared_by_ranks(store, "key", 64)
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
     assert own is not None and own[3] == 9
     assert shared_by_ranks(store, "key", 64) is None
 

@@ -20,7 +20,7 @@ from gpuflow.errors import BadSampleError, ConfigError, LoaderError, LoaderTimeo
 from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.loader.transform import _CpuRunner
 from tests.datasets import TRAIN, VAL, Entries, deadline, nothing_left_behind, pixels, write_config
-from tests.forking import Python
+from tests.forking import Interpreter
 from tests.texts import pin
 
 JITTER_FIRST: Entries = (
@@ -284,9 +284,9 @@ for lock in locks:
 """
 
 
-def test_it_works_in_a_forked_child(photos: Path, tmp_path: Path, python_with_torch: Python) -> None:
+def test_it_works_in_a_forked_child(photos: Path, tmp_path: Path, interpreter: Interpreter) -> None:
     """As in a worker of a DataLoader that runs it on what it collates."""
-    done = python_with_torch(FORK, str(config_of(tmp_path, photos)))
+    done = interpreter.run(FORK, str(config_of(tmp_path, photos)))
     assert done.stdout == "True\n", done.stderr
 
 

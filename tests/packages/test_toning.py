@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from gpuflow.execute.gpu.passes import passes_of
 from gpuflow.pipeline.program import ApplyStep, PointwiseStep, ResamplingStep
 from gpuflow.stages import CenterCrop, Decode, Normalize, Solarize
 from tests.datasets import make_photos, write_config
+from tests.forking import Interpreter
 from tests.images import photo, png
 from tests.packages.toning.toning import MaskBlue, Tone
 from tests.running import images, keys_of, program_of
@@ -21,7 +20,7 @@ from tests.running import images, keys_of, program_of
 PACKAGE = Path(__file__).parent / "toning"
 
 
-def test_entry_points_bring_the_stages_into_yaml(tmp_path: Path) -> None:
+def test_entry_points_bring_the_stages_into_yaml(tmp_path: Path, interpreter: Interpreter) -> None:
     make_photos(tmp_path / "photos", classes=1, each=4)
     stages = [{"decode": {}}, {"center_crop": {"size": 16}}, {"tone": {"power": [0.4, 0.5]}}, "mask_blue"]
     config = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=stages)
@@ -32,8 +31,7 @@ with gpuflow.load(sys.argv[2], "train") as train:
     (images, _), = list(train)
 print(json.dumps([list(images.shape), int(images[:, 2].max()), int(images[:, :2].max())]))
 """
-    command = [sys.executable, "-c", code, str(PACKAGE), str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = interpreter.run(code, str(PACKAGE), str(config))
     assert done.returncode == 0, done.stderr
     shape, blue, others = json.loads(done.stdout)
     assert (shape[1:], blue) == ([3, 16, 16], 0) and others > 0
