@@ -1,4 +1,4 @@
-"""Starts processes with torchrun, and is what they run: `torchrun ... -m tests.ranks CONFIG OUT DEVICE MAX_STEPS`.
+"""Starts processes as torchrun does, and is what they run: `torchrun ... -m tests.ranks CONFIG OUT DEVICE MAX_STEPS`.
 
 Each rank trains, and writes to OUT/<rank>.json what it saw and where it left its mark.
 """
@@ -31,6 +31,7 @@ from gpuflow.execute.gpu.chunk_scan import KnownFiles
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.stages import STAGES
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
+from tests.forking import Interpreter
 
 ROOT = Path(__file__).parents[1]
 _MARK = "GPUFLOW_TEST"
@@ -86,6 +87,51 @@ def torchrun(*arguments: object, ranks: int = 2, seconds: float = 60.0, interrup
                 for pid in marked(mark):
                     os.kill(pid, signal.SIGKILL)
         return Done(code, text_of(out), text_of(err), left, took)
+
+
+_FORKED = """
+import os, runpy, signal, socket, sys
+ranks, module = int(sys.argv[1]), sys.argv[2]
+sys.argv[:] = sys.argv[2:]
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+children = {}
+for rank in reversed(range(ranks)):
+    if rank == 0:
+        break
+    if (child := os.fork()) == 0:
+        children.clear()
+        break
+    children[rank] = child
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+try:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+except BaseException:
+    for child in children.values():
+        os.kill(child, signal.SIGKILL)
+    raise
+for rank, child in children.items():
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(f"rank {rank} ended with {code}")
+"""
+
+
+def forked(interpreter: Interpreter, *arguments: object, ranks: int = 2, seconds: float = 60.0) -> Done:
+    """Run a module in `ranks` processes with the environment that torchrun gives them, but as forks of an interpreter.
+
+    torchrun and its ranks would import torch anew, for 4 s each.
+    """
+    mark, start = uuid.uuid4().hex, time.monotonic()
+    try:
+        done = interpreter.run(_FORKED, str(ranks), *map(str, arguments), seconds=seconds, GPUFLOW_TEST=mark)
+        left, took = marked(mark), time.monotonic() - start
+    finally:
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+    assert done.returncode is not None
+    return Done(done.returncode, done.stdout, done.stderr, left, took)
 
 
 def text_of(file: Any) -> str:

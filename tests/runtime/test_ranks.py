@@ -1,4 +1,4 @@
-"""Several processes train one model: on the CPU, with Gloo, started by torchrun as users do."""
+"""Several processes train one model: on the CPU, with Gloo. The slow tests start them by torchrun, as users do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from gpuflow.runtime.ranks import Group, Ranks, process_group
 from gpuflow.stages import STAGES
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents, _model
 from tests.datasets import deadline, make_photos, nothing_left_behind, truncate, write_config
-from tests.ranks import Notes, Seen, reports, sample_of, torchrun, without_dropout
+from tests.forking import Interpreter
+from tests.ranks import Notes, Seen, forked, reports, sample_of, torchrun, without_dropout
 
 PHOTOS, BATCH = 27, 4
 """Two ranks make four steps an epoch, in the last of which five samples are wrapped; one rank makes seven."""
@@ -164,8 +165,8 @@ def test_others_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_train_one_model(config_file: Path, tmp_path: Path) -> None:
-    done = torchrun("tests.ranks", config_file, tmp_path, "cpu", 6)
+def test_two_ranks_train_one_model(config_file: Path, tmp_path: Path, interpreter: Interpreter) -> None:
+    done = forked(interpreter, "tests.ranks", config_file, tmp_path, "cpu", 6)
     assert (done.code, done.left) == (0, []), done.err
     assert "Warning" not in done.err
     first, second = reports(tmp_path)
