@@ -27,8 +27,8 @@ from gpuflow.torchpipe.adapter import Pipe
 from gpuflow.torchpipe.graph import PREDICT, Graph, chain
 from gpuflow.torchpipe.nodes import SESSIONS, CpuPreprocessor
 from gpuflow.torchpipe.running_graph import RunningGraph, register
-from tests.datasets import Entries, deadline, jpeg, program, python, write_config
-from tests.forking import Forked, Interpreter
+from tests.datasets import Entries, deadline, jpeg, program, write_config
+from tests.forking import Forked, Interpreter, Python
 from tests.hostile import BAD, HOSTILE
 from tests.running import images, program_of, run
 from tests.serve.fakes import Break, FakeEngine, Gate, Nap, mean_color
@@ -536,9 +536,29 @@ print("done")
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
-def test_a_process_without_asserts_exits() -> None:
-    code = PRELUDE + "submit(start([FakeEngine()]), DATA[0]).result(20)"
-    done = python(code, PYTHONOPTIMIZE="1")
+WITHOUT_ASSERTS = f"""
+import sys
+from importlib.machinery import SourceFileLoader
+get_code = SourceFileLoader.get_code
+
+def get_code_without_asserts(loader, name):
+    if not name.startswith(("gpuflow", "tests", "torchpipe", "omniback")):
+        return get_code(loader, name)
+    path = loader.get_filename(name)
+    return compile(loader.get_data(path), path, "exec", dont_inherit=True, optimize=1)
+
+SourceFileLoader.get_code = get_code_without_asserts
+{PRELUDE}
+import dis
+from gpuflow.torchpipe.running_graph import PresetRunner
+assert "ASSERTION" not in dis.Bytecode(PresetRunner.prepare).dis().upper()
+submit(start([FakeEngine()]), DATA[0]).result(20)
+"""
+
+
+def test_a_process_without_asserts_exits(python_with_torch: Python) -> None:
+    """As `python -O` runs it; there each module of torch, too, would be compiled anew."""
+    done = python_with_torch(WITHOUT_ASSERTS)
     assert done.returncode == 0, done.stderr
 
 
