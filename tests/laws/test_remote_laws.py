@@ -19,7 +19,7 @@ import pytest
 
 import gpuflow
 from gpuflow.errors import ServerFault
-from gpuflow.sources import open_source, source_spec
+from gpuflow.sources import KINDS, open_source, source_spec
 from gpuflow.sources.storage import time_limit
 from tests.datasets import jpeg, nothing_left_behind, write_config
 from tests.sources.conftest import FileServer, tar_bytes
@@ -45,13 +45,16 @@ def files() -> dict[str, bytes]:
     return {**photos(), **shards, **{path: text.encode() for path, text in documents.items()}}
 
 
-KINDS: dict[str, Callable[[str], dict[str, Any]]] = {
+BLOCKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "folder": lambda url: {"folder": f"{url}/photos"},
     "listing": lambda url: {"listing": f"{url}/list.csv"},
     "tar": lambda url: {"tar": f"{url}/{{0..1}}.tar"},
     "coco": lambda url: {"coco": f"{url}/coco.json", "images": f"{url}/photos"},
     "mix": lambda url: {"mix": [{"source": {"folder": f"{url}/photos"}}]},
 }
+REMOTE = [kind for kind in KINDS if kind != "hf"]
+"""The others read local files alone."""
+CACHED = [kind for kind in REMOTE if "cache" in KINDS[kind].key_fields()]
 
 
 def status(code: int, **headers: str) -> Answer:
@@ -162,7 +165,7 @@ QUICK = {"listing": ("502", "503, Retry-After as a time", "stalled", "refused")}
 """Faults that are tried in every run of the tests; with other kinds of sources one of them."""
 CASES = [
     pytest.param(kind, fault, marks=[] if fault in QUICK.get(kind, ("502",)) else pytest.mark.slow)
-    for kind in (*KINDS, "folder, cached", "listing, cached", "tar, cached")
+    for kind in (*REMOTE, *(f"{kind}, cached" for kind in CACHED))
     for fault in FAULTS
 ]
 
@@ -170,7 +173,7 @@ CASES = [
 def source_of(kind: str, server: FileServer, tmp_path: Path) -> dict[str, Any]:
     kind, _, cached = kind.partition(", ")
     cache = {"cache": {"dir": str(tmp_path / "cache"), "size": "16MiB"}} if cached else {}
-    return {**KINDS[kind](server.url), **cache}
+    return {**BLOCKS[kind](server.url), **cache}
 
 
 @pytest.mark.parametrize(("kind", "fault"), CASES)
@@ -208,7 +211,7 @@ def test_a_fault_of_a_server_that_lasts_is_raised(
 
 @pytest.mark.parametrize("end", ["close", "break"])
 def test_a_wait_for_a_server_does_not_hold_up_the_end(server: FileServer, end: str, tmp_path: Path) -> None:
-    path = config_of(tmp_path, KINDS["listing"](server.url), 60.0)
+    path = config_of(tmp_path, BLOCKS["listing"](server.url), 60.0)
     with nothing_left_behind(), gpuflow.load(path, "val", device="cpu") as loader:
         batches = iter(loader)
         next(batches)
