@@ -25,6 +25,7 @@ from gpuflow.errors import GpuflowError, LoaderError
 from gpuflow.stages import STAGES
 from gpuflow.tools import bench
 from tests.datasets import deadline, make_photos, write_config
+from tests.forking import Interpreter
 
 DESIGN = ["arm", "workload", "metric", "value", "unit", "low", "high", "repeats"]
 DESIGN += ["machine", "versions", "commit", "date"]
@@ -70,36 +71,40 @@ os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def found_rates(config: Path) -> dict[tuple[str, str], Any]:
-    """By arm and batch: its rate, or why there is none. All in one new process, because importing torch takes longest.
+def found_rates(config: Path, interpreter: Interpreter) -> dict[str, Any]:
+    """By arm: its rate, or why there is none. All in one process.
 
     Those that fork workers come first, before the process has threads.
     """
-    cases = [("dataloader", batch) for batch in OTHER_BATCHES]
-    cases += [(arm, "") for arm in sorted(bench.ARMS, key=lambda arm: not arm.startswith("dataloader"))]
-    jobs = [job(config, arm, overrides=(f"pipelines.train.batch={batch}",) if batch else ()) for arm, batch in cases]
-    return dict(zip(cases, rates_in_new_process(jobs), strict=True))
+    arms = sorted(bench.ARMS, key=lambda arm: not arm.startswith("dataloader"))
+    return dict(zip(arms, rates_in_new_process([job(config, arm) for arm in arms], interpreter), strict=True))
 
 
-def rates_in_new_process(jobs: list[bench.Job]) -> list[Any]:
-    command = [sys.executable, "-c", ARMS_PROGRAM, json.dumps([asdict(one) for one in jobs])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+@pytest.fixture(scope="module")
+def rates_of_batches(config: Path, interpreter: Interpreter) -> dict[str, Any]:
+    """By batch: the rate of a DataLoader, or why there is none."""
+    jobs = [job(config, "dataloader", overrides=(f"pipelines.train.batch={batch}",)) for batch in OTHER_BATCHES]
+    return dict(zip(OTHER_BATCHES, rates_in_new_process(jobs, interpreter), strict=True))
+
+
+def rates_in_new_process(jobs: list[bench.Job], interpreter: Interpreter) -> list[Any]:
+    done = interpreter.run(ARMS_PROGRAM, json.dumps([asdict(one) for one in jobs]), seconds=100)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", bench.ARMS)
-def test_every_arm_yields_batches(arm: str, found_rates: dict[tuple[str, str], Any]) -> None:
-    found = found_rates[arm, ""]
+def test_every_arm_yields_batches(arm: str, found_rates: dict[str, Any]) -> None:
+    found = found_rates[arm]
     assert isinstance(found, float), found
     assert found > 0
 
 
 @pytest.mark.parametrize("batch", OTHER_BATCHES)
-def test_other_loaders_make_the_same_batches(batch: str, found_rates: dict[tuple[str, str], Any]) -> None:
+def test_other_loaders_make_the_same_batches(batch: str, rates_of_batches: dict[str, Any]) -> None:
     """Also where the source does not fill one, and where the file gives the batch of all ranks."""
-    found = found_rates["dataloader", batch]
+    found = rates_of_batches[batch]
     assert isinstance(found, float), found
     assert found > 0
 
@@ -182,9 +187,9 @@ def test_gpuflow_yields_batches_of_the_workload(config: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_arms_copy_batches_to_the_gpu(config: Path) -> None:
+def test_arms_copy_batches_to_the_gpu(config: Path, interpreter: Interpreter) -> None:
     jobs = [job(config, arm, workload="transfer") for arm in ("gpuflow", "dataloader", "dataloader-uint8", "spdl")]
-    for one, found in zip(jobs, rates_in_new_process(jobs), strict=True):
+    for one, found in zip(jobs, rates_in_new_process(jobs, interpreter), strict=True):
         assert isinstance(found, float), (one.arm, found)
         assert found > 0
 
