@@ -188,6 +188,14 @@ def test_a_part_counts_its_own_samples(tmp_path: Path) -> None:
     assert sorted(found) == sorted((names.path(i), left_out) for i, left_out in whole.items())
 
 
+def test_an_instance_that_two_fields_leave_out_is_one_and_has_the_reason_of_the_first(tmp_path: Path) -> None:
+    sound: Any = ([0, 0, 9, 9], "a", [[0, 0, 9, 0, 9, 9]], [[1, 1, 1]])
+    broken: Any = ([4, 5, 4, 9], "a", [], [[math.nan, 1, 2]])
+    [left_out] = left_out_of(open_source(listing([[sound, broken, sound]], tmp_path))).values()
+    assert left_out.instances == 1
+    assert "boxes" in left_out.reason and "mask" not in left_out.reason
+
+
 def test_they_are_counted_in_stats_and_raise_where_that_is_asked_for(tmp_path: Path) -> None:
     whole, sound = written(1)
     listing(whole, tmp_path)

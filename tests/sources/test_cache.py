@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import ConfigError, SourceError
+from gpuflow.runtime.files import lock_within
 from gpuflow.sources import Source, SourceSpec, open_source, source_spec
 from gpuflow.sources.storage import CachedStorage, CacheSpec, cached, disk_cache, time_limit
 from gpuflow.sources.storage.disk_cache import DiskCache
@@ -628,6 +629,22 @@ def test_a_listing_of_local_files_takes_no_cache(tmp_path: Path, folder: Path, f
         == f"source.cache, got '{tmp_path}/list.csv', which lists local files, and these are not copied"
     )
     assert not folder.exists()
+
+
+def test_who_finds_an_entry_claimed_does_not_wait_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def lock(file: int, seconds: float) -> bool:
+        waited.append(seconds)
+        return lock_within(file, seconds)
+
+    monkeypatch.setattr(disk_cache, "lock_within", lock)
+    first, second = DiskCache(str(folder), SIZE), DiskCache(str(folder), SIZE)
+    claim = first.claim("a" * 32)
+    waited.clear()
+    assert claim is not None and second.claim("a" * 32) is None
+    assert waited == [0]
+    first.release(claim)
 
 
 def test_a_cache_that_is_closed_while_it_is_read_says_nothing(folder: Path) -> None:

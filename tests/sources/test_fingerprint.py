@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpuflow.arrays import Array
 from gpuflow.sources import Source, Subset, fingerprint_of, open_source, source_spec, subset
+from gpuflow.sources.base import fingerprint
 from tests.datasets import MemorySource, TappedSource
 
 Labels = Mapping[str, int]
@@ -110,6 +112,16 @@ def test_other_files_have_another(opened: Open, change: str, tmp_path: Path) -> 
 def test_other_labels_have_another(opened: Open, tmp_path: Path) -> None:
     here = fingerprint_of(opened(tmp_path / "here", LABELS))
     assert fingerprint_of(opened(tmp_path / "there", {**LABELS, "a/1.jpg": 1})) != here
+
+
+def test_labels_of_the_same_bytes_and_another_form_have_another_and_classes_of_any_type_the_same() -> None:
+    def of(labels: Array) -> str:
+        return fingerprint(b"a\0b\0", labels, ("x", "y"))
+
+    wide, narrow = np.zeros((2, 4), np.float32), np.zeros((2, 2), np.float64)
+    assert wide.tobytes() == narrow.tobytes() and of(wide) != of(narrow)
+    assert of(np.zeros((2, 4), np.int32)) != of(np.zeros((2, 2), np.int64))
+    assert len({of(np.array([0, 1], kind)) for kind in (np.uint8, np.int32, np.int64)}) == 1
 
 
 def test_the_order_counts(tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import ConfigError, SourceError
-from gpuflow.sources import MixSource, Source, SourceSpec, fields_of, open_source, records_of, source_spec, subset
+from gpuflow.sources import (
+    MixSource,
+    Source,
+    SourceSpec,
+    fields_of,
+    has_labels,
+    open_source,
+    records_of,
+    source_spec,
+    subset,
+)
 from gpuflow.sources.base import fingerprint_of
 from tests.datasets import make_photos
 from tests.sources.conftest import ReadAll
@@ -47,6 +57,12 @@ def test_samples_stand_one_source_after_the_other(two: tuple[str, str], read_all
     (tmp_path / "5.jpg").unlink()
     assert read_all(source, [5, 4, 0]) == [b"6.jpg", "no such file", b"1.jpg"]
     source.close()
+
+
+def test_a_mix_of_one_source_has_labels_if_the_source_has(two: tuple[str, str], tmp_path: Path) -> None:
+    assert has_labels(open_source(mix({"listing": two[0]})))
+    boxes = detection(tmp_path / "boxes.jsonl", {"boxes": [[0, 0, 1, 1]], "kinds": ["a"]})
+    assert not has_labels(open_source(mix(boxes)))
 
 
 def test_classes_are_united_by_name_or_listed(two: tuple[str, str]) -> None:

@@ -17,9 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from gpuflow.errors import ServerFault, SourceError
 from gpuflow.sources import open_source, source_spec
 from gpuflow.sources.storage import local, time_limit
-from gpuflow.sources.storage.base import Shard
+from gpuflow.sources.storage.base import Shard, Shards
 from gpuflow.sources.storage.local import LocalStorage
-from gpuflow.sources.storage.remote import RemoteStorage
+from gpuflow.sources.storage.remote import RemoteStorage, read_in_blocks
 from tests.texts import outline
 
 
@@ -194,3 +194,26 @@ def test_a_relative_path_is_inspected_where_it_was(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir("/")
     assert storage.inspect(["x.tar"]) == before and isinstance(before[0], Shard)
     assert storage.place("x.tar") == str(tmp_path / "x.tar") and storage.place("/y") == "/y"
+
+
+def test_a_sample_has_the_shard_that_it_lies_in_and_its_number_there() -> None:
+    """Of shards with 2, 0, 3 and 1 samples."""
+    files = tuple(Shard(path=name, size=1, stamp="") for name in "abcd")
+    shards = Shards(files, np.array([2, 2, 5, 6]))
+    places = [(files[at], number) for at, count in enumerate((2, 0, 3, 1)) for number in range(count)]
+    assert [shards.place(i) for i in range(6)] == places
+    assert shards.of(np.arange(6)) == [file for file, _ in places]
+
+
+def test_a_shard_is_read_ahead_in_blocks() -> None:
+    """Or a server would be asked for each header of a shard's members."""
+    content, asked = bytes(range(100)), list[tuple[int, int]]()
+
+    def read(start: int, size: int) -> bytes:
+        asked.append((start, size))
+        return content[start : start + size]
+
+    read_at = read_in_blocks(Shard(path="x.tar", size=100, stamp=""), read, unit=8, ahead=32)
+    for offset, size in ((0, 4), (4, 4), (28, 4), (30, 4), (40, 50), (95, 10), (100, 1)):
+        assert read_at(offset, size) == content[offset : offset + size]
+    assert asked == [(0, 32), (24, 32), (40, 50), (88, 12)]

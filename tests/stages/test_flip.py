@@ -15,6 +15,11 @@ from tests.running import alone, decoded, images, keys_of, program_of
 from tests.texts import outline
 
 
+@pytest.mark.parametrize(("horizontal", "vertical"), [(0.5, 0.0), (0.5, 1.0), (0.0, 0.5), (1.0, 0.5), (0.2, 0.3)])
+def test_either_direction_may_be_drawn(horizontal: float, vertical: float) -> None:
+    assert Flip(horizontal=horizontal, vertical=vertical).random
+
+
 @pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
 @pytest.mark.parametrize("horizontal", [0.0, 1.0])
 @pytest.mark.parametrize("vertical", [0.0, 1.0])

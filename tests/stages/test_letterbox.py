@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.moves import forward
+from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.stages import CenterCrop, Decode, Flip, Letterbox
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of
@@ -50,6 +51,13 @@ def test_it_is_one_resampling_with_the_crops_and_flips_around_it() -> None:
     for stage in stages:
         expected = stage.torchvision()(expected)
     assert torch.equal(images(program, [data])[0], expected)
+
+
+def test_a_fill_of_three_values_needs_three_channels() -> None:
+    gray = ImageSpec(shape=(None, None, 1), color="gray")
+    assert Letterbox(size=9, fill=3).output(gray).shape == (9, 9, 1)
+    with pytest.raises(ValueError, match="fills with 3 levels"):
+        Letterbox(size=9, fill=(1, 2, 3)).output(gray)
 
 
 def test_points_follow() -> None:

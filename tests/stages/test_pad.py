@@ -92,6 +92,8 @@ def test_specs() -> None:
     assert Pad(padding=3).output(RGB.replace(shape=(None, None, 3), shorter=20)).shorter == 26
     assert Pad(padding=(3, 2)).output(RGB.replace(shape=(None, None, 3), shorter=20)).shorter is None
     assert Pad(padding=10, border="symmetric").output(RGB.replace(shape=(10, 20, 3))).shape == (30, 40, 3)
+    with pytest.raises(ValueError, match="fills with 3 levels"):
+        Pad(padding=1, fill=(1, 2, 3)).output(RGB.replace(shape=(9, 9, 1), color="gray"))
     for padding, border, most in ((10, "reflect", 9), (11, "symmetric", 10)):
         with pytest.raises(ValueError, match="mirrors") as caught:
             Pad(padding=padding, border=border).output(RGB.replace(shape=(10, 20, 3)))  # type: ignore[arg-type]

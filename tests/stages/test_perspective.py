@@ -94,6 +94,12 @@ def test_corners_have_torchvisions_distribution() -> None:
         assert np.abs(np.bincount(found) - np.bincount(expected)).max() < 0.06 * count
 
 
+def test_torchvision_has_no_other_border() -> None:
+    assert isinstance(Perspective().torchvision(), v2.RandomPerspective)
+    with pytest.raises(NotImplementedError):
+        Perspective(border="reflect").torchvision()
+
+
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [
