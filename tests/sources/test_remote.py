@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import ServerFault, SourceError
 from gpuflow.sources import is_read_remotely, open_source, source_spec, subset
 from gpuflow.sources.storage import RemoteStorage, time_limit
-from gpuflow.sources.storage.http import TimeLimits, options_of
+from gpuflow.sources.storage.http import TimeLimits, delay_before, options_of
 from gpuflow.sources.storage.remote import RequestLimit
 from tests.sources.conftest import FileServer, ReadAll
 from tests.texts import outline
@@ -410,6 +410,13 @@ def test_unknown_scheme() -> None:
     message = str(raised(folder="nosuch://photos"))
     assert message.startswith("nosuch://photos cannot be opened: Protocol not known: nosuch")
     assert message.endswith("; check its scheme and what it needs")
+
+
+def test_processes_wait_for_a_server_for_different_times_which_grow() -> None:
+    for attempt, longest in ((1, 0.1), (3, 0.4), (50, 5.0)):
+        found = {delay_before(attempt) for _ in range(50)}
+        assert len(found) > 40
+        assert longest / 2 <= min(found) <= max(found) <= longest
 
 
 def test_without_fsspec() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpuflow.errors import LoaderError
-from gpuflow.execute.cpu.runner import CpuRunner
+from gpuflow.execute.cpu.runner import CpuRunner, run_files
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.views import STORAGE, as_batch, slot_shape
 from gpuflow.runtime.threads import StopFlag, stop_flag, use_stop_flag
@@ -75,6 +75,13 @@ def test_val_is_torchvisions() -> None:
         for stage in VAL[1:]:
             image = stage.torchvision()(image)
         assert torch.equal(result, image)
+
+
+def test_files_get_the_random_keys_of_their_places_in_epoch_0() -> None:
+    data = [jpeg(photo(75, 101, seed=i)) for i in range(5)]
+    batch, faults = run_files(program_of(*TRAIN), data)
+    assert faults == [None] * 5
+    assert torch.equal(batch, images(program_of(*TRAIN), data, keys_of(5)))
 
 
 def test_no_samples() -> None:
