@@ -4,16 +4,19 @@
     python experiments/mutants/run.py --count 50      # at most 50 mutants now
     python experiments/mutants/run.py --areas stages  # those of some modules
     python experiments/mutants/run.py --only ID ...   # run these again
-    python experiments/mutants/run.py --report        # only write results.csv from outcomes.csv
+    python experiments/mutants/run.py --only ID ... --tests sources laws/test_tar_laws.py   # by some tests alone
+    python experiments/mutants/run.py --list          # the mutants that have no row in outcomes.csv yet
+    python experiments/mutants/run.py --report        # only write the results, of a run that was stopped, too
 
 The mutants are made by rules.py and drawn by a fixed seed, in proportion to the length of the modules below. A first
 run records which test calls which function (about as long as the tests themselves). For each mutant, the tests that
 call the function around the change run until one fails; those of the module's own test file first, then the fast ones.
 A mutant is `killed` if a test fails, `timed out` if they do not end, `survived` if all pass.
 
-Writes outcomes.csv (one row a mutant) and results.csv in this file's folder. survivors.csv says by hand what became of
-each mutant that survived: the test that now kills it, or why it changes nothing. A whole run begins it anew, and keeps
-the reasons for those that change nothing.
+Writes outcomes.csv (one row a mutant) and results.csv in this file's folder. A report leaves out each mutant that the
+rules no longer make of the modules, because the text has changed: that one is no kill. survivors.csv says by hand what
+became of each mutant that survived: the test that now kills it, or why it changes nothing. A whole run begins it anew,
+and keeps the reasons for those that change nothing.
 """
 
 from __future__ import annotations
@@ -98,14 +101,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, metavar="N")
     parser.add_argument("--areas", nargs="+", choices=MODULES, default=list(MODULES))
     parser.add_argument("--only", nargs="+", metavar="ID")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="files and folders of tests/ that run")
+    parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "gpuflow_mutants")
     options = parser.parse_args()
+    if options.list:
+        known = {row["id"] for row in read_csv(HERE / "outcomes.csv")}
+        for mutant in chosen(ROOT):
+            if mutant.id not in known and area_of(mutant.path) in options.areas:
+                print(mutant.id, f"{mutant.path}:{mutant.line}", mutant.rule)
+        return
     if not options.report:
         for module in IMPORTS:
             _import(module)
         copy = copied(options.work)
-        tests, calls = recorded(copy, options.work / "trace.jsonl")
+        tests, calls = recorded(copy, options.tests, options.work / "trace.jsonl")
         progress = options.work / "outcomes.csv"
         mutants = chosen(copy)
         if options.only:
@@ -123,6 +134,8 @@ def main() -> None:
             write_csv(HERE / "outcomes.csv", FIELDS, [row for row in read_csv(progress) if row["id"] in ids])
             progress.unlink()
             begin_survivors()
+    else:
+        take_over(options.work / "outcomes.csv")
     report()
 
 
@@ -185,7 +198,7 @@ def area_of(path: str) -> str:
 # --- which tests ------------------------------------------------------------------------------------------------------
 
 
-def recorded(copy: Path, path: Path) -> tuple[dict[str, Test], dict[str, set[str]]]:
+def recorded(copy: Path, names: Sequence[str], path: Path) -> tuple[dict[str, Test], dict[str, set[str]]]:
     """The tests that pass, and the tests that call each function, named "file:qualified name".
 
     What `path` says of test files that have not changed since is taken from there.
@@ -193,7 +206,7 @@ def recorded(copy: Path, path: Path) -> tuple[dict[str, Test], dict[str, set[str
     known = {line["file"]: line for line in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
     tests: dict[str, Test] = {}
     calls_of: dict[str, set[str]] = {}
-    for file in test_files(copy):
+    for file in test_files(copy, names):
         digest = hashlib.sha256((copy / file).read_bytes()).hexdigest()[:16]
         if known.get(file, {}).get("digest") != digest:
             known[file] = {"file": file, "digest": digest, **record(copy, file)}
@@ -216,11 +229,11 @@ def record(copy: Path, file: str) -> dict[str, Any]:
     return {"tests": outcome["passed"], "calls": sorted(pair for pair in pairs if len(pair) == 2)}
 
 
-def test_files(root: Path) -> list[str]:
-    found = [(root / "tests" / name) for name in TESTS]
+def test_files(root: Path, names: Sequence[str]) -> list[str]:
+    found = [(root / "tests" / name) for name in names]
     files = [file for path in found for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
-    names = [str(file.relative_to(root)) for file in files]
-    return [name for name in names if not any(part in name for part in WITHOUT)]
+    found_names = [str(file.relative_to(root)) for file in files]
+    return [name for name in found_names if not any(part in name for part in WITHOUT)]
 
 
 def tests_for(mutant: Mutant, tests: dict[str, Test], calls: dict[str, set[str]]) -> list[Test]:
@@ -435,6 +448,17 @@ def write_csv(path: Path, fields: Sequence[str], rows: Iterable[Mapping[str, str
     part.replace(path)
 
 
+def take_over(progress: Path) -> None:
+    """Put the rows of a run that was stopped into outcomes.csv, in place of older ones of the same mutants."""
+    rows = read_csv(progress)
+    ids = {row["id"] for row in rows}
+    write_csv(
+        HERE / "outcomes.csv",
+        FIELDS,
+        [*(old for old in read_csv(HERE / "outcomes.csv") if old["id"] not in ids), *rows],
+    )
+
+
 def begin_survivors() -> None:
     """After a whole run: forget who survived an earlier one, but why some are equivalent."""
     survived = {row["id"] for row in read_csv(HERE / "outcomes.csv") if row["outcome"] == "survived"}
@@ -446,7 +470,9 @@ def report() -> None:
     """Write results.csv from outcomes.csv and survivors.csv, and add the survivors that are new to the latter."""
     from gpuflow.tools.bench import row, write_results
 
-    outcomes = read_csv(HERE / "outcomes.csv")
+    made = {mutant.id for path in module_paths(ROOT) for mutant in mutants_in(ROOT, path)}
+    outcomes = [outcome for outcome in read_csv(HERE / "outcomes.csv") if outcome["id"] in made]
+    write_csv(HERE / "outcomes.csv", FIELDS, outcomes)
     known = {survivor["id"]: survivor for survivor in read_csv(HERE / "survivors.csv")}
     ids = {outcome["id"] for outcome in outcomes}
     known = {id: survivor for id, survivor in known.items() if id in ids}
