@@ -115,13 +115,16 @@ class NvjpegLibrary:
         self._version = bind("GetProperty", integer, pointer)
 
     @property
-    def version(self) -> str:
-        numbers = []
+    def version_info(self) -> tuple[int, ...]:
+        """Return the version as numbers, such as (13, 3, 2)."""
+        numbers = (ctypes.c_int * 3)()
         for part in range(3):
-            value = ctypes.c_int()
-            self._version(part, ctypes.byref(value))
-            numbers.append(str(value.value))
-        return ".".join(numbers)
+            self._version(part, ctypes.byref(numbers, part * ctypes.sizeof(ctypes.c_int)))
+        return tuple(numbers)
+
+    @property
+    def version(self) -> str:
+        return ".".join(map(str, self.version_info))
 
 
 class BatchedDecoder:

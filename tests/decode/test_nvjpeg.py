@@ -19,7 +19,7 @@ from tests.decode import nvjpeg_header as header
 class FakeLibrary:
     """Replaces `nvjpeg.NvjpegLibrary`. `bad`: addresses of JPEGs that make a batched call fail."""
 
-    version = "0.0.0"
+    version, version_info = "13.3.2", (13, 3, 2)
 
     def __init__(self, *, create_status: int = 0, bad: frozenset[int] = frozenset()) -> None:
         self.calls: list[tuple[Any, ...]] = []

@@ -65,6 +65,8 @@ class DeviceStream:
 class SlowLibrary:
     """Counts concurrent calls, all calls, and the streams that they use."""
 
+    version_info = (13, 3, 2)
+
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
         self.most, self.calls, self.made = 0, 0, 0
@@ -341,8 +343,9 @@ class PartsLibrary(SlowLibrary):
 
     PATTERN = np.arange(TEST_HEIGHT * TEST_WIDTH * 3).reshape(TEST_HEIGHT, TEST_WIDTH, 3) % 251
 
-    def __init__(self, wrong: int = 0, status: int = 0) -> None:
+    def __init__(self, wrong: int = 0, status: int = 0, version: tuple[int, ...] = (13, 3, 2)) -> None:
         super().__init__()
+        self.version_info = version
         self._wrong, self._status, self._region = wrong, status, (0, 0, 0, 0)
 
     def create_parameters(self, *arguments: Any) -> int:
@@ -375,6 +378,7 @@ class PartsLibrary(SlowLibrary):
     [
         ("hardware", PartsLibrary(), True),
         ("hardware", PartsLibrary(wrong=1), False),
+        ("hardware", PartsLibrary(version=(13, 0, 1)), False),
         ("hardware", PartsLibrary(status=9), False),
         ("cuda", PartsLibrary(), False),
     ],

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,7 +125,7 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def make(decode_bytes: int, later_images: int = 120) -> GpuRunner:
         passes = passes_of(PROGRAM)
         assert not isinstance(passes, str)
-        substitutes: Any = (HostStream(), object())
+        substitutes: Any = (HostStream(), SimpleNamespace(version_info=(13, 3, 2)))
         return GpuRunner(
             PROGRAM,
             [passes],

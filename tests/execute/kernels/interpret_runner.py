@@ -107,6 +107,7 @@ class CpuLibrary:
     """
 
     ENGINES = 3
+    version_info = (13, 3, 2)
 
     def __init__(self, channels: int) -> None:
         self._flag = cv2.IMREAD_IGNORE_ORIENTATION | (cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB)
