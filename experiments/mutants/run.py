@@ -4,7 +4,7 @@
     python experiments/mutants/run.py --count 50      # at most 50 mutants now
     python experiments/mutants/run.py --areas stages  # those of some modules
     python experiments/mutants/run.py --only ID ...   # run these again
-    python experiments/mutants/run.py --only ID ... --tests sources laws/test_tar_laws.py   # by some tests alone
+    python experiments/mutants/run.py --only ID ... --tests sources laws/test_source_laws.py   # by some tests alone
     python experiments/mutants/run.py --list          # the mutants that have no row in outcomes.csv yet
     python experiments/mutants/run.py --report        # only write the results, of a run that was stopped, too
 

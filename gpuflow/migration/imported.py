@@ -22,7 +22,7 @@ import numpy as np
 from gpuflow.arrays import Bytes, Floats
 from gpuflow.config.yaml_file import Lines, read_yaml
 from gpuflow.decode.codecs import pixels_of_test_image
-from gpuflow.errors import Code, ConfigError, GpuflowError, Key, Problem, UNSET, reason_of, suggest
+from gpuflow.errors import UNSET, Code, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
 from gpuflow.pipeline.parameters import IMAGENET
 
 _HEIGHT, _WIDTH = 361, 480
