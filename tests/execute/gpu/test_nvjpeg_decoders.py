@@ -65,7 +65,7 @@ class DeviceStream:
 class SlowLibrary:
     """Counts concurrent calls, all calls, and the streams that they use."""
 
-    version_info = (13, 3, 2)
+    version_info: tuple[int, ...] = (13, 3, 2)
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
