@@ -215,11 +215,11 @@ def wrap(
     is decoded, with random numbers drawn for each sample. The file's source, batch and shuffle are not used, except for
     `source.seed`.
 
-    >>> from gpuflow.decode.self_test import JPEG
+    >>> from gpuflow.decode.codecs import TEST_JPEG
     >>> from torch.utils.data import DataLoader
     >>> pipelines = "{val: {stages: [decode: {}, resize: {height: 24, width: 32}], batch: {size: 2}}}"
     >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
-    >>> with wrap(DataLoader([(JPEG.tobytes(), 7)] * 3, batch_size=2), "x.yaml", device="cpu") as wrapped:
+    >>> with wrap(DataLoader([(TEST_JPEG.tobytes(), 7)] * 3, batch_size=2), "x.yaml", device="cpu") as wrapped:
     ...     [labels.tolist() for images, labels in wrapped]
     [[7, 7], [7]]
 
