@@ -75,5 +75,6 @@ def compared(module: Path, directories: Path, *, record: bool) -> Iterator[None]
 
 def _comparable(text: str, directories: Path) -> str:
     """Return a text without the names of temporary directories and the ports of servers."""
-    text = re.sub(rf"{re.escape(str(directories))}/[^/\s']+", "TMP", text)
+    shared = directories.parent if directories.name.startswith("popen-") else directories  # of all processes of xdist
+    text = re.sub(rf"{re.escape(str(shared))}/(popen-[^/]+/)?[^/\s']+", "TMP", text)
     return re.sub(r"(?<=http://127\.0\.0\.1:)\d+", "PORT", text)

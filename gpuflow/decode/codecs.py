@@ -53,6 +53,7 @@ from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
     "MAX_SCANS",
+    "TEST_JPEG",
     "CpuDecoder",
     "Header",
     "check_animation",
@@ -60,6 +61,8 @@ __all__ = [
     "decoder_description",
     "format_of",
     "imdecode",
+    "is_test_image",
+    "pixels_of_test_image",
     "probe",
 ]
 
