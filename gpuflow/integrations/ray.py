@@ -175,7 +175,7 @@ def connected(address: str | None) -> Iterator[None]:
         ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         rule = f"must name a cluster that can be reached: {reason_of(error)}"
-        action = "start it with ray start --head; all nodes need the same token"
+        action = "start it with ray start --head; if its nodes need a token, set RAY_AUTH_MODE=token here, too"
         raise ConfigError([Problem("--on ray:", rule, address or "a new one", action)]) from error
     try:
         yield
