@@ -95,8 +95,9 @@ class MemoryRecords:
             match field.type:
                 case "boxes":
                     columns[field.name] = Ragged.of(values, np.empty((0, 4), np.float32))
-                    labels = [row[field.labels] for row in rows]
-                    columns[field.labels] = Ragged.of(labels, np.empty(0, np.int64))
+                    if field.labels:
+                        labels = [row[field.labels] for row in rows]
+                        columns[field.labels] = Ragged.of(labels, np.empty(0, np.int64))
                 case "keypoints":
                     columns[field.name] = Ragged.of(values, np.empty((0, 2, 3), np.float32))
                 case "number":

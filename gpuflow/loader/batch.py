@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -65,8 +65,8 @@ class RaggedTensor:
 class Batch(tuple[torch.Tensor, Any]):
     """Holds the pair (images, labels), which a training loop unpacks, and attributes that describe its samples.
 
-    A source without labels gives the pair (images, targets), whose second item is what `targets()` returns. In place of
-    images, a pipeline with views has a dict of them.
+    A source without labels gives the pair (images, field) if `fields` has one entry, else (images, targets), whose
+    second item is what `targets()` returns. In place of images, a pipeline with views has a dict of them.
 
     images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. views: name to tensor
     [count, N, C, H, W]. labels: int64 [N]; where the pipeline mixes samples, probabilities of the classes, float32
@@ -88,6 +88,7 @@ class Batch(tuple[torch.Tensor, Any]):
     epoch: int
     fields: Mapping[str, Any] = MappingProxyType({})
     _schema: Sequence[Field] = ()
+    _names: Callable[[], list[str]]
 
     def __new__(cls, pair: Iterable[Any], **known: Any) -> Batch:
         """Return a batch of `tuple(pair)`, as tools need that rebuild a container around moved tensors; attributes are
@@ -111,6 +112,14 @@ class Batch(tuple[torch.Tensor, Any]):
     def labels(self) -> torch.Tensor:
         labels: torch.Tensor = self[1]
         return labels
+
+    @property
+    def names(self) -> list[str]:
+        """Return for each sample its path, its URL, or its name in a shard or table. They are looked up by each call.
+
+        Of a bad sample that was replaced, it is the name of the sample in its place.
+        """
+        return self._names()
 
     def __getitem__(self, key: str | int | slice) -> Any:  # type: ignore[override]
         if not isinstance(key, str):
@@ -137,7 +146,10 @@ class Batch(tuple[torch.Tensor, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle copies of the tensors: the fields of a batch share one block of memory, which torch.save refuses."""
-        return _restored, (_copied(tuple(self)), {**vars(self), "fields": _copied(dict(self.fields))})
+        known = {**vars(self), "fields": _copied(dict(self.fields))}
+        if "_names" in known:  # a source may not be pickled
+            known["_names"] = partial(list, self.names)
+        return _restored, (_copied(tuple(self)), known)
 
     def targets(self, *, background: bool = True) -> list[dict[str, Any]]:
         """Return for each sample the dict that torchvision's detectors take: boxes, labels, masks, keypoints, image_id.

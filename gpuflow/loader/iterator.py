@@ -13,11 +13,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from gpuflow.arrays import Ints
 from gpuflow.errors import LoaderError, LoaderTimeout, TooManyBadSamples
 from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
 from gpuflow.loader.epoch import Completion
@@ -26,7 +28,7 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.metrics import Stats, nvtx
-from gpuflow.sources import has_labels
+from gpuflow.sources import Source, has_labels
 
 _BATCHES = 16
 _FIRST_BATCHES = 8
@@ -310,12 +312,17 @@ class EpochIterator(Iterator[Batch]):
                 images = _select(images, kept)
             rows = [x[kept] for x in rows]
         labels, valid, indices = rows
-        known: dict[str, Any] = {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self._epoch}
+        names = partial(_names_of, self._plan.source, assembly.indices[assembly.kept])
+        place = {"step": assembly.step, "epoch": self._epoch}
+        known: dict[str, Any] = {"valid": valid, "indices": indices, "_names": names, **place}
         mapper = self._plan.targets
         if mapper is None:
             return Batch((images, labels), **known)
         fields = assembly.fields
-        second = labels if has_labels(self._plan.source) else targets_of(images, indices, fields, mapper.fields)
+        second: Any = labels
+        if not has_labels(self._plan.source):
+            only = next(iter(fields.values())) if len(fields) == 1 else None
+            second = targets_of(images, indices, fields, mapper.fields) if only is None else only
         return Batch((images, second), fields=fields, _schema=mapper.fields, **known)
 
     def _tensors(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> tuple[Images, list[torch.Tensor]]:
@@ -374,6 +381,10 @@ class EpochIterator(Iterator[Batch]):
         lost."""
         if hasattr(self, "_end") and not is_finalizing():
             self.end("it was left", wait=False)
+
+
+def _names_of(source: Source, indices: Ints) -> list[str]:
+    return [source.path(index) for index in indices.tolist()]
 
 
 def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -306,12 +306,27 @@ def test_fields_of_one_name_in_targets_keep_their_own() -> None:
 
 
 def test_a_source_without_labels_gives_images_and_targets() -> None:
+    """The boxes and their labels are two fields of a batch."""
     source = MemoryRecords.of(9, FIELDS[:1])
     source.has_labels = False
     with loader_of(source, ENTRIES, batch_size=9) as loader:
         ((images, targets),) = loader
     assert images.shape == (9, 3, 24, 20)
     assert [sorted(target) for target in targets] == [["boxes", "image_id", "labels"]] * 9
+
+
+@pytest.mark.parametrize("field", [Field(name="boxes", type="boxes"), *FIELDS[2:]], ids=lambda field: field.type)
+def test_the_only_field_besides_the_image_is_the_second_item(field: Field) -> None:
+    source = MemoryRecords.of(9, (field,))
+    source.has_labels = False
+    with loader_of(source, ENTRIES, batch_size=4) as loader:
+        for batch in loader:
+            images, second = batch
+            assert images is batch.images and second is batch[field.name]
+            assert len(batch.targets()) == len(second) == len(batch.indices)
+    source.has_labels = True
+    with loader_of(source, ENTRIES, batch_size=4) as loader:
+        assert all(torch.equal(batch[1], batch.labels) for batch in loader)
 
 
 def test_an_image_and_a_label_are_the_same_with_fields_and_without(
