@@ -67,6 +67,8 @@ class FieldSpec:
 FieldPairs = tuple[tuple[str, FieldSpec], ...]
 """Declared fields: the name and the spec of each."""
 Fields = Mapping[str, FieldSpec | None] | FieldPairs
+IMAGES_ALONE = "for images without labels declare fields: {image: {}}"
+"""What errors say where labels are missing."""
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "image": ("column",),

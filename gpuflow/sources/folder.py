@@ -21,7 +21,7 @@ from typing import ClassVar, final
 import numpy as np
 
 from gpuflow.errors import Problem, SourceError, near_word
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import IMAGES_ALONE, FieldSpec
 from gpuflow.sources.record_table import TableSource, WholeFiles
 from gpuflow.sources.spec import Cached, Extent, Samples, WithExtensions, WithSplits
 from gpuflow.sources.storage import (
@@ -212,8 +212,8 @@ def _local_tree(root: str, extensions: tuple[str, ...], labelled: bool) -> Itera
         yield "", sorted(name for name, is_class in known if not is_class and name.lower().endswith(extensions))
     elif not classes:
         raise SourceError(
-            f"{root}: must hold one directory per class, got none ({len(known)} files); "
-            f"move the images into class directories, or name them in a source.listing"
+            f"{root}: must hold one directory per class, got none ({len(known)} files); move the images into class "
+            f"directories, name them in a source.listing, or {IMAGES_ALONE}"
         )
     start = len(os.path.join(root, ""))
     for name in classes:
@@ -239,6 +239,7 @@ def _remote_tree(
     if labelled and not classes:
         raise SourceError(
             f"{root}: must hold one directory per class, got none ({len(found)} files); check the address"
+            f"{f', or {IMAGES_ALONE}' * bool(found)}"
         )
     for name in sorted(classes):
         yield name, [path for *_, path in sorted(classes[name])]

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from gpuflow.errors import SourceError, near_word, show
-from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_field, pairs_of_fields
+from gpuflow.sources.field_spec import (
+    IMAGES_ALONE,
+    FieldPairs,
+    FieldSpec,
+    classes_of_boxes,
+    label_field,
+    pairs_of_fields,
+)
 from gpuflow.sources.labels import Locate, names_in, sample_labels
 from gpuflow.sources.listing_text import (
     check_path,
@@ -99,32 +106,34 @@ class Listing(Listed, Named):
         return self.root or self.listing
 
 
-def _columns(data: bytes, place: str, columns: Sequence[str] | None) -> Columns:
-    """Find these columns by the header; without them those of paths and labels. Raises SourceError."""
+def _columns(data: bytes, place: str, columns: Sequence[str] | None, alone: FieldSpec | None) -> Columns:
+    """Find these columns by the header; without them those of paths and labels. Raises SourceError.
+
+    alone: the field of the images, if it is the only one: the file may have one column without a header.
+    """
     lines = list[int]()
     header = next(csv_rows(data, place, lines), [])
     if columns is not None and header:
         names = [name.strip() for name in header]
+        if alone is not None and len(names) == 1 and names[0].lower() != columns[0].lower():
+            named = _is_header([names[0].lower()], _first_rows(data)[1:])
+            if not named or alone.column is None:
+                return Columns(header if named else None, {columns[0]: 0}, 1)
         return Columns(
             header, {column: column_of(column, names, f"{place}:{lines[0]}") for column in columns}, len(header)
         )
     try:
         return _guessed(data)
     except ValueError as fault:
+        action = "rename the columns that are meant" if len(header) > 1 else f"add labels, or {IMAGES_ALONE}"
         raise SourceError(
-            f"{place}:{lines[0]}: header must name the columns path and label, got {', '.join(header)}; "
-            f"rename the columns that are meant"
+            f"{place}:{lines[0]}: header must name the columns path and label, got {', '.join(header)}; {action}"
         ) from fault
 
 
 def _guessed(data: bytes) -> Columns:
     """Find paths and labels by the first rows. Raises ValueError for a header that leaves open which ones are meant."""
-    first = list[str]()
-    rows = list[list[str]]()
-    with suppress(csv.Error, UnicodeDecodeError):  # a faulty row is found again when it is read
-        reader = filter(None, csv_lines(data))
-        first = next(reader, [])
-        rows.extend(islice(reader, _LOOKED_AT))
+    first, *rows = _first_rows(data) or [[]]
     names = [name.strip().lower() for name in first]
     if "path" in names and "label" in names:
         if names.count("path") > 1 or names.count("label") > 1:
@@ -136,6 +145,14 @@ def _guessed(data: bytes) -> Columns:
         raise ValueError("a header without path or label")
     path = _path_column(names, rows)
     return Columns(first, {"path": path, "label": 1 - path}, 2)
+
+
+def _first_rows(data: bytes) -> list[list[str]]:
+    """Return the rows that say whether the first of them is a header."""
+    rows = list[list[str]]()
+    with suppress(csv.Error, UnicodeDecodeError):  # a faulty row is found again when it is read
+        rows.extend(islice(filter(None, csv_lines(data)), _LOOKED_AT + 1))
+    return rows
 
 
 def _is_header(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
@@ -210,8 +227,9 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSour
     data = load(place, "source.listing")
     note = ""
     if is_csv:
-        table = _columns(data, place, columns if spec.declared else None)
-        note = "" if spec.declared else _note(table)
+        alone = spec.declared[0][1] if columns == [image] and len(spec.declared) == 1 else None
+        table = _columns(data, place, columns if spec.declared else None, alone)
+        note = "" if spec.declared and table.header is not None else _note(table)
         blocks = _csv_blocks(data, lines, table, _parsers(declared, place))
     else:
         blocks = _json_blocks(data, lines, columns)
@@ -280,8 +298,9 @@ def _csv_blocks(
         for row in rows if set(map(len, rows)) != {width} or header in rows else ():
             here = lines.locate.sample(first + rows.index(row))
             if len(row) != width:
-                rule = "path,label" if header is None else f"the header's {width} fields"
+                rule = f"the header's {width} fields" if header else "path,label" if width > 1 else "one path"
                 action = "separate fields by commas" if len(row) == 1 else "quote a field that has a comma"
+                action += f", or {IMAGES_ALONE}" if rule == "path,label" and len(row) == 1 else ""
                 got = f"{len(row)} field{'s' * (len(row) != 1)}"
                 raise SourceError(f"{here}: row must have {rule}, got {got}; {action}")
             if row == header:

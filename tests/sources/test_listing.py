@@ -107,6 +107,35 @@ def test_a_first_row_that_is_a_sample(rows: str) -> None:
     assert (len(source), source.note) == (2, "no header, its first row is a sample")
 
 
+@pytest.mark.parametrize("column", [{}, {"column": "path"}])
+@pytest.mark.parametrize(
+    "text", ["a.jpg\nsub/e.jpg\n", "a.jpg\n\nsub/e.jpg", "\ufeffPath\na.jpg\nsub/e.jpg\n", '"a.jpg"\r\n"sub/e.jpg"\r\n']
+)
+def test_paths_alone(text: str, column: dict[str, str]) -> None:
+    source = listing(text, fields={"image": column})
+    assert isinstance(source, TableSource) and not source.has_labels and not source.fields
+    assert contents(source) == (["a.jpg", "sub/e.jpg"], [0, 0], ())
+    assert source.note == ("" if "Path" in text else "no header, its first row is a sample")
+
+
+@pytest.mark.parametrize("name", ["image", "file", "photos"])
+def test_the_column_of_paths_alone_may_have_any_name_unless_one_is_given(name: str) -> None:
+    text = f"{name}\na.jpg\nb.jpg\n"
+    assert contents(listing(text, fields={"image": {}}))[0] == ["a.jpg", "b.jpg"]
+    fails(f"list.csv:1, got {name}", text, fields={"image": {"column": "path"}})
+
+
+def test_paths_alone_without_extensions_have_no_header() -> None:
+    assert contents(listing("one\ntwo\n", fields={"image": {}}))[0] == ["one", "two"]
+
+
+def test_faults_of_paths_alone() -> None:
+    fails("list.csv:2, got 2 fields", "a.jpg\nb.jpg,1\n", fields={"image": {}})
+    fails("list.csv:1, got path", "path\na.jpg\n")
+    fails("list.csv:1, got path, label", "path,label\na.jpg,0\n", fields={"image": {}})
+    fails("list.csv:1, got a.jpg", "a.jpg\nb.jpg\n", fields={"image": {}, "score": {"type": "number"}})
+
+
 def test_one_row_with_and_without_a_line_end() -> None:
     assert contents(listing("a.jpg,0")) == (["a.jpg"], [0], ("0",))
     assert contents(listing("path,label\na.jpg,0")) == (["a.jpg"], [0], ("0",))

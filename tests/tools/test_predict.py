@@ -295,6 +295,7 @@ def test_images_without_labels(config: Path, tmp_path: Path) -> None:
         place.write_bytes(photo.read_bytes())
     (folder / "notes.txt").write_text("no image")
     (tmp_path / "list.csv").write_text("path\nnew/b.jpg\nnew/a/deep/c.jpg\nnew/a/d.jpg\nnew/z/e.jpg\nnew/missing.jpg\n")
+    (tmp_path / "paths.csv").write_text("".join(f"{place}\n" for place in places))
     (tmp_path / "list.jsonl").write_text('{"path": "new/b.jpg"}\n{"path": "new/z/e.jpg"}\n')
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for place in places:
@@ -316,6 +317,7 @@ def test_images_without_labels(config: Path, tmp_path: Path) -> None:
     listed = found("list.csv")
     assert listed.pop("missing.jpg") == ()
     same(listed, [*approx])
+    same(found("paths.csv"), [*approx])
     same(found("list.jsonl"), ["b.jpg", "e.jpg"])
     same(found("shard.tar"), [*approx])
     assert all(row.label is None for row in rows_of(config, data=str(folder)))
