@@ -115,6 +115,10 @@ def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
     by_place: dict[tuple[Key, ...], Any] = {}
     faults = sorted(error.errors(), key=lambda fault: (len(fault["loc"]), fault["type"] not in _BOUNDS))
     for fault in faults:
+        if fault["type"] == "literal_error" and isinstance(fault["input"], dict):  # meant is the branch of mappings
+            union = fault["loc"][:-1]
+            if any(one is not fault and one["loc"][: len(union)] == union for one in faults):
+                continue
         at: list[Key] = []
         value = data
         for key in fault["loc"]:

@@ -90,7 +90,7 @@ def build_loader(
     _require_classes(config, name, source)
     require_record_fields(config, name, source)
     left_out = _left_out(config, name, source)
-    order = _order(config, source, pipeline, batch_size) if listed is None else listed
+    order = order_of(config, source, pipeline, batch_size) if listed is None else listed
     if drop_last and order.size < batch_size * world_size:
         rule = (
             f"leaves no step: {order.size} samples do not fill one of {batch_size} x {world_size} rank(s); take a "
@@ -162,7 +162,7 @@ def _naming_file(config: Config) -> Iterator[None]:
         raise SourceError(f"{config.path}: {error}") from error
 
 
-def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
+def order_of(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
     """Return the order of the samples. Weights and mixes are drawn only if the pipeline shuffles. Errors name the
     file."""
     spec = config.source
@@ -174,10 +174,10 @@ def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: i
         if isinstance(source, MixSource):
             assert isinstance(spec, Mix)
             return _mixed_order(spec, source, batch_size)
-        return _order_of(spec, source, spec.seed)
+        return _shuffled(spec, source, spec.seed)
 
 
-def _order_of(spec: SourceSpec, source: Source, seed: int) -> Order:
+def _shuffled(spec: SourceSpec, source: Source, seed: int) -> Order:
     """Return the shuffled order of one source, or of its part."""
     weights = weights_of(spec, source)
     if weights is not None:
@@ -199,7 +199,7 @@ def _mixed_order(spec: Mix, source: MixSource, batch_size: int) -> MixedOrder:
     orders = []
     for i, (part_spec, part) in enumerate(zip(spec.sources, source.parts, strict=True)):
         try:
-            orders.append(_order_of(part_spec, part, key64("part", spec.seed, i)))
+            orders.append(_shuffled(part_spec, part, key64("part", spec.seed, i)))
         except SourceError as error:
             raise SourceError(f"source.mix[{i}]: {error}") from error
     order = MixedOrder(

@@ -26,16 +26,25 @@ from gpuflow.sources.folder import Folder
 from gpuflow.sources.hf import Hf, HfSource
 from gpuflow.sources.listing import Listing
 from gpuflow.sources.mix import Mix, MixSource
-from gpuflow.sources.spec import Extent, NotMeasuredError, SourceSpec, WeightsSpec, offered_kinds, spec_class
+from gpuflow.sources.spec import (
+    BalanceSpec,
+    Extent,
+    NotMeasuredError,
+    SourceSpec,
+    WeightsSpec,
+    offered_kinds,
+    spec_class,
+)
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.storage import SPARE_BYTES, Allocate, CachedStorage, Payload, lay_out
 from gpuflow.sources.tar import Tar
-from gpuflow.sources.weights import check_weights_file, weights_of
+from gpuflow.sources.weights import balanced_groups, check_weights_file, weights_of
 
 __all__ = [
     "KINDS",
     "SPARE_BYTES",
     "Allocate",
+    "BalanceSpec",
     "Extent",
     "Folder",
     "HfSource",
@@ -49,6 +58,7 @@ __all__ = [
     "Subset",
     "WeightsSpec",
     "all_kinds",
+    "balanced_groups",
     "cache_counts",
     "check_weights_file",
     "fields_of",

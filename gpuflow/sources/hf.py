@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, final
+from typing import Any, Literal, Self, final
 
 import numpy as np
 
@@ -107,11 +107,11 @@ class Hf(WithWindow, WithSplits, Named):
             return source.window
         return super().shard_window(source)
 
-    def with_one_column(self, name: str, column: str) -> Self:
+    def with_one_column(self, name: str, column: str, kind: Literal["number", "any"] = "number") -> Self:
         if self.fields or not (self.image or self.label):
-            return super().with_one_column(name, column)
+            return super().with_one_column(name, column, kind)
         image: Fields = {"image": FieldSpec(column=self.image)} if self.image else {}
-        return replace(self, image=None, label=None, fields=image).with_one_column(name, column)
+        return replace(self, image=None, label=None, fields=image).with_one_column(name, column, kind)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

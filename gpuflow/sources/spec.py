@@ -12,7 +12,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
@@ -31,10 +31,23 @@ Fraction = Annotated[float, _FRACTION]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsSpec:
-    """How often each sample is drawn where a pipeline shuffles: in proportion to its number >= 0.
+class BalanceSpec:
+    """What is drawn equally often.
 
     Args:
+        column: a column of the source, whose values are drawn equally often; of one value, each sample.
+    """
+
+    column: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsSpec:
+    """How often each sample is drawn where a pipeline shuffles: in proportion to its number >= 0, or in balance.
+
+    Args:
+        balance: in place of numbers: `class` draws each class equally often, `{column: NAME}` each value of a column,
+            among the samples of the part that is read.
         column: the column that holds the samples' weights: of the source, or of `file` if that is a CSV file.
         file: a file with one weight for each sample of the whole source, in its order: one number a line, a CSV file
             or a NumPy array (.npy).
@@ -43,16 +56,26 @@ class WeightsSpec:
             them as have a weight above 0.
     """
 
+    balance: Literal["class"] | BalanceSpec | None = None
     column: str | None = None
     file: str | None = None
     replacement: bool = True
     samples: Annotated[int, Bounds(least=1)] | None = None
 
+    def __post_init__(self) -> None:
+        balance: Any = self.balance
+        if isinstance(balance, Mapping):
+            object.__setattr__(self, "balance", BalanceSpec(**balance))
+
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each broken rule between keys, its path from this block on."""
         yield from out_of_bounds(self)
-        if self.column is None and self.file is None:
-            yield Problem.of((), "needs a column of the source, or a file", code="config.missing_key")
+        numbers = [key for key in ("column", "file") if getattr(self, key) is not None]
+        if self.balance is not None and numbers:
+            rule = f"must not stand next to {numbers[0]}"
+            yield Problem.of("balance", rule, action="remove one of them", code="config.conflict")
+        if self.balance is None and not numbers:
+            yield Problem.of((), "needs balance, a column of the source, or a file", code="config.missing_key")
         if self.column is not None and self.file is not None and not self.file.lower().endswith(".csv"):
             action = "remove it, or name a .csv file"
             yield Problem.of("column", "must go with a CSV file", action=action, code="config.conflict")
@@ -246,9 +269,14 @@ class Samples(SourceSpec):
         yield from super().problems()
         if self.weights is not None:
             yield from (problem.below("weights") for problem in self.weights.problems())
-            if self.weights.file is None and not self.has_columns:
-                rule = f"must be a file for source.{self.kind}, which has no columns"
+            by_class = self.weights.balance == "class"
+            if self.weights.file is None and not by_class and not self.has_columns:
+                rule = f"must be a file, or balance: class, for source.{self.kind}, which has no columns"
                 yield Problem.of("weights", rule, code="config.conflict")
+            labels = [field.kind in (None, "class") for _, field in self.declared if field.type == "label"]
+            if by_class and self.declared and not any(labels):
+                rule = "must name a column, {column: NAME}, where fields declare no label of one class each"
+                yield Problem.of(("weights", "balance"), rule, code="config.conflict")
         yield from (problem.below("fields") for problem in field_problems(self.declared, self.labels_of))
         for name, field in self.declared:
             if field.type is not None:
@@ -262,12 +290,12 @@ class Samples(SourceSpec):
         """Return the column with the labels of boxes; None if they have none."""
         return field.labels
 
-    def with_one_column(self, name: str, column: str) -> Self:
-        """Return a spec of the same samples that have this column of numbers as their only field besides files."""
+    def with_one_column(self, name: str, column: str, kind: Literal["number", "any"] = "number") -> Self:
+        """Return a spec of the same samples that have this column as their only field besides files. kind: its type."""
         # in shards, the suffix of a mask's member may be one of images
         files = [(key, field) for key, field in self.declared if field.type == "image" or field.is_mask_file]
         unset: dict[str, Any] = {key: None for key in ("weights", "classes") if key in self.key_fields()}
-        return replace(self, fields=(*files, (name, FieldSpec(type="number", column=column))), **unset)
+        return replace(self, fields=(*files, (name, FieldSpec(type=kind, column=column))), **unset)
 
     @property
     def declared(self) -> FieldPairs:

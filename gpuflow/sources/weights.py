@@ -1,17 +1,20 @@
-"""The weights of samples: a column of the source, or a file with one for each sample."""
+"""The weights of samples: a balance of classes or of values, a column of the source, or a file with one for each."""
 
 from __future__ import annotations
 
+import json
 import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import SourceError, show
-from gpuflow.sources.base import Source, entries_of, records_of
+from gpuflow.sources.base import Source, entries_of, has_one_class, records_of
+from gpuflow.sources.labels import Codes
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.spec import Samples, SourceSpec, WeightsSpec
 from gpuflow.sources.split import Subset
@@ -33,9 +36,15 @@ def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
     >>> spec = source_spec(listing="list.csv", weights={"column": "weight"})
     >>> weights_of(spec, spec.open())
     array([1. , 0.5])
+    >>> spec = source_spec(listing="list.csv", weights={"balance": "class"})
+    >>> weights_of(spec, spec.open())
+    array([1., 1.])
     """
     if not isinstance(spec, Samples) or spec.weights is None:
         return None
+    if spec.weights.balance is not None:
+        names, groups = balanced_groups(spec, source)
+        return 1.0 / np.bincount(groups, minlength=len(names))[groups]
     part: slice | Ints = slice(None)
     if isinstance(source, Subset):
         part = source.indices
@@ -46,7 +55,7 @@ def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
     else:
         place = spec.where
         lines = None
-        weights = _from_column(spec, spec.weights.column or "", source)
+        weights = np.array(_from_column(spec, spec.weights.column or "", source, "number"), np.float64)
     if len(weights) != len(source):
         raise SourceError(
             f"source.weights: {place} must have one weight for each of the {len(source)} samples, got {len(weights)}; "
@@ -56,6 +65,34 @@ def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
     chosen = weights[part]
     _check_above_0(chosen, place, "" if len(chosen) == len(weights) else f" of the {len(chosen)} samples of this part")
     return chosen
+
+
+def balanced_groups(spec: Samples, source: Source) -> tuple[tuple[str, ...], Ints]:
+    """Return the names of what `spec.weights.balance` draws equally often, and the number of each sample's.
+
+    source: the open source, or a part of it.
+
+    Raises SourceError: samples have not one class each, or a value of the column is missing or no text or number.
+    """
+    assert spec.weights is not None and spec.weights.balance is not None
+    if spec.weights.balance == "class":
+        if not has_one_class(source):
+            rule = "is class, but samples have not one class each"
+            raise SourceError(f"source.weights.balance {rule}; name a column: balance: {{column: NAME}}")
+        return source.classes, source.labels
+    part, whole = (source.indices, source.source) if isinstance(source, Subset) else (slice(None), source)
+    column = spec.weights.balance.column
+    codes = Codes()
+    groups = list[int]()
+    for i, value in enumerate(_from_column(spec, column, whole, "any")):
+        text = value.strip() if isinstance(value, str) else json.dumps(value) if isinstance(value, int | float) else ""
+        if not text or value != value:
+            raise SourceError(
+                f"source.weights.balance: {spec.where}: {column} of sample {i} ({whole.path(i)}) must be text or a "
+                f"number, got {show(value)}; correct it"
+            )
+        groups.append(codes[text])
+    return tuple(map(str, codes)), np.array(groups, np.int64)[part]
 
 
 def check_weights_file(spec: WeightsSpec) -> None:
@@ -88,16 +125,18 @@ def _check_above_0(weights: Floats, place: str, whole: str) -> None:
         )
 
 
-def _from_column(spec: Samples, column: str, source: Source) -> Floats:
-    """Read the values of a column. The source is indexed again, with it as its only field besides those of files."""
+def _from_column(spec: Samples, column: str, source: Source, kind: Literal["number", "any"]) -> Any:
+    """Read the values of a column. The source is indexed again, with it as its only field besides those of files.
+
+    kind: the type of the field.
+    """
     try:
-        other = spec.with_one_column(_FIELD, column).open()
+        other = spec.with_one_column(_FIELD, column, kind).open()
     except SourceError as error:
         raise SourceError(f"source.weights: {error}") from error
     try:
         _check_same_samples(spec, source, other)
-        values = records_of(other, range(len(other))).columns[_FIELD]
-        return np.array(values, np.float64)
+        return records_of(other, range(len(other))).columns[_FIELD]
     finally:
         other.close()
 

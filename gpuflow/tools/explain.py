@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
@@ -14,13 +14,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gpuflow.arrays import Ints
 from gpuflow.config import Config
 from gpuflow.config.resources import decode_processes_of, parts_in_python, readers_of, threads_of
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.decode.header import Header
 from gpuflow.errors import BadSampleError, SourceError, redacted
 from gpuflow.execute.cpu.runner import header_of
-from gpuflow.loader.assemble import open_split, open_whole
+from gpuflow.loader.assemble import open_split, open_whole, order_of
 from gpuflow.loader.plan import cpu_share_of, explain_gpu
 from gpuflow.loader.records import turned_text
 from gpuflow.pipeline.program import (
@@ -37,8 +38,10 @@ from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.pipeline.stage import Decoder, Policy
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.sources import (
+    BalanceSpec,
     Mix,
     Source,
+    balanced_groups,
     fields_of,
     fingerprint_of,
     has_labels,
@@ -48,10 +51,15 @@ from gpuflow.sources import (
 )
 from gpuflow.sources.base import spread
 from gpuflow.sources.record_table import TableSource
+from gpuflow.sources.spec import Samples
 from gpuflow.sources.storage import is_remote
 
 _GAP = 3
 """Columns between those of a table."""
+_NAMED_GROUPS = 10
+"""The most classes whose samples are counted one by one."""
+_MOST_DRAWN = 1_000_000
+"""The most samples of an epoch whose classes are counted."""
 _LOOKED_AT = 100
 """Images of a source whose headers are read for their formats and EXIF orientations."""
 
@@ -172,7 +180,11 @@ def _order(config: Config, name: str) -> str:
     if isinstance(spec, Mix):
         return f"each {spec.by} drawn from {len(spec.mix)} sources in the proportions of their weights, shuffled"
     if spec.weights is not None:
-        return f"drawn by weights {'with' if spec.weights.replacement else 'without'} replacement"
+        way = f"{'with' if spec.weights.replacement else 'without'} replacement"
+        if (balance := spec.weights.balance) is None:
+            return f"drawn by weights {way}"
+        each = "class" if balance == "class" else f"value of {balance.column}"
+        return f"each {each} drawn equally often, {way}"
     return "shuffled"
 
 
@@ -231,11 +243,45 @@ def _source(config: Config, name: str) -> _SourceFacts:
     facts = {
         "source": redacted(text),
         "fields": _fields(config, source),
+        "classes": _counts(source.classes, source.labels) if has_one_class(source) else "",
+        "drawn": _drawn(config, name, source),
         "left out": _left_out(source),
         "turned": _turned(source, decoder, headers),
         "fingerprint": fingerprint and f"{fingerprint}; ranks of a process group compare it, this command does not",
     }
     return _SourceFacts(facts=facts, samples=len(source), remote=remote, no_jpegs=_no_jpegs(headers))
+
+
+def _drawn(config: Config, name: str, source: Source) -> str:
+    """Return how often an epoch draws each class, or what is balanced, where weights or a mix decide it; else empty."""
+    spec, pipeline = config.source, config.pipelines[name]
+    if not pipeline.shuffle or (spec.weights is None and not isinstance(spec, Mix)):
+        return ""
+    names, groups, of = source.classes, source.labels, ""
+    try:
+        if isinstance(spec, Samples) and spec.weights is not None and isinstance(spec.weights.balance, BalanceSpec):
+            names, groups = balanced_groups(spec, source)
+            of = f"; of {spec.weights.balance.column} there are {_counts(names, groups)}"
+        elif not has_one_class(source):
+            return ""
+        order = order_of(config, source, pipeline, pipeline.batch.size or pipeline.batch.global_size or 1)
+    except SourceError as error:
+        return redacted(str(error))
+    count = min(order.size, _MOST_DRAWN)
+    part = "" if count == order.size else f"the first {count:,} samples of "
+    return f"{_counts(names, groups[order.indices(0, np.arange(count))])} in {part}epoch 0{of}"
+
+
+def _counts(names: Sequence[str], groups: Ints) -> str:
+    """Return how many samples each group has; of many groups the largest and the smallest ones. groups: the number of
+    each sample's."""
+    counts = np.bincount(groups, minlength=len(names))
+    texts = [f"{name}: {count:,}" for name, count in zip(names, counts.tolist(), strict=True)]
+    if len(texts) > _NAMED_GROUPS:
+        ranked = np.argsort(-counts, kind="stable").tolist()
+        half = _NAMED_GROUPS // 2
+        texts = [*(texts[i] for i in ranked[:half]), "...", *(texts[i] for i in ranked[-half:])]
+    return ", ".join(texts)
 
 
 def _headers(source: Source, decoder: Decoder) -> dict[int, Header]:

@@ -56,6 +56,12 @@ def test_the_place_of_what_is_wrong_in_a_mix(entry: str, expected: str) -> None:
     ("block", "expected"),
     [
         ("source: {folder: x, weights: {column: w}}", "source.weights config.conflict"),
+        ("source: {folder: x, weights: {balance: clas}}", "source.weights.balance config.range, got 'clas'"),
+        (
+            "source: {listing: x, weights: {balance: {colum: w}}}",
+            "source.weights.balance config.missing_key\nx.yaml:4: source.weights.balance.colum config.unknown_key",
+        ),
+        ("source: {listing: x, weights: {balance: {}}}", "source.weights.balance config.missing_key"),
         ("source: {folder: x, weights: {fil: w}}", "source.weights.fil config.unknown_key"),
         ("source: {folder: x, weights: {file: w, samples: 0}}", "source.weights.samples config.range, got 0"),
         ("source: {folder: x, image: img}", "source.image config.conflict"),

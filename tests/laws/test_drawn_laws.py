@@ -17,7 +17,10 @@ from gpuflow.sources import Payload
 from tests.datasets import RAW, Row, deadline, epoch_rows, flat, interleave, jpeg, loader_of, make_photos, rows
 
 BATCH = 3
-KINDS = ("weights", "weights without replacement", "mix", "mix by batch", "mix of parts")
+KINDS = [
+    *("weights", "weights without replacement", "mix", "mix by batch", "mix of parts"),
+    *("balance", "balance of a column", "balance without replacement", "mix in balance"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -28,23 +31,31 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two folders of other classes, and weights of the first one's samples."""
+    """Two folders of other classes, weights of the first one's samples, and a listing of all with a column of sites."""
     root = tmp_path_factory.mktemp("photos")
     make_photos(root / "a", classes=2, each=5)
     for number in range(4):
         for label in ("class_1", "class_7"):
             (root / "b" / label).mkdir(parents=True, exist_ok=True)
             (root / "b" / label / f"{number}.jpg").write_bytes(jpeg(number, 50 + number))
+    (root / "a" / "class_1" / "000.jpg").rename(root / "a" / "class_0" / "999.jpg")
+    files = sorted(root.rglob("*.jpg"))
+    rows = (f"{file},{file.parent.name},{'north' if i < 3 else 'south'}\n" for i, file in enumerate(files))
+    (root / "list.csv").write_text("path,label,site\n" + "".join(rows))
     (root / "weights.txt").write_text("\n".join(f"{i % 4}" for i in range(10)) + "\n")
     return root
 
 
 def source_of(kind: str, photos: Path) -> dict[str, Any]:
     a, b, file = str(photos / "a"), str(photos / "b"), str(photos / "weights.txt")
+    if kind.startswith("balance"):
+        balance = {"column": "site"} if "column" in kind else "class"
+        without = {"replacement": False, "samples": 7} if "without" in kind else {"samples": 17}
+        return {"listing": str(photos / "list.csv"), "weights": {"balance": balance, **without}}
     if kind.startswith("weights"):
         without = {"replacement": False} if "without" in kind else {"samples": 17}
         return {"folder": a, "weights": {"file": file, **without}}
-    first: dict[str, Any] = {"folder": a, "weights": {"file": file}}
+    first: dict[str, Any] = {"folder": a, "weights": {"balance": "class"} if "balance" in kind else {"file": file}}
     if kind == "mix of parts":
         parts = [{"source": {"folder": a}, "weight": 2}, {"source": {"folder": b}}]
         return {"mix": parts, "unite_classes": True, "samples": 19, "split": {"train": 0.5, "rest": 0.5}}
@@ -114,7 +125,7 @@ def test_resume_at_every_step_equals_no_interruption(config: Path, reference: li
 
 
 def test_a_state_of_another_draw_is_refused(config: Path) -> None:
-    other = "weights.samples=5" if "weights" in config.stem else "mix.1.weight=3"
+    other = "mix.1.weight=3" if "mix" in config.stem else "weights.samples=5"
     with load(config) as loader:
         state = loader.state_dict()
     with load(config, f"source.{other}") as loader, pytest.raises(gpuflow.StateError):

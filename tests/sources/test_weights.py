@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,96 @@ def test_weights_that_are_all_zero(listing: Path, tmp_path: Path) -> None:
     assert outline(error.value) == "source.weights, got zeros alone"
 
 
+# --- balance ----------------------------------------------------------------------------------------------------------
+
+SITES = ["north", "south", "south", "south", "north", "south"]
+
+
+def balanced(keys: dict[str, Any], balance: Any, part: str = "") -> list[float]:
+    return weights(source_spec(**keys, weights={"balance": balance}), part)
+
+
+def test_in_balance_weights_are_those_of_scikit_learn(listing: Path) -> None:
+    class_weight = pytest.importorskip("sklearn.utils.class_weight", reason="scikit-learn is not installed")
+    labels = np.array([0, 1, 1, 2, 1, 0])
+    listing.write_text("".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels)))
+    found = np.array(balanced({"listing": str(listing)}, "class"))
+    expected = class_weight.compute_sample_weight("balanced", labels)
+    assert np.allclose(found / found.sum(), expected / expected.sum(), rtol=1e-12)
+
+
+def with_sites(kind: str, folder: Path, sites: list[Any]) -> dict[str, Any]:
+    """The keys of a source of a kind whose samples have a column `site`."""
+    rows = list(enumerate(sites))
+    if kind == "csv":
+        (folder / "l.csv").write_text("path,label,site\n" + "".join(f"{i}.jpg,0,{site}\n" for i, site in rows))
+        return {"listing": str(folder / "l.csv")}
+    if kind == "jsonl":
+        lines = (json.dumps({"path": f"{i}.jpg", "label": 0, "site": site}) for i, site in rows)
+        (folder / "l.jsonl").write_text("\n".join(lines))
+        return {"listing": str(folder / "l.jsonl")}
+    if kind == "tar":
+        pairs = [
+            ((f"{i}.jpg", b"i"), (f"{i}.json", json.dumps({"label": 0, "site": site}).encode())) for i, site in rows
+        ]
+        (folder / "s.tar").write_bytes(tar_bytes([member for pair in pairs for member in pair]))
+        return {"tar": str(folder / "s.tar")}
+    if kind == "coco":
+        images = [{"id": i, "file_name": f"{i}.jpg", "site": site} for i, site in rows]
+        content = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+        (folder / "c.json").write_text(json.dumps(content))
+        return {"coco": str(folder / "c.json"), "images": str(folder)}
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet as pq
+
+    cells = [{"bytes": b"i", "path": f"{i}.jpg"} for i, _ in rows]
+    pq.write_table(pa.table({"image": cells, "label": [0] * len(rows), "site": sites}), folder / "t.parquet")
+    return {"hf": str(folder / "t.parquet")}
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tar", "coco", "hf"])
+def test_each_value_of_a_column_has_the_same_weight(kind: str, tmp_path: Path) -> None:
+    found = balanced(with_sites(kind, tmp_path, SITES), {"column": "site"})
+    assert found == [1 / SITES.count(site) for site in SITES]
+    assert balanced(with_sites(kind, tmp_path, [3, 3, 5]), {"column": "site"}) == [0.5, 0.5, 1]
+
+
+def test_a_part_is_balanced_among_its_own_samples(listing: Path) -> None:
+    sites = [SITES[i % 6] for i in range(30)]
+    listing.write_text("path,label,site\n" + "".join(f"{i}.jpg,{i % 2},{site}\n" for i, site in enumerate(sites)))
+    keys = {"listing": str(listing), "split": {"train": 0.6, "val": 0.4}}
+    for part in ("train", "val"):
+        whole = source_spec(**keys)
+        source = subset(open_source(whole), whole, part)
+        own = [sites[int(Path(source.path(i)).stem)] for i in range(len(source))]
+        assert balanced(keys, {"column": "site"}, part) == [1 / own.count(site) for site in own]
+        labels = source.labels.tolist()
+        assert balanced(keys, "class", part) == [1 / labels.count(label) for label in labels]
+
+
+@pytest.mark.parametrize("value", [None, "", " ", [1], {"a": 1}, float("nan")])
+def test_a_value_that_names_no_group(value: Any, tmp_path: Path) -> None:
+    keys = with_sites("jsonl", tmp_path, [*SITES, value])
+    with pytest.raises(SourceError) as error:
+        balanced(keys, {"column": "site"})
+    assert outline(error.value).startswith("source.weights.balance, got ")
+    assert "of sample 6" in str(error.value)
+
+
+def test_balance_needs_one_class_each_or_a_column(tmp_path: Path) -> None:
+    for keys in (
+        with_sites("coco", tmp_path, SITES),
+        {**with_sites("csv", tmp_path, SITES), "fields": {"image": {"column": "path"}}},
+    ):
+        with pytest.raises((SourceError, ConfigError)) as error:
+            balanced(keys, "class")
+        assert outline(error.value).startswith("source.weights.balance")
+    with pytest.raises(
+        SourceError, match=r"^source\.weights: .*header must have the column 'sit' once.*did you mean 'site'"
+    ):
+        balanced(with_sites("csv", tmp_path, SITES), {"column": "sit"})
+
+
 def archive() -> bytes:
     file = io.BytesIO()
     np.savez(file, np.ones(6))
@@ -214,6 +305,9 @@ def test_a_file_that_is_missing_and_a_column_that_is(listing: Path, tmp_path: Pa
         ({"listing": "x", "weights": {"column": "w", "file": "w.npy"}}, "source.weights.column config.conflict"),
         ({"listing": "x", "weights": {"column": "w", "samples": 0}}, "source.weights.samples config.range, got 0"),
         ({"folder": "x", "weights": {"column": "w"}}, "source.weights config.conflict"),
+        ({"folder": "x", "weights": {"balance": {"column": "w"}}}, "source.weights config.conflict"),
+        ({"listing": "x", "weights": {"balance": "class", "column": "w"}}, "source.weights.balance config.conflict"),
+        ({"folder": "x", "weights": {"balance": "class", "file": "w.npy"}}, "source.weights.balance config.conflict"),
     ],
 )
 def test_keys_that_do_not_go_together(keys: dict[str, Any], expected: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+import gpuflow
 from gpuflow.config import read_config
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.sources import fingerprint_of, open_source, source_spec
@@ -170,6 +172,44 @@ def test_says_how_samples_are_drawn(config: Path, tmp_path: Path) -> None:
     mixed = explained(config, f"source={{mix: [{{source: {{folder: {folder}}}}}, {{source: {{folder: {folder}}}}}]}}")
     assert "each sample drawn from 2 sources in the proportions of their weights, shuffled, seed 0" in mixed
     assert f"{folder} and {folder}: 24 samples, 3 classes" in mixed
+
+
+def test_counts_classes_and_how_often_an_epoch_draws_them(config: Path, tmp_path: Path) -> None:
+    """Counted again from a loader's epoch."""
+    (tmp_path / "photos/class_0/000.jpg").rename(tmp_path / "photos/class_2/999.jpg")
+    files = sorted((tmp_path / "photos").rglob("*.jpg"))
+    sites = ["a" if i < 3 else "b" for i in range(len(files))]
+    rows = (f"{file},{file.parent.name},{site}\n" for file, site in zip(files, sites, strict=True))
+    (tmp_path / "list.csv").write_text("path,label,site\n" + "".join(rows))
+    plain = explained(config)
+    assert plain.count("  classes        class_0: 3, class_1: 4, class_2: 5\n") == 2 and "  drawn " not in plain
+    balanced = "source.weights={balance: class, samples: 600}"
+    by_site = f"source={{listing: {tmp_path}/list.csv, weights: {{balance: {{column: site}}, samples: 600}}}}"
+    for override, groups, order in (
+        (balanced, None, "each class drawn equally often, with replacement"),
+        (by_site, sites, "each value of site drawn equally often, with replacement"),
+    ):
+        with gpuflow.load(config, "train", overrides=[override]) as loader:
+            indices = loader._plan.order.indices(0, np.arange(600)).tolist()
+            drawn = Counter(groups[i] if groups else f"class_{loader.dataset.labels[i]}" for i in indices)
+        assert min(drawn.values()) > 500 / len(drawn)
+        counted = ", ".join(f"{name}: {count}" for name, count in sorted(drawn.items()))
+        text = explained(config, override)
+        assert (
+            text.count(f"  drawn          {counted} in epoch 0{'; of site there are a: 3, b: 9' * bool(groups)}\n") == 1
+        )
+        assert f"  order          {order}, seed 0\n" in text
+    assert f"  drawn          {config}: source.weights.file must be" in explained(
+        config, "source.weights={file: no.txt}"
+    )
+
+
+def test_of_many_classes_counts_the_largest_and_the_smallest(config: Path, tmp_path: Path) -> None:
+    file = next((tmp_path / "photos").rglob("*.jpg"))
+    rows = "".join(f"{file},{label}\n" * (label + 1) for label in range(40))
+    (tmp_path / "list.csv").write_text(rows)
+    counts = "39: 40, 38: 39, 37: 38, 36: 37, 35: 36, ..., 4: 5, 3: 4, 2: 3, 1: 2, 0: 1"
+    assert f"  classes        {counts}\n" in explained(config, f"source={{listing: {tmp_path}/list.csv}}")
 
 
 def test_splits_are_counted(config: Path) -> None:
