@@ -26,6 +26,8 @@ class FieldSpec:
         column: the column of a listing, or the key in a shard's `.json` member, that holds it; a column of shards that
             starts with a dot is the suffix of a member. By default the field's name; in shards text is `.txt`, a mask's
             file `.mask.png`, and a label `.cls`.
+        columns: of a label of the kind `vector`: two or more columns, each with one number of the vector, in place of
+            `column`.
         kind: of a label: `class` (the default), `classes` (several a sample), `number` or `vector`. Of a mask: `file`
             (the default; an image whose levels are classes), `rle` or `polygons` (an instance each).
         format: of boxes: `xyxy` (the default; corners), `xywh` (first corner and size) or `cxcywh` (centre and size).
@@ -44,6 +46,7 @@ class FieldSpec:
 
     type: Type | None = None
     column: str | None = None
+    columns: tuple[str, ...] | None = None
     kind: Literal["class", "classes", "number", "vector", "file", "rle", "polygons"] | None = None
     format: Literal["xyxy", "xywh", "cxcywh"] | None = None
     labels: str | None = None
@@ -72,7 +75,7 @@ IMAGES_ALONE = "for images without labels declare fields: {image: {}}"
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "image": ("column",),
-    "label": ("column", "kind", "classes", "separator"),
+    "label": ("column", "columns", "kind", "classes", "separator"),
     "boxes": ("column", "format", "labels", "classes"),
     "mask": ("column", "kind", "fill", "formats"),
     "keypoints": ("column", "flip_pairs"),
@@ -91,6 +94,11 @@ def classes_of_boxes(declared: FieldPairs, classes: GivenClasses) -> GivenClasse
     """
     own = next((field.classes for _, field in declared if field.type == "boxes"), None)
     return classes if own is None and all(field.type != "label" for _, field in declared) else own
+
+
+def label_columns(field: FieldSpec | None, column: str) -> tuple[str, ...]:
+    """Return the columns of the samples' labels; none without a label. column: see `label_field`."""
+    return () if field is None else field.columns or (column,)
 
 
 def label_field(declared: FieldPairs, classes: GivenClasses) -> tuple[str, FieldSpec | None, GivenClasses]:
@@ -123,8 +131,9 @@ def pairs_of_fields(given: Fields) -> FieldPairs:
             keys["type"] = name
         if keys.get("classes") is not None and not isinstance(keys["classes"], int):
             keys["classes"] = tuple(keys["classes"])
-        if keys.get("formats") is not None:
-            keys["formats"] = tuple(keys["formats"])
+        for key in ("columns", "formats"):
+            if keys.get(key) is not None:
+                keys[key] = tuple(keys[key])
         if keys.get("flip_pairs") is not None:
             keys["flip_pairs"] = tuple(map(tuple, keys["flip_pairs"]))
         pairs.append((name, FieldSpec(**keys)))
@@ -185,6 +194,14 @@ def _key_problems(kind: Type, spec: FieldSpec, labels: str | None) -> Iterator[P
         rule = f"must go with kind: classes, got {spec.kind or 'class'}"
         action = "set kind: classes or remove it"
         yield Problem.of("separator", rule, action=action, code="config.conflict")
+    if spec.columns is not None and kind == "label":
+        if spec.kind != "vector":
+            rule = f"must go with kind: vector, got {spec.kind or 'class'}"
+            yield Problem.of("columns", rule, action="set kind: vector or remove it", code="config.conflict")
+        if spec.column is not None:
+            yield Problem.of("columns", "must not stand next to column", action="remove one", code="config.conflict")
+        if len(spec.columns) < 2 or len(set(spec.columns)) < len(spec.columns):
+            yield Problem.of("columns", "must be distinct names, at least two", spec.columns, code="config.range")
     if spec.separator == "":
         yield Problem.of("separator", "must have at least one character", spec.separator, code="config.range")
     for key in ("fill", "formats") if kind == "mask" and not spec.is_mask_file else ():

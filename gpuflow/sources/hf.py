@@ -17,7 +17,7 @@ import numpy as np
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word
 from gpuflow.sources.base import Source
-from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, classes_of_boxes, label_field
+from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, classes_of_boxes, label_columns, label_field
 from gpuflow.sources.hf_tables import (
     Cells,
     Table,
@@ -30,7 +30,7 @@ from gpuflow.sources.hf_tables import (
     pyarrow,
     rows_of,
 )
-from gpuflow.sources.labels import Locate, resolve_labels, sample_labels
+from gpuflow.sources.labels import Locate, label_values, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_table import Masks, RecordBuilder, RecordTable, TableSource
 from gpuflow.sources.spec import Named, WithSplits, WithWindow
@@ -371,14 +371,16 @@ class _Reader:
         return names
 
     def _labels(self, field: FieldSpec, column: str, classes: GivenClasses) -> tuple[Classes, Array]:
-        self._check_column(column, "the column of labels")
+        columns = label_columns(field, column)
+        for one in columns:
+            self._check_column(one, "the column of labels")
         if field.kind in (None, "class") and column in self._schema.names:
             return self._class_labels(column, classes)
         is_number = field.kind in ("number", "vector")
         known = None if is_number else self._classes_of(column, classes)
         labels = sample_labels(field, column, known, self._where, self._locate)
-        for columns in self._blocks([column], labels=[] if is_number else [column]):
-            labels.add(columns[column])
+        for block in self._blocks(columns, labels=[] if is_number else [column]):
+            labels.add(label_values([block[one] for one in columns]))
         return labels.build()
 
     def _class_labels(self, column: str, classes: GivenClasses) -> tuple[Classes, Ints]:

@@ -254,6 +254,11 @@ def names_in(text: str, separator: str) -> list[str]:
     return [name.strip() for name in text.split(separator)] if text.strip() else []
 
 
+def label_values(columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """Return the label of each sample: of one column its value, of several a list of their values."""
+    return columns[0] if len(columns) == 1 else list(map(list, zip(*columns, strict=True)))
+
+
 class SampleLabels(Protocol):
     """Collects labels, block by block."""
 
@@ -277,7 +282,7 @@ def sample_labels(spec: FieldSpec, column: str, classes: GivenClasses, place: st
         case "classes":
             return _ClassesEach(Labels(classes, place), column, locate, spec.separator)
         case "number" | "vector":
-            return _Numbers(column, locate, is_vector=spec.kind == "vector")
+            return _Numbers(spec.columns or (column,), locate, is_vector=spec.kind == "vector")
         case "class" | None:
             return _OneClassEach(Labels(classes, place), column, locate)
         case other:
@@ -338,8 +343,8 @@ class _ClassesEach:
 
 @final
 class _Numbers:
-    def __init__(self, column: str, locate: Locate, *, is_vector: bool) -> None:
-        self._column = column
+    def __init__(self, columns: Sequence[str], locate: Locate, *, is_vector: bool) -> None:
+        self._columns = columns
         self._locate = locate
         self._is_vector = is_vector
         self._blocks: list[NDArray[np.float32]] = []
@@ -351,19 +356,24 @@ class _Numbers:
             self._check(self._count + i, value)
         numbers = np.array(list(values), object)
         for i in np.flatnonzero(loses_digits(numbers))[:1]:
-            row = int(i) // self._length
-            here = self._locate.value(self._count + row, self._column)
+            row, place = divmod(int(i), self._length)
+            several = len(self._columns) > 1
+            here = self._locate.value(self._count + row, self._columns[place * several])
             raise SourceError(
-                f"{here} must have no more digits than float32 holds, got {show(values[row])}; subtract an offset, or "
-                "declare a field of type number, which is float64"
+                f"{here} must have no more digits than float32 holds, got "
+                f"{show(values[row][place] if several else values[row])}; subtract an offset, or declare a field of "
+                "type number, which is float64"
             )
         self._blocks.append(numbers.astype(np.float32))
         self._count += len(values)
 
     def _check(self, i: int, value: Any) -> None:
         numbers = value if self._is_vector else [value]
-        here = self._locate.value(i, self._column)
         rule = "must be a list of finite numbers" if self._is_vector else "must be a finite number"
+        here = self._locate.value(i, self._columns[0])
+        if len(self._columns) > 1 and (wrong := [k for k, number in enumerate(numbers) if not _is_number(number)]):
+            rule, value = "must be a finite number", value[wrong[0]]
+            here = self._locate.value(i, self._columns[wrong[0]])
         if type(numbers) is not list or not numbers or not all(map(_is_number, numbers)):
             raise SourceError(f"{here} {rule}, got {show(value)}; correct it")
         if self._length < 0:

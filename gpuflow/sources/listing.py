@@ -24,10 +24,11 @@ from gpuflow.sources.field_spec import (
     FieldPairs,
     FieldSpec,
     classes_of_boxes,
+    label_columns,
     label_field,
     pairs_of_fields,
 )
-from gpuflow.sources.labels import Locate, names_in, sample_labels
+from gpuflow.sources.labels import Locate, label_values, names_in, sample_labels
 from gpuflow.sources.listing_text import (
     check_path,
     column_of,
@@ -223,7 +224,8 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSour
     labels = None if label is None else sample_labels(label, label_column, label_classes, place, lines.locate)
     masks = {name: field.column or name for name, field in declared if field.is_mask_file}
     tables = {column: PathTableBuilder() for column in (image, *masks.values())}
-    columns = list(dict.fromkeys([*tables, *([label_column] if label is not None else []), *builder.columns()]))
+    of_labels = label_columns(label, label_column)
+    columns = list(dict.fromkeys([*tables, *of_labels, *builder.columns()]))
     data = load(place, "source.listing")
     note = ""
     if is_csv:
@@ -237,7 +239,7 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSour
         for column, paths in tables.items():
             _add_paths(paths, block[column], column, first, lines.locate)
         if labels is not None:
-            labels.add(block[label_column])
+            labels.add(label_values([block[column] for column in of_labels]))
         builder.add(block, len(block[image]))
     if not lines.numbers:
         raise SourceError(f"{place}: must list at least one sample, got none; add rows")
@@ -339,7 +341,7 @@ def _parsers(declared: FieldPairs, place: str) -> dict[str, _Parser]:
     """
     found: dict[str, tuple[str, _Parser]] = {}
     for name, spec in declared:
-        read = [(spec.column or name, _parser(spec))]
+        read = [(column, _parser(spec)) for column in spec.columns or (spec.column or name,)]
         if spec.labels is not None:
             read.append((spec.labels, _NAMES))
         for column, parser in read:
@@ -354,10 +356,10 @@ def _parsers(declared: FieldPairs, place: str) -> dict[str, _Parser]:
 
 def _parser(spec: FieldSpec) -> _Parser:
     """Return how a cell becomes the value of a field."""
+    if spec.type == "number" or spec.kind == "number" or spec.columns:
+        return _ONE_NUMBER
     if spec.type in ("boxes", "keypoints") or spec.kind in ("rle", "polygons", "vector"):
         return _LIST
-    if spec.type == "number" or spec.kind == "number":
-        return _ONE_NUMBER
     return _NAMES if spec.kind == "classes" and spec.separator is None else _TEXT
 
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word, show
-from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_field
-from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels, sample_labels
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_columns, label_field
+from gpuflow.sources.labels import Codes, Locate, label_values, names_in, resolve_labels, sample_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_table import Masks, Members, RecordBuilder, TableSource
 from gpuflow.sources.spec import Cached, Extent, Named, WithExtensions, WithWindow
@@ -306,7 +306,12 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableS
     _check_shared_members(declared, columns, spec.where)
     masks = {name: columns[name][1:] for name, field in declared if field.is_mask_file}
     mask_suffixes = tuple(dict.fromkeys(masks.values()))
-    others = [columns[name] for name, field in declared if field.type != "image" and not field.is_mask_file]
+    label_column, label, label_classes = label_field(declared, spec.classes)
+    of_labels = label_columns(label, label_column)
+    others = [
+        columns[name] for name, field in declared if field.type not in ("image", "label") and not field.is_mask_file
+    ]
+    others += of_labels
     others += [field.labels for _, field in declared if field.labels is not None]
     required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
     suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
@@ -321,16 +326,15 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableS
         _check_present(index, suffix, arrays[f"text.{suffix}.ends"])
     for suffix in mask_suffixes:
         _check_present(index, suffix, arrays[f"mask.{suffix}.starts"])
-    label_column, label, label_classes = label_field(declared, spec.classes)
     builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.where, index.locate)
     labels = None if label is None else sample_labels(label, label_column, label_classes, spec.where, index.locate)
-    label_reader = _reader_of(index, label_column, declared)
+    label_readers = [_reader_of(index, column, declared) for column in of_labels]
     readers = {column: _reader_of(index, column, declared) for column in builder.columns()}
     for first in range(0, len(index.images.names), _ROWS):
         numbers = range(first, min(first + _ROWS, len(index.images.names)))
         rows = _Rows(index)
         if labels is not None:
-            labels.add([label_reader(i, rows) for i in numbers])
+            labels.add(label_values([[read(i, rows) for i in numbers] for read in label_readers]))
         builder.add({column: [read(i, rows) for i in numbers] for column, read in readers.items()}, len(numbers))
     classes, values = ((), np.zeros(len(index.images.names), np.int64)) if labels is None else labels.build()
     files = {name: index.masks(suffix, storage) for name, suffix in masks.items()}

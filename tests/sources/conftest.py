@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import threading
 import time
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +67,38 @@ def tar_bytes(members: Sequence[tuple[str, bytes]], form: int = tarfile.USTAR_FO
             header.size = len(data)
             archive.addfile(header, io.BytesIO(data))
     return stream.getvalue()
+
+
+def with_columns(kind: str, folder: Path, columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """The keys of a source of a kind, csv, jsonl, tar, coco or hf, whose samples have label 0 and these columns."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    match kind:
+        case "csv":
+            lines = ["path,label," + ",".join(columns)]
+            lines += [f"{i}.jpg,0," + ",".join(map(str, row.values())) for i, row in enumerate(rows)]
+            (folder / "l.csv").write_text("\n".join(lines) + "\n")
+            return {"listing": str(folder / "l.csv")}
+        case "jsonl":
+            lines = [json.dumps({"path": f"{i}.jpg", "label": 0, **row}) for i, row in enumerate(rows)]
+            (folder / "l.jsonl").write_text("\n".join(lines))
+            return {"listing": str(folder / "l.jsonl")}
+        case "tar":
+            members = []
+            for i, row in enumerate(rows):
+                members += [(f"{i}.jpg", b"i"), (f"{i}.json", json.dumps({"label": 0, **row}).encode())]
+            (folder / "s.tar").write_bytes(tar_bytes(members))
+            return {"tar": str(folder / "s.tar")}
+        case "coco":
+            images = [{"id": i, "file_name": f"{i}.jpg", **row} for i, row in enumerate(rows)]
+            content = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+            (folder / "c.json").write_text(json.dumps(content))
+            return {"coco": str(folder / "c.json"), "images": str(folder)}
+        case _:
+            pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+            parquet = pytest.importorskip("pyarrow.parquet")
+            cells = [{"bytes": b"i", "path": f"{i}.jpg"} for i in range(len(rows))]
+            parquet.write_table(pa.table({"image": cells, "label": [0] * len(rows), **columns}), folder / "t.parquet")
+            return {"hf": str(folder / "t.parquet")}
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from gpuflow.config import read_config
-from gpuflow.errors import ConfigError
-from gpuflow.sources import fields_of, has_labels, open_source, records_of, source_spec, subset
+from gpuflow.errors import ConfigError, SourceError
+from gpuflow.sources import Source, fields_of, has_labels, open_source, records_of, source_spec, subset
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.stages import STAGES
+from tests.sources.conftest import with_columns
 from tests.texts import outline
 
 
@@ -41,6 +42,11 @@ def test_a_name_that_is_a_type_needs_no_type() -> None:
         ({"boxes": {"kind": "rle"}}, "boxes.kind config.conflict"),
         ({"label": {"kind": "rle"}}, "label.kind config.range, got 'rle'"),
         ({"mask": {"kind": "class"}}, "mask.kind config.range, got 'class'"),
+        ({"label": {"columns": ["x", "y"]}}, "label.columns config.conflict"),
+        ({"label": {"kind": "vector", "columns": ["x", "y"], "column": "z"}}, "label.columns config.conflict"),
+        ({"label": {"kind": "vector", "columns": ["x"]}}, "label.columns config.range, got ['x']"),
+        ({"label": {"kind": "vector", "columns": ["x", "x"]}}, "label.columns config.range, got ['x', 'x']"),
+        ({"score": {"type": "number", "columns": ["x", "y"]}}, "score.columns config.conflict"),
         ({"label": {"kind": "vector", "classes": 3}}, "label.classes config.conflict"),
         ({"boxes": {"classes": 3}}, "boxes.classes config.conflict"),
         ({"boxes": {"labels": "l", "classes": ("a", "a")}}, "boxes.classes config.range, got ['a', 'a']"),
@@ -142,3 +148,40 @@ def test_every_problem_of_a_file_is_located(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(path, STAGES)
     assert [problem.place.removeprefix(f"{path}:") for problem in caught.value.problems] == ["7:", "8:"]
+
+
+# --- several columns as one label -------------------------------------------------------------------------------------
+
+
+KINDS = ["csv", "jsonl", "tar", "hf"]
+COLUMNS: dict[str, list[Any]] = {"x": [1, 2.5, -3], "y": [0, 4, 1e3], "z": [7, 8, 9]}
+
+
+def of_columns(kind: str, folder: Path, columns: dict[str, list[Any]], names: list[str]) -> Source:
+    image: dict[str, Any] = {"column": "path"} if kind in ("csv", "jsonl") else {}
+    fields = {"image": image, "label": {"kind": "vector", "columns": names}, "z": {"type": "number"}}
+    return open_source(source_spec(**with_columns(kind, folder, columns), fields=fields))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_of_numbers_are_one_label(kind: str, tmp_path: Path) -> None:
+    source = of_columns(kind, tmp_path, COLUMNS, ["z", "x"])
+    assert source.labels.dtype == np.float32 and source.labels.tolist() == [[7, 1], [8, 2.5], [9, -3]]
+    assert source.classes == () and has_labels(source)
+    assert records_of(source, [2]).columns["z"].tolist() == [9]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("value", [None, "far", 16777217, float("nan")])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tar"])
+def test_the_column_that_holds_no_number_is_named(kind: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        of_columns(kind, tmp_path, COLUMNS | {"y": [0, 4, value]}, ["x", "y"])
+    place = {"csv": "l.csv:4", "jsonl": "l.jsonl:3", "tar": "s.tar/2.json"}[kind]
+    assert outline(caught.value).startswith(f"{tmp_path}/{place}, got ")
+    assert f"/{place}: y must " in str(caught.value)
+
+
+def test_a_column_that_is_missing(tmp_path: Path) -> None:
+    for kind in KINDS:
+        with pytest.raises(SourceError, match="'w'"):
+            of_columns(kind, tmp_path, COLUMNS, ["x", "w"])

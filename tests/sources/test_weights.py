@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.sources import SourceSpec, open_source, source_spec, subset, weights_of
-from tests.sources.conftest import tar_bytes
+from tests.sources.conftest import tar_bytes, with_columns
 from tests.texts import outline
 
 LISTING = "path,label,w\n" + "".join(f"{i}.jpg,{i % 2},{i / 2}\n" for i in range(6))
@@ -170,32 +169,7 @@ def test_in_balance_weights_are_those_of_scikit_learn(listing: Path) -> None:
 
 
 def with_sites(kind: str, folder: Path, sites: list[Any]) -> dict[str, Any]:
-    """The keys of a source of a kind whose samples have a column `site`."""
-    rows = list(enumerate(sites))
-    if kind == "csv":
-        (folder / "l.csv").write_text("path,label,site\n" + "".join(f"{i}.jpg,0,{site}\n" for i, site in rows))
-        return {"listing": str(folder / "l.csv")}
-    if kind == "jsonl":
-        lines = (json.dumps({"path": f"{i}.jpg", "label": 0, "site": site}) for i, site in rows)
-        (folder / "l.jsonl").write_text("\n".join(lines))
-        return {"listing": str(folder / "l.jsonl")}
-    if kind == "tar":
-        pairs = [
-            ((f"{i}.jpg", b"i"), (f"{i}.json", json.dumps({"label": 0, "site": site}).encode())) for i, site in rows
-        ]
-        (folder / "s.tar").write_bytes(tar_bytes([member for pair in pairs for member in pair]))
-        return {"tar": str(folder / "s.tar")}
-    if kind == "coco":
-        images = [{"id": i, "file_name": f"{i}.jpg", "site": site} for i, site in rows]
-        content = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
-        (folder / "c.json").write_text(json.dumps(content))
-        return {"coco": str(folder / "c.json"), "images": str(folder)}
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    import pyarrow.parquet as pq
-
-    cells = [{"bytes": b"i", "path": f"{i}.jpg"} for i, _ in rows]
-    pq.write_table(pa.table({"image": cells, "label": [0] * len(rows), "site": sites}), folder / "t.parquet")
-    return {"hf": str(folder / "t.parquet")}
+    return with_columns(kind, folder, {"site": sites})
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "tar", "coco", "hf"])
