@@ -286,11 +286,23 @@ def samples(
 
 
 @app.command()
-def check(path: ConfigFile, overrides: Overrides = None) -> None:
+def check(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    leaks: Annotated[
+        bool, typer.Option("--leaks", help="Also open the source, and exit 1 if two of its parts have equal files.")
+    ] = False,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="With --leaks: the most requests to servers for sizes, for ends and for files.")
+    ] = 10_000,
+) -> None:
     """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image.
 
     It does not open the source, which may be on another machine; gpuflow scan does. A file of weights is read if it is
     on this one.
+
+    With --leaks it compares the bytes of the source's parts: sizes, then the last 4 KiB of files of equal size, then
+    the files whose ends are equal.
     """
     from gpuflow.sources import check_weights_file
     from gpuflow.sources.storage.local import missing_file
@@ -321,7 +333,38 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
             _say("note", f"source.weights.file is not on this machine: {hint}", _out)
     if note := _order_note(config):
         _say("note", note, _out)
+    leaked = leaks and _say_leaks(config, max_requests)
     _say("valid", str(path), _out)
+    if leaked:
+        raise typer.Exit(1)
+
+
+def _say_leaks(config: Config, max_requests: int) -> bool:
+    """Print the samples that are in two parts of the source. Returns True if there are any."""
+    from gpuflow.loader.assemble import open_parts, open_whole
+    from gpuflow.tools.duplicates import Parts, find_leaks
+
+    if not config.source.part_names:
+        rule = "needs parts of the source, got none; add source.split or source.splits"
+        raise ConfigError([Problem(f"{config.path}: --leaks", rule)])
+    with closing(open_whole(config)) as source, _bar() as bar:
+        parts = Parts.of(source, open_parts(config, source))
+        task = bar.add_task("samples", total=None, note="", visible=False)
+        found = find_leaks(
+            source,
+            parts,
+            max_requests=max_requests,
+            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+        )
+        for pair in found.pairs:
+            _say("leak", f"{parts.describe(pair.index)} {pair.describe(source, parts)}", _out)
+    if found.unread:
+        _say("note", f"samples that cannot be read, which gpuflow scan names: {found.unread:,}", _out)
+    if found.skipped:
+        action = "raise --max-requests, or run gpuflow scan, which reads all"
+        _say("note", f"samples behind URLs that were not compared: {found.skipped:,}; {action}", _out)
+    _print(f"samples with the bytes of one in an earlier part: {len(found.pairs):,}")
+    return bool(found.pairs)
 
 
 @app.command(name="import")
@@ -676,23 +719,40 @@ def _plot(module: str, function: str, results: Path) -> None:
 
 
 @app.command()
-def scan(path: ConfigFile, overrides: Overrides = None) -> None:
+def scan(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    near: Annotated[
+        int, typer.Option(min=0, max=10, help="Images are similar if at most so many of 64 bits of a hash differ.")
+    ] = 6,
+    out: Annotated[Path, typer.Option(help="The page of similar images to write, if there are any.")] = Path(
+        "runs/scan.html"
+    ),
+) -> None:
     """Read and decode the whole source once; print bad, CMYK and misnamed samples as JSON lines.
 
     Files of a format that `decode.formats` must name say so in `needs`, and the last line gives the key to add.
 
-    Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage, or
-    within run.timeout_s.
+    Then compares all samples: the kind `leak` has the bytes of a sample of an earlier part of the source, `near` looks
+    like one. A page shows similar images, also those within one part.
+
+    Exits 1 if a sample is in two parts, or if any is bad, that is, cannot be decoded within the limits of the file's
+    first decode stage, or within run.timeout_s.
     """
     from gpuflow.config.models import require_record_fields
     from gpuflow.config.resources import threads_of
-    from gpuflow.loader.assemble import open_whole
+    from gpuflow.loader.assemble import open_parts, open_whole
     from gpuflow.loader.records import TURNED_REMEDY, target_mapper
     from gpuflow.sources import fields_of
+    from gpuflow.tools.duplicates import Contents, Parts
+    from gpuflow.tools.scan import Duplicates
     from gpuflow.tools.scan import scan as findings
+    from gpuflow.tools.show import page
 
     config = _read(path, overrides)
+    _check_output("--out", out)
     source = open_whole(config)
+    parts, contents = Parts.of(source, open_parts(config, source)), Contents(len(source))
     first = next(iter(config.pipelines))
     program = config.any_program(first)
     require_record_fields(config, first, source)
@@ -706,6 +766,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
             threads=threads,
             record_values=program.record_values,
             mapper=target_mapper(config, first, fields_of(source)),
+            contents=contents,
             timeout_seconds=config.run.timeout_s,
             progress=lambda n: bar.update(task, advance=n),
         )
@@ -716,6 +777,14 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
                 needed[finding.needs] = needed.get(finding.needs, 0) + 1
             _out.print(json.dumps(finding.row()), soft_wrap=True)
             bar.update(task, note=f"{bad} bad")
+        duplicates = Duplicates.of(source, parts, contents, near)
+        for finding in duplicates.findings():
+            _out.print(json.dumps(finding.row()), soft_wrap=True)
+    if pictures := duplicates.pictures(program.decoder):
+        _write(out, page(f"{path.name}: similar images", "", pictures))
+        _print_err(f"wrote {out}: {len(pictures)} pairs of similar images")
+    for note in duplicates.notes():
+        _print_err(note)
     _print_err(f"{len(source):,} samples, {bad} bad")
     if turned:
         _print_err(f"{turned:,} turned: {TURNED_REMEDY}")
@@ -725,7 +794,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
         text = f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'"
         _print_err(text)
     source.close()
-    if bad:
+    if bad or duplicates.leaks:
         raise typer.Exit(1)
 
 

@@ -152,6 +152,12 @@ def open_whole(config: Config) -> Source:
         return open_source(config.source)
 
 
+def open_parts(config: Config, whole: Source) -> dict[str, Source]:
+    """Return all named parts of the opened source. Errors name the file."""
+    with _naming_file(config):
+        return {name: subset(whole, config.source, name) for name in config.source.part_names}
+
+
 @contextmanager
 def _naming_file(config: Config) -> Iterator[None]:
     """Put the configuration's file before the text of a SourceError, and try servers as long as the file says."""

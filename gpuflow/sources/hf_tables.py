@@ -20,7 +20,7 @@ from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of, system_fault
 from gpuflow.sources.base import names_of
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Shard, Shards, Storage
+from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Range, Shard, Shards, Storage
 from gpuflow.sources.storage.local import LOCAL_DELAYS, retry
 
 _NO_CELL = "has no image: its cell is null, or a path without the image"
@@ -251,6 +251,9 @@ class ArrowCells:
             return payload
         errors = [_NO_CELL if start < 0 else error for start, error in zip(starts, payload.errors, strict=True)]
         return replace(payload, errors=errors)
+
+    def ranges(self, indices: Sequence[int]) -> list[Range]:
+        return self.rows.ranges(indices, self.starts, self.lengths)
 
     def entries(self) -> bytes:
         return names_of([file.path for file in self.rows.files])

@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import math
+import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from gpuflow.pipeline.records import GEOMETRIC, Column, Field, LeftOut, MaskFile
 from gpuflow.sources.base import fingerprint, names_of
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec, GivenClasses
 from gpuflow.sources.labels import Labels, Locate
-from gpuflow.sources.storage import Allocate, PathTable, Payload, Shards, Storage
+from gpuflow.sources.storage import Allocate, PathTable, Payload, Range, Shard, Shards, Storage
 
 
 class Store(Protocol):
@@ -143,6 +144,13 @@ class WholeFiles:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self.storage.read(self.paths.take(indices), allocate)
 
+    def ranges(self, indices: Sequence[int]) -> list[Range]:
+        """Ask the storage where the bytes of these samples lie."""
+        paths = [os.fsdecode(path) for path in self.paths.take(indices)]
+        found = zip(paths, self.storage.inspect(paths), strict=True)
+        files = [file if isinstance(file, Shard) else Shard(path=path, size=0, stamp="") for path, file in found]
+        return [(file, 0, file.size) for file in files]
+
     def entries(self) -> bytes:
         return self.paths.entries_below(self.root)
 
@@ -178,6 +186,9 @@ class Members:
         places = np.asarray(indices, dtype=np.int64)
         starts, sizes = self.starts[places].tolist(), self.sizes[places].tolist()
         return self.storage.read_ranges(self.shards.of(places), starts, sizes, allocate)
+
+    def ranges(self, indices: Sequence[int]) -> list[Range]:
+        return self.shards.ranges(indices, self.starts, self.sizes)
 
     def entries(self) -> bytes:
         return self.names.blob + names_of([shard.path for shard in self.shards.files])

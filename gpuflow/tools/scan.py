@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import cv2
 import numpy as np
 
 from gpuflow.arrays import Bytes
@@ -21,9 +22,13 @@ from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.pipeline.records import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Source, left_out_of, records_of
+from gpuflow.tools.duplicates import Contents, Pair, Parts, equal_pairs, near_pairs
+from gpuflow.tools.show import Shown
 
 _CHUNK = 32
 _POLL_SECONDS = 0.1
+_PICTURES, _PICTURE_SIDE = 100, 224
+"""The most pairs on a page, and the longer side of their pictures in pixels."""
 _SUFFIXES = {
     "jpeg": ("jpg", "jpeg", "jpe", "jfif"),
     "png": ("png",),
@@ -52,6 +57,7 @@ class Finding:
     or `timeout`, which are bad; `cmyk` or `misnamed`, which decode all the same; `incomplete`, of which instances are
     left out; and `turned`, whose boxes, masks or keypoints may be those of the upright photograph.
     needs: of the kind `format`, what `decode.formats` must name for it to be decoded.
+    other: of the kinds `leak` and `near`, which `gpuflow.tools.duplicates` finds, the sample of another part.
     """
 
     index: int
@@ -60,6 +66,7 @@ class Finding:
     bad: bool
     reason: str
     needs: str = ""
+    other: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Return the finding as a JSON object.
@@ -67,7 +74,7 @@ class Finding:
         >>> Finding(3, "3.jpg", "unreadable", True, "no such file").row()
         {'index': 3, 'path': '3.jpg', 'kind': 'unreadable', 'bad': True, 'reason': 'no such file'}
         """
-        return {key: value for key, value in asdict(self).items() if key != "needs" or value}
+        return {key: value for key, value in asdict(self).items() if value not in ("", None)}
 
 
 def scan(
@@ -77,6 +84,7 @@ def scan(
     threads: int,
     record_values: Sequence[RecordValue] = (),
     mapper: TargetMapper | None = None,
+    contents: Contents | None = None,
     timeout_seconds: float = 120.0,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> Iterator[Finding]:
@@ -88,11 +96,12 @@ def scan(
         threads: how many decode at once.
         record_values: what stages take from the records, which must be of their forms.
         mapper: maps the fields of records, which must fit their images; None if there are none.
+        contents: gets all samples that can be read.
         timeout_seconds: a file that takes longer is a finding, and another thread continues with the next one.
         progress: called with the number of samples that were finished since the last call.
     """
     starts = iter(range(0, len(source), _CHUNK))
-    scanner, waiting = _Scanner(source, decoder, threads, record_values, mapper), list[_Chunk]()
+    scanner, waiting = _Scanner(source, decoder, threads, record_values, mapper, contents), list[_Chunk]()
     try:
         while True:
             for start in itertools.islice(starts, max(0, 2 * threads + 1 - len(waiting))):
@@ -112,6 +121,74 @@ def scan(
             progress(first.count)
     finally:
         scanner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """Equal and similar samples of a source that was scanned.
+
+    leaks: those whose bytes an earlier part has. repeated: how many repeat the bytes of one of their own part.
+    across: those that look like one of an earlier part, the most similar ones first. within: the same of one part.
+    """
+
+    source: Source
+    parts: Parts
+    leaks: list[Pair]
+    repeated: int
+    across: list[Pair]
+    within: list[Pair]
+
+    @classmethod
+    def of(cls, source: Source, parts: Parts, contents: Contents, max_bits: int) -> Duplicates:
+        """Compare all samples. max_bits: how many of 64 bits differ at most between the hashes of similar images."""
+        leaks, repeated = equal_pairs(contents.digests, parts)
+        leaked = {pair.index for pair in leaks}
+        across, within = (
+            sorted((pair for pair in pairs if pair.index not in leaked), key=lambda pair: (pair.bits, pair.index))
+            for pairs in near_pairs(contents, parts, max_bits)
+        )
+        return cls(source, parts, leaks, repeated, across, within)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield a finding for each sample that is in an earlier part, or looks like one there."""
+        for kind, pairs in (("leak", self.leaks), ("near", self.across)):
+            for pair in pairs:
+                reason = pair.describe(self.source, self.parts)
+                yield Finding(pair.index, self.source.path(pair.index), kind, False, reason, other=pair.other)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line for each kind of duplicates that there are."""
+        counts = {
+            "samples with the bytes of one in an earlier part": len(self.leaks),
+            "samples with the bytes of one in their own part": self.repeated,
+            "warning: samples that look like one in an earlier part": len(self.across),
+            "samples that look like one in their own part": len(self.within),
+        }
+        return (f"{text}: {count:,}" for text, count in counts.items() if count)
+
+    def pictures(self, decoder: Decoder) -> list[Shown]:
+        """Return the first pairs of similar images for `gpuflow.tools.show.page`, those of two parts first."""
+        shown = []
+        for pair in [*self.across, *self.within][:_PICTURES]:
+            samples = [pair.index, pair.other]
+            payload = self.source.read(samples, lambda size: np.empty(size, np.uint8))
+            images = {self.parts.describe(one): _small(decoder, payload.sample(i)) for i, one in enumerate(samples)}
+            text, path = pair.describe(self.source, self.parts), self.source.path(pair.index)
+            shown.append(Shown(index=pair.index, path=path, label=text, valid=True, images=images))
+        return shown
+
+
+def _small(decoder: Decoder, data: Bytes) -> Bytes:
+    """Decode an image and make it small: uint8 HWC, RGB or gray."""
+    if decoder.library is not None:
+        image = decoder.decode(data)
+    else:
+        header = probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, formats=decoder.formats)
+        image, _ = CpuDecoder(decoder.color, background=decoder.background).decode(data, header)
+    scale = min(1, _PICTURE_SIDE / max(image.shape[:2]))
+    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
+    small = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA), np.uint8)
+    return small.reshape(height, width, -1)[..., :: -1 if decoder.color == "bgr" else 1]
 
 
 class _Chunk:
@@ -159,8 +236,10 @@ class _Scanner:
         threads: int,
         record_values: Sequence[RecordValue],
         mapper: TargetMapper | None,
+        contents: Contents | None,
     ) -> None:
         self._source, self._decoder, self._record_values, self._mapper = source, decoder, record_values, mapper
+        self._contents = contents
         self._left_out = left_out_of(source)
         self._work: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._threads = 0
@@ -240,16 +319,20 @@ class _Scanner:
         decoder, path = self._decoder, self._source.path(index)
         if error is not None:
             return [Finding(index, path, "unreadable", True, error)], None
+        image: Bytes | None = None
         try:
             if decoder.library is not None:
-                decoder.decode(data)
+                image = decoder.decode(data)
                 return [], None
             header, tag = self._probe(data, decoder.formats)
-            cpu_decoder.decode(data, header)
+            image, _ = cpu_decoder.decode(data, header)
         except BadSampleError as fault:
             if fault.code == "sample.format":
                 return [self._unnamed(index, path, data, fault)], None
             return [Finding(index, path, _KINDS.get(fault.code, "corrupt"), True, fault.reason)], None
+        finally:
+            if self._contents is not None:
+                self._contents.add(index, data, image, decoder.color)
         turned = f"EXIF orientation {tag}, which decode ignores by default; the annotations may be of the upright image"
         findings = [Finding(index, path, "turned", False, turned)] if tag != 1 else []
         return [*_odd(index, path, header), *findings], header.upright_size

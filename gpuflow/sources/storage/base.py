@@ -43,6 +43,9 @@ class Shard:
         )
 
 
+Range = tuple[Shard, int, int]
+"""Where the bytes of a sample lie: the file, the first byte, and the size, which is 0 if it cannot be read."""
+
 Allocate = Callable[[int], Bytes]
 """Returns a writable uint8 array of at least the given number of bytes; the source fills it and returns it in its
 payload."""
@@ -153,6 +156,11 @@ class Shards:
     def of(self, indices: Ints) -> list[Shard]:
         """Return the file of each of these samples."""
         return [self.files[number] for number in np.searchsorted(self.ends, indices, side="right").tolist()]
+
+    def ranges(self, indices: Sequence[int], starts: Ints, sizes: Ints) -> list[Range]:
+        """Return where the bytes of these samples lie. starts, sizes: of all samples."""
+        places = np.asarray(indices, dtype=np.int64)
+        return list(zip(self.of(places), starts[places].tolist(), sizes[places].tolist(), strict=True))
 
     def place(self, index: int) -> tuple[Shard, int]:
         """Return the file of a sample, and the number of the sample in it."""
