@@ -781,7 +781,7 @@ def scan(
         for finding in duplicates.findings():
             _out.print(json.dumps(finding.row()), soft_wrap=True)
     if pictures := duplicates.pictures(program.decoder):
-        _write(out, page(f"{path.name}: similar images", "", pictures))
+        _write(out, page(f"{path.name}: similar images", f"at most {near} of 64 bits differ", pictures))
         _print_err(f"wrote {out}: {len(pictures)} pairs of similar images")
     for note in duplicates.notes():
         _print_err(note)

@@ -11,8 +11,9 @@ import fsspec
 import numpy as np
 import pytest
 
-from gpuflow.sources import Source, SourceSpec, open_source, source_spec, subset
+from gpuflow.sources import Source, SourceSpec, Subset, open_source, source_spec, subset
 from gpuflow.tools.duplicates import Parts, find_leaks
+from tests.datasets import MemorySource
 from tests.laws import test_container_laws as containers
 from tests.laws.test_container_laws import CONTAINERS, COUNT
 from tests.sources.conftest import tar_bytes
@@ -104,6 +105,15 @@ def test_all_leaks_between_the_sources_of_a_mix_are_found(kinds: tuple[str, ...]
     mix = [{"source": part} for part in parts]
     for seed in SEEDS:
         assert check(source_spec(mix=mix, split={"train": 0.5, "val": 0.5}, seed=seed)) > 0
+
+
+def test_all_leaks_are_found_in_a_source_that_reads_whole_samples_only() -> None:
+    source = MemorySource([None if i == 4 else encoded(i) for i in range(COUNT)])
+    halves = np.split(np.arange(COUNT), 2)
+    parts: dict[str, Source] = {name: Subset(source, half) for name, half in zip(("train", "val"), halves, strict=True)}
+    found = find_leaks(source, Parts.of(source, parts), max_requests=1)
+    assert [(pair.index, pair.other) for pair in found.pairs] == leaks_of(source, parts) != []
+    assert (found.unread, found.skipped) == (1, 0)
 
 
 @pytest.fixture
