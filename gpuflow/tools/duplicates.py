@@ -29,7 +29,7 @@ _SIDE, _FREQUENCIES, _TURNS = 32, 9, 8
 _MIN_CORRELATION = 0.95
 _MIN_DETAIL = 2.0
 """The least root mean square, in levels, of the hashed frequencies: those of smoother images are noise."""
-_BATCH = 1 << 22
+_BATCH = 1 << 18
 """The number of pairs that are compared at once, at least."""
 _TAIL_BYTES = 4096
 _CHUNK = 256
