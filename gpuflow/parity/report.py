@@ -476,7 +476,8 @@ def _table(head: Sequence[Sequence[str]], rows: Sequence[tuple[str, Sequence[str
         f'<tr class="{kind}"><th scope="row">{cells[0]}</th>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
         for kind, cells in rows
     )
-    return f'<div class="scroll"><table><thead>{heads}</thead><tbody>{"".join(lines)}</tbody></table></div>'
+    scroll = '<div class="scroll" tabindex="0" role="group" aria-label="table">'  # which the keyboard can scroll
+    return f"{scroll}<table><thead>{heads}</thead><tbody>{''.join(lines)}</tbody></table></div>"
 
 
 def _heads(name: str, figures: Sequence[str], rest: Sequence[str]) -> list[list[str]]:

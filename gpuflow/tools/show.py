@@ -25,6 +25,8 @@ _NAMED_CLASSES = 3
 """Of a label with a weight for each class, the classes that are named."""
 _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
 """Of classes, or of objects without one (Okabe and Ito's palette for colour-blind readers)."""
+_DARK = "#0072b2"
+"""The colour on which names are white; on the others they are black, so that each can be read."""
 _MASK_SHARE = 0.45
 _LETTER = 0.6
 """How wide a letter of a name is, in font sizes."""
@@ -198,18 +200,23 @@ def page(title: str, stages: str, samples: Sequence[Shown]) -> str:
 
 
 def _card(sample: Shown) -> str:
-    pictures = "".join(_picture(name, image, sample.targets) for name, image in sample.images.items())
+    pictures = "".join(_picture(name, image, sample) for name, image in sample.images.items())
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in sample.notes)
     wrapped = "" if sample.valid else '<span class="badge">wrapped</span>'
+    several = len(sample.images) > 1  # a row that the keyboard can scroll
+    scrolls = f' tabindex="0" role="group" aria-label="views of sample {sample.index}"' if several else ""
     return (
-        f'<section><div class="row">{pictures}</div><p class="label">{html.escape(sample.label)} {wrapped}</p>{notes}'
+        f'<section><div class="row"{scrolls}>{pictures}</div>'
+        f'<p class="label">{html.escape(sample.label)} {wrapped}</p>{notes}'
         f'<p class="path">{sample.index}: {html.escape(sample.path)}</p></section>'
     )
 
 
-def _picture(view: str, image: Bytes, targets: Sequence[Target]) -> str:
+def _picture(view: str, image: Bytes, sample: Shown) -> str:
     height, width = image.shape[:2]
-    coloured = [(_COLOURS[target.colour % len(_COLOURS)], target) for target in targets]
+    objects = ", ".join(dict.fromkeys(target.name for target in sample.targets if target.name))
+    spoken = "; ".join(filter(None, [f"sample {sample.index}", sample.label, view, objects]))  # for screen readers
+    coloured = [(_COLOURS[target.colour % len(_COLOURS)], target) for target in sample.targets]
     for colour, target in coloured:
         if target.mask is not None:
             image = _tinted(image, target.mask, colour)
@@ -217,7 +224,7 @@ def _picture(view: str, image: Bytes, targets: Sequence[Target]) -> str:
     marks += "".join(_name_tag(colour, target, height, width) for colour, target in coloured)
     caption = f"<figcaption>{html.escape(view)}</figcaption>" if view else ""
     return (
-        f'<figure><svg viewBox="0 0 {width} {height}" role="img">'
+        f'<figure><svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(spoken)}">'
         f'<image width="{width}" height="{height}" href="{data_uri(image)}"/>{marks}</svg>{caption}</figure>'
     )
 
@@ -252,9 +259,11 @@ def _name_tag(colour: str, target: Target, height: int, width: int) -> str:
     name, size = target.name, max(height, width) / 24
     plate = size * (_LETTER * len(name) + 0.6), size * 1.35
     left, top = max(min(x, width - plate[0]), 0), y - plate[1] if y >= plate[1] else max(y, 0)
+    ink = "#fff" if colour == _DARK else "#111"
     return (
         f'<rect x="{left:.2f}" y="{top:.2f}" width="{plate[0]:.2f}" height="{plate[1]:.2f}" fill="{colour}"/>'
-        f'<text x="{left + plate[0] / 2:.2f}" y="{top + size:.2f}" font-size="{size:.2f}">{html.escape(name)}</text>'
+        f'<text x="{left + plate[0] / 2:.2f}" y="{top + size:.2f}" font-size="{size:.2f}" fill="{ink}">'
+        f"{html.escape(name)}</text>"
     )
 
 
@@ -277,7 +286,7 @@ figure { margin: 0; flex: 1 1 0; } .views .row { flex-wrap: nowrap; overflow-x: 
 .views figure { flex: 0 1 9rem; min-width: 5rem; }
 figcaption { font-size: .78rem; color: var(--gray); }
 svg { display: block; width: 100%; height: auto; max-height: 30rem; background: #000; }
-text { font-family: system-ui, "DejaVu Sans", sans-serif; font-weight: 600; text-anchor: middle; fill: #111; }
+text { font-family: system-ui, "DejaVu Sans", sans-serif; font-weight: 600; text-anchor: middle; }
 p { margin: .3rem 0 0; } .label { font-weight: 600; overflow-wrap: anywhere; }
 .path, .note { font-size: .78rem; color: var(--gray); overflow-wrap: anywhere; }
 .badge { font-size: .75rem; font-weight: normal; border: 1px solid; border-radius: 1rem; padding: 0 .5rem; }

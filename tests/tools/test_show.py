@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -18,7 +19,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.stages import STAGES
 from gpuflow.tools.samples import make_detection_samples
-from gpuflow.tools.show import Shown, Target, _label, page, samples_of
+from gpuflow.tools.show import _COLOURS, Shown, Target, _label, page, samples_of
 from tests.commands import command_here
 from tests.datasets import make_photos, write_config
 from tests.images import photo
@@ -93,6 +94,35 @@ def test_a_pipeline_with_a_dot_in_its_name_is_shown(
     file.write_text(file.read_text().replace("train:", "v1.train:"))
     done = command_here(monkeypatch, capsys)("show", file, "--pipeline", "v1.train", "--out", tmp_path / "x.html")
     assert (done.code, done.out) == (0, f"wrote {tmp_path / 'x.html'}: 12 samples of v1.train\n")
+
+
+def luminance(colour: str) -> float:
+    levels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (level / 12.92 if level <= 0.03928 else ((level + 0.055) / 1.055) ** 2.4 for level in levels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_names_of_objects_can_be_read_on_every_colour() -> None:
+    """With a contrast of 4.5 to 1 at least."""
+    boxes = [Target(name=f"n{i}", colour=i, box=(1.0, 20.0, 30.0, 30.0)) for i in range(len(_COLOURS))]
+    text = page("", "", [Shown(index=0, path="", label="", valid=True, images={"": photo(40, 60)}, targets=boxes)])
+    plates = re.findall(r'fill="(#\w{6})"/><text [^>]*fill="(#\w+)"', text)
+    assert [plate for plate, _ in plates] == list(_COLOURS)
+    for plate, ink in plates:
+        light, dark = sorted([luminance(plate), luminance("#" + 2 * ink[1:])], reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, (plate, ink)
+
+
+def test_pictures_have_names_and_rows_of_views_can_be_scrolled_by_keys() -> None:
+    target = Target(name="<cat>", box=(0.0, 0.0, 9.0, 9.0))
+    images = {"left": photo(9, 9), "right": photo(9, 9)}
+    sample = Shown(index=7, path="a.jpg", label="pets", valid=True, images=images, targets=[target, target])
+    text = page("", "", [sample])
+    names = re.findall(r'<svg [^>]*role="img" aria-label="([^"]+)"', text)
+    assert names == [f"sample 7; pets; {view}; &lt;cat&gt;" for view in images]
+    assert '<div class="row" tabindex="0" role="group" aria-label="views of sample 7">' in text
+    (alone,) = re.findall(r'<div class="row"[^>]*>', page("", "", [replace(sample, images={"": photo(9, 9)})]))
+    assert alone == '<div class="row">', "which has nothing to scroll"
 
 
 def test_labels_are_written_in_words() -> None:
