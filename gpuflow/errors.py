@@ -26,8 +26,10 @@ from __future__ import annotations
 import difflib
 import enum
 import errno
+import math
+import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
@@ -43,6 +45,20 @@ class GpuflowError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class ExitCode(enum.IntEnum):
+    """How a command ends. After any other signal N than Ctrl-C, the code is 128 + N.
+
+    DONE: it did its work. FAILED: there is an error, or the check that it makes did not pass. USAGE: the command line
+    is wrong. SAVED: it stopped at a scheduler's signal, after a checkpoint. INTERRUPTED: by Ctrl-C.
+    """
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    SAVED = os.EX_TEMPFAIL
+    INTERRUPTED = 130
 
 
 Key = str | int
@@ -117,6 +133,7 @@ class Problem:
         action: what to do about it.
         path: the keys that lead to the value, from where its finder stands; each caller puts its own before them.
         code: which kind of rule it is.
+        line: the line of the file that `place` names; None if no line is known.
     """
 
     place: str
@@ -125,6 +142,7 @@ class Problem:
     action: str = ""
     path: tuple[Key, ...] = ()
     code: Code = "config.rule"
+    line: int | None = None
 
     @classmethod
     def of(
@@ -149,6 +167,25 @@ class Problem:
         got = "" if self.value is UNSET else f", got {show(self.value)}"
         action = f"; {self.action}" if self.action else ""
         return redacted(" ".join(part for part in (self.place, dotted(self.path), f"{self.rule}{got}{action}") if part))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the parts and the text as values that JSON has.
+
+        >>> problem = Problem("x.yaml:7:", "must be >= 1", 0, path=("run", "threads"), code="config.range", line=7)
+        >>> found = problem.as_dict()
+        >>> found["place"], found["path"], found["line"], found["value"]
+        ('x.yaml:7', 'run.threads', 7, 0)
+        """
+        parts = {
+            "place": self.place.removesuffix(":"),
+            "path": dotted(self.path),
+            "line": self.line,
+            "code": self.code,
+            "value": None if self.value is UNSET else self.value,
+            "action": self.action,
+            "text": str(self),
+        }
+        return {key: json_value(part) for key, part in parts.items()}
 
 
 class ConfigError(GpuflowError, ValueError):
@@ -410,6 +447,22 @@ def show(value: object) -> str:
     value = _lists(value)
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
     return _cut(redacted(text or repr(value)))
+
+
+def json_value(value: Any) -> Any:
+    """Return a value that JSON has: lists in place of tuples, text in place of other types, no passwords.
+
+    >>> json_value({"shape": (2, None), "rate": math.nan, "url": "http://me:secret@host/"})
+    {'shape': [2, None], 'rate': 'nan', 'url': 'http://***@host/'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return list(map(json_value, value))
+    if isinstance(value, str):
+        return redacted(value)
+    known = value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return value if known else redacted(str(value))
 
 
 _MOST_SHOWN = 60

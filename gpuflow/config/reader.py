@@ -207,7 +207,8 @@ class _Reader:
             self._report_override(override, problem)
         else:
             line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), 0)
-            self._add(line, replace(problem, place=f"{self._path}:{line}:" if line else f"{self._path}:"))
+            place = f"{self._path}:{line}:" if line else f"{self._path}:"
+            self._add(line, replace(problem, place=place, line=line or None))
 
     def _place_of_added(self, added: AddedStages, at: tuple[Key, ...]) -> tuple[Key, ...] | None:
         """Turn a path into the added stages into one into what they were made of. Return None for any other path."""

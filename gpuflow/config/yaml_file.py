@@ -44,9 +44,10 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
     """
 
     def error(
-        rule: str, value: object = UNSET, action: str = "", *, line: str = "", code: Code = "config.file"
+        rule: str, value: object = UNSET, action: str = "", *, line: int | None = None, code: Code = "config.file"
     ) -> ConfigError:
-        return ConfigError([Problem(f"{path}{line}:", rule, value, action, code=code)])
+        place = f"{path}:" if line is None else f"{path}:{line}:"
+        return ConfigError([Problem(place, rule, value, action, code=code, line=line)])
 
     text = ""
     try:
@@ -68,12 +69,12 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
     except UnicodeDecodeError as cause:
         raise error(f"is not UTF-8 text: {cause}", action="save it as UTF-8") from cause
     except yaml.MarkedYAMLError as cause:
-        line = f":{cause.problem_mark.line + 1}" if cause.problem_mark else ""
+        line = cause.problem_mark.line + 1 if cause.problem_mark else None
         raise error(
             f"is not valid YAML: {cause.problem}", action=_advice(cause), line=line, code="config.yaml"
         ) from cause
     except yaml.reader.ReaderError as cause:
-        line = f":{text.count(chr(10), 0, cause.position) + 1}"
+        line = text.count(chr(10), 0, cause.position) + 1
         rule = f"is not valid YAML: it has the control character U+{cause.character:04X}"
         raise error(rule, action="remove it", line=line, code="config.yaml") from cause
     except RecursionError:

@@ -314,7 +314,9 @@ def _given_names(model: ModelSpec) -> tuple[str, ...] | None:
     names = text.rstrip().splitlines()
     if not all(map(str.strip, names)) or not names:
         at = next((i for i, name in enumerate(names, start=1) if not name.strip()), 1)
-        raise ConfigError([Problem(f"{model.classes}:{at}:", "must be the name of a class, got an empty line")])
+        raise ConfigError(
+            [Problem(f"{model.classes}:{at}:", "must be the name of a class, got an empty line", line=at)]
+        )
     return tuple(map(str.strip, names))
 
 
@@ -327,7 +329,7 @@ def _names_in_json(path: str, text: str) -> tuple[str, ...]:
     value of `id2label`. A name may be a list that ends with it: `["n01440764", "tench"]`. Raises ConfigError."""
 
     def fault(rule: str, at: int | None = None) -> ConfigError:
-        return ConfigError([Problem(f"{path}:" if at is None else f"{path}:{at}:", rule)])
+        return ConfigError([Problem(f"{path}:" if at is None else f"{path}:{at}:", rule, line=at)])
 
     try:
         found = json.loads(text, object_pairs_hook=_Pairs)
