@@ -144,7 +144,7 @@ def commands() -> str:
         ]
         call = " ".join(["gpuflow", name, "[OPTIONS]", *arguments])
         rows = [tuple(parameter.get_help_record(context)) for parameter in parameters]
-        sections += [f"### gpuflow {name}", _paragraphs(command.help), f"```text\n{call}\n```"]
+        sections += [f"### gpuflow {name}", _paragraphs(command.help), f"```text\n{call}\n```", command.epilog]
         sections.append(
             _table(("argument or option", "meaning"), [(_code(shown), _text(text)) for shown, text in rows])
         )

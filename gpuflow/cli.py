@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
@@ -37,14 +37,15 @@ from rich.table import Column
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, is_system_fault
+from gpuflow.errors import ConfigError, ExitCode, GpuflowError, Problem, SourceError, is_system_fault, json_value
 from gpuflow.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from gpuflow.config import Config
     from gpuflow.loader.loader import Loader
+    from gpuflow.pipeline.views import AnyProgram
     from gpuflow.tools.predict import RowPredictor
 
 
@@ -67,23 +68,48 @@ _print_err = partial(_print, console=_err)
 
 
 class _Commands(TyperGroup):
-    """Ends a command without a traceback: exit 1 with a line for each fault, exit 130 after Ctrl-C."""
+    """Ends a command without a traceback: exit 1 with a line for each fault, exit 130 after Ctrl-C.
+
+    With --json, `ctx.obj` holds the results of the command, which are printed when it ends, errors included.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.obj = {} if "--json" in args else None  # also where the command then refuses its options
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            super().invoke(ctx)
+        except typer.Exit as end:
+            raise _ended(ctx, end.exit_code) from None
         except KeyboardInterrupt:
-            raise _interrupted() from None
+            raise _interrupted(ctx) from None
         except Exception as error:
+            if isinstance(error, _UsageError):
+                _ended(ctx, ExitCode.USAGE, [{**Problem("", error.format_message()).as_dict(), "code": "usage"}])
+                raise
             if not _is_fault(error):
                 if isinstance(error.__context__, KeyboardInterrupt):  # it left one of torch's contexts half closed
-                    raise _interrupted() from None
+                    raise _interrupted(ctx) from None
                 raise
-            problems = error.problems if isinstance(error, ConfigError) else (_text_of(error),)
+            problems = error.problems if isinstance(error, ConfigError) else (Problem("", _text_of(error)),)
             rank = os.environ.get("RANK", "")  # torchrun lets all its processes print to one terminal
             for problem in problems:
                 _say("error", f"rank {rank}: {problem}" if rank else str(problem))
-            raise typer.Exit(1) from error
+            code = {} if isinstance(error, ConfigError) else {"code": getattr(error, "code", type(error).__name__)}
+            raise _ended(ctx, ExitCode.FAILED, [{**problem.as_dict(), **code} for problem in problems]) from error
+        _ended(ctx, ExitCode.DONE)
+
+
+_UsageError: Any = typer.BadParameter.__base__
+
+
+def _ended(ctx: Any, code: int, errors: Sequence[dict[str, Any]] = ()) -> typer.Exit:
+    """Print the JSON document of a command that was asked for one, and return how the command ends."""
+    if ctx.obj is not None and (code or ctx.obj):  # --help leaves it empty
+        document = {"version": 1, "exit_code": code, "errors": errors, **ctx.obj}
+        print(json.dumps(json_value(document), indent=2))
+    return typer.Exit(code)
 
 
 app = typer.Typer(
@@ -95,10 +121,26 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_Function = TypeVar("_Function", bound="Callable[..., None]")
+_FILES, _DATA, _TRAIN = "Write and check a file", "Look at data", "Train"
+_SERVE, _MEASURE = "Predict and serve", "Measure and compare"
+"""Which jobs commands are for, as `gpuflow --help` groups them."""
+
+
+def _command(
+    job: str, example: str, *, name: str | None = None, cls: type[TyperCommand] = TyperCommand
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that adds a command to those of a job. The example ends its help."""
+    return app.command(name, cls=cls, rich_help_panel=job, epilog=f"Example: `{example}`")
+
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file, such as configs/photos.yaml.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY.KEY=VALUE]...", help="Overrides of the file, such as run.threads=8."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the results as one JSON document, with the errors if there are any.")
 ]
 
 
@@ -126,10 +168,10 @@ def main() -> None:
     app()
 
 
-def _interrupted() -> typer.Exit:
+def _interrupted(ctx: Any) -> typer.Exit:
     """Return how a command ends after a Ctrl-C."""
     _print_err("interrupted")
-    return typer.Exit(130)
+    return _ended(ctx, ExitCode.INTERRUPTED)
 
 
 def _interrupt_again(report: Callable[[sys.UnraisableHookArgs], object], unraisable: sys.UnraisableHookArgs) -> None:
@@ -258,7 +300,7 @@ def _bar(*, quiet: bool = False) -> Iterator[Progress]:
             raise
 
 
-@app.command()
+@_command(_DATA, "gpuflow samples data/photos -n 2000")
 def samples(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put them: one directory a class.")],
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many photographs.")] = 2000,
@@ -285,8 +327,9 @@ def samples(
     _print(str(summary))
 
 
-@app.command()
+@_command(_FILES, "gpuflow check configs/demo.yaml run.threads=8")
 def check(
+    ctx: typer.Context,
     path: ConfigFile,
     overrides: Overrides = None,
     leaks: Annotated[
@@ -295,6 +338,7 @@ def check(
     max_requests: Annotated[
         int, typer.Option(min=1, help="With --leaks: the most requests to servers for sizes, for ends and for files.")
     ] = 10_000,
+    as_json: AsJson = False,
 ) -> None:
     """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image.
 
@@ -304,6 +348,7 @@ def check(
     With --leaks it compares the bytes of the source's parts: sizes, then the last 4 KiB of files of equal size, then
     the files whose ends are equal.
     """
+    from gpuflow.pipeline.views import named_programs
     from gpuflow.sources import check_weights_file
     from gpuflow.sources.storage.local import missing_file
 
@@ -317,30 +362,57 @@ def check(
             problems.append(Problem(f"{path}:", str(error)))
     if problems:
         raise ConfigError(problems)
-    for name, program in config.programs.items():
-        _print(f"{name}: {repr(program.pipeline).partition(': ')[2]}  gives {program.result}")
-    for name, several in config.views.items():
-        for view, result in several.results:
-            stages = repr(view.pipeline).partition(": ")[2]
-            _print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
+    programs: dict[str, AnyProgram] = {**config.programs, **config.views}
+    views = {name: named_programs(program) for name, program in programs.items()}
+    notes = [f"the source is not on this machine: {hint}" for one in config.sources if (hint := one.missing())]
+    notes += [
+        f"source.weights.file is not on this machine: {hint}"
+        for each in weights
+        if each.file is not None and (hint := missing_file(each.file))
+    ]
+    notes += [note] if (note := _order_note(config)) else []
+    if as_json:
+        pipelines = {
+            name: {
+                "views": [
+                    {
+                        "name": view,
+                        "count": count,
+                        "stages": list(map(repr, one.pipeline.stages)),
+                        "gives": asdict(one.result),
+                    }
+                    for view, count, one in several
+                ],
+                "on_error": config.on_error_of(name) if name in config.pipelines else None,
+            }
+            for name, several in views.items()
+        }
+        ctx.obj |= {"file": str(path), "pipelines": pipelines, "notes": notes}
+        if leaks:
+            ctx.obj["leaks"] = _leaks_of(config, max_requests, notes)
+            if ctx.obj["leaks"]:
+                raise typer.Exit(ExitCode.FAILED)
+        return
+    for name, several in views.items():
+        for view, count, one in several:
+            place, times = (f"{name}.{view}", f"{count} x ") if view else (name, "")
+            _print(f"{place}: {repr(one.pipeline).partition(': ')[2]}  gives {times}{one.result}")
     for name in config.pipelines:
         _print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
-    for one in config.sources:
-        if hint := one.missing():
-            _say("note", f"the source is not on this machine: {hint}", _out)
-    for each in weights:
-        if each.file is not None and (hint := missing_file(each.file)):
-            _say("note", f"source.weights.file is not on this machine: {hint}", _out)
-    if note := _order_note(config):
+    found = _leaks_of(config, max_requests, notes) if leaks else []
+    for leak in found:
+        _say("leak", leak, _out)
+    for note in notes:
         _say("note", note, _out)
-    leaked = leaks and _say_leaks(config, max_requests)
+    if leaks:
+        _print(f"samples with the bytes of one in an earlier part: {len(found):,}")
     _say("valid", str(path), _out)
-    if leaked:
-        raise typer.Exit(1)
+    if found:
+        raise typer.Exit(ExitCode.FAILED)
 
 
-def _say_leaks(config: Config, max_requests: int) -> bool:
-    """Print the samples that are in two parts of the source. Returns True if there are any."""
+def _leaks_of(config: Config, max_requests: int, notes: list[str]) -> list[str]:
+    """Return a line for each sample that has the bytes of one in an earlier part. Adds what was not compared to `notes`."""
     from gpuflow.loader.assemble import open_parts, open_whole
     from gpuflow.tools.duplicates import Parts, find_leaks
 
@@ -356,18 +428,16 @@ def _say_leaks(config: Config, max_requests: int) -> bool:
             max_requests=max_requests,
             progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
         )
-        for pair in found.pairs:
-            _say("leak", f"{parts.describe(pair.index)} {pair.describe(source, parts)}", _out)
+        lines = [f"{parts.describe(pair.index)} {pair.describe(source, parts)}" for pair in found.pairs]
     if found.unread:
-        _say("note", f"samples that cannot be read, which gpuflow scan names: {found.unread:,}", _out)
+        notes.append(f"samples that cannot be read, which gpuflow scan names: {found.unread:,}")
     if found.skipped:
         action = "raise --max-requests, or run gpuflow scan, which reads all"
-        _say("note", f"samples behind URLs that were not compared: {found.skipped:,}; {action}", _out)
-    _print(f"samples with the bytes of one in an earlier part: {len(found.pairs):,}")
-    return bool(found.pairs)
+        notes.append(f"samples behind URLs that were not compared: {found.skipped:,}; {action}")
+    return lines
 
 
-@app.command(name="import")
+@_command(_FILES, "gpuflow import torchvision:ResNet50_Weights.IMAGENET1K_V2 --out imported.yaml", name="import")
 def import_(
     sources: Annotated[
         list[str],
@@ -407,7 +477,7 @@ def import_(
     _print_err(f"wrote {out}")
 
 
-@app.command()
+@_command(_FILES, "gpuflow schema")
 def schema() -> None:
     """Print the JSON Schema of the YAML file, with all stages that are installed, for editors that check keys."""
     from gpuflow.config.schema import json_schema
@@ -417,15 +487,24 @@ def schema() -> None:
     print(json.dumps(json_schema(stage_table(), all_kinds()), indent=2, ensure_ascii=False))
 
 
-@app.command()
-def explain(path: ConfigFile, overrides: Overrides = None) -> None:
-    """Show what a file resolves to: stages, what flows between them, folding, threads, the decoder and its version."""
+@_command(_FILES, "gpuflow explain configs/demo.yaml --json")
+def explain(ctx: typer.Context, path: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Show what a file resolves to: stages, what flows between them, folding, threads, the decoder and its version.
+
+    Exits 1 if the source cannot be read, once it has shown the rest.
+    """
     from gpuflow.tools.explain import explain as explanation
 
-    _print(explanation(_read(path, overrides)))
+    found = explanation(_read(path, overrides))
+    if as_json:
+        ctx.obj |= {"file": str(path), "pipelines": found.as_dict()}
+    else:
+        _print(found)
+    if found.error is not None:
+        raise found.error
 
 
-@app.command()
+@_command(_DATA, "gpuflow show configs/demo.yaml -n 16 --out page.html")
 def show(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -451,13 +530,14 @@ def show(
     _print(f"wrote {out}: {len(shown)} samples of {pipeline}")
 
 
-@app.command()
+@_command(_MEASURE, "gpuflow doctor configs/demo.yaml")
 def doctor(
+    ctx: typer.Context,
     path: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="A YAML file, whose source is read and whose `run` counts.")
     ] = None,
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Images or tar shards to read instead.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all values and findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Look at this machine, measure how fast images are read and decoded, and say what to change.
 
@@ -470,7 +550,7 @@ def doctor(
     from gpuflow.tools.machine import broken_modules, gather
 
     if data is not None and not data.is_dir():
-        raise ValueError(f"--data: must be a directory, got {str(data)!r}")
+        raise ConfigError([Problem("--data:", f"must be a directory, got {str(data)!r}")])
     with _err.status(Text("looking around")) as status:
         config = _read(path, None) if path is not None and not broken_modules() else None
         source = Folder(folder=str(data)) if data is not None else config.source_block if config is not None else None
@@ -483,11 +563,11 @@ def doctor(
         )
     findings = judge(machine)
     if as_json:
-        print(json.dumps({"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}, indent=2))
+        ctx.obj |= {"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}
     else:
         _print(report(findings))
     if any(finding.status == "problem" for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 class _TrainCommand(TyperCommand):
@@ -499,7 +579,7 @@ class _TrainCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@app.command(cls=_TrainCommand)
+@_command(_TRAIN, "gpuflow train configs/demo.yaml --resume auto", cls=_TrainCommand)
 def train(
     ctx: typer.Context,
     path: ConfigFile,
@@ -588,10 +668,10 @@ def train(
     if trainer.preempted:
         if first:
             _print_err("stopped by a signal; --resume goes on")
-        raise typer.Exit(os.EX_TEMPFAIL)
+        raise typer.Exit(ExitCode.SAVED)
 
 
-@app.command()
+@_command(_TRAIN, "gpuflow audit runs/demo/audit-0.jsonl")
 def audit(
     logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="The files of all ranks, of all restarts.")],
 ) -> None:
@@ -608,11 +688,12 @@ def audit(
     epochs = audits.audit(lines)
     _print("\n".join(map(str, epochs)))
     if any(epoch.faults for epoch in epochs):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command()
+@_command(_MEASURE, "gpuflow bench configs/demo.yaml --workers 1,2,4 --against dataloader,spdl")
 def bench(
+    ctx: typer.Context,
     path: ConfigFile,
     overrides: Overrides = None,
     workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "1,2",
@@ -631,6 +712,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each point; the median counts.")] = 3,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a measurement.")] = 4.0,
     out: Annotated[Path, typer.Option(help="Where to write worker_scaling.csv, .png and .svg.")] = Path("plots/out"),
+    as_json: AsJson = False,
 ) -> None:
     """Measure images a second against the number of workers, for gpuflow and for others on the same work.
 
@@ -647,11 +729,13 @@ def bench(
     config.program(pipeline)
     _check_output("--out", out, folder=True)
     problems = {name: b.workload_problem(config, pipeline, name) for name in wanted or b.WORKLOADS}
+    notes = []
     for name, problem in problems.items():
         if problem and wanted:
-            raise ValueError(f"--workloads: {name} {problem}; leave it out")
+            raise ConfigError([Problem("--workloads:", f"{name} {problem}", action="leave it out")])
         if problem:
-            _say("note", f"{name} is left out: it {problem}")
+            notes.append(f"{name} is left out: it {problem}")
+            _say("note", notes[-1])
     jobs = [
         b.Job(
             arm=arm,
@@ -678,6 +762,7 @@ def bench(
         def warn(job: b.Job, share: float) -> None:
             if not busy:
                 text = f"other processes use {share:.0%} of this machine, so that rates are too low; end them, or wait"
+                notes.append(text)
                 _say("warning", text)
             busy[job] = max(share, busy.get(job, 0.0))
 
@@ -690,36 +775,50 @@ def bench(
     ]
     results = out / "worker_scaling.csv"
     b.write_results(results, rows)
+    figures = b.figures(rates, busy)
+    if as_json:
+        where = {key: rows[0][key] for key in ("machine", "versions", "commit", "date")}
+        ctx.obj |= {"file": str(path), "pipeline": pipeline, "results": list(map(asdict, figures)), "notes": notes}
+        ctx.obj |= {**where, "files": [str(results)]}
+        ctx.obj["files"] += _plot("lines", "worker_scaling", results)
+        return
     for name in dict.fromkeys(job.workload for job in jobs):
         _print(f"{titles[name]}: {source}")
-        _print(b.table({job: values for job, values in rates.items() if job.workload == name}, busy))
-    _plot("lines", "worker_scaling", results)
+        _print(b.table([figure for figure in figures if figure.workload == name], busy=bool(busy)))
+    _print_written(results, *_plot("lines", "worker_scaling", results))
 
 
 def _counts(option: str, text: str) -> list[int]:
     """Return the numbers in a text such as `1,2,4`."""
     counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if min(counts) < 1:
-        raise ValueError(f"{option}: must be numbers >= 1 separated by commas, got {text!r}")
+        raise ConfigError(
+            [Problem(f"{option}:", "must be numbers >= 1 separated by commas", text, code="config.range")]
+        )
     if len(set(counts)) < len(counts):
-        raise ValueError(f"{option}: must name each number once, got {text!r}")
+        raise ConfigError([Problem(f"{option}:", "must name each number once", text, code="config.conflict")])
     return counts
 
 
-def _plot(module: str, function: str, results: Path) -> None:
-    """Draw results next to their file, by a function of a module in plots."""
+def _plot(module: str, function: str, results: Path) -> list[str]:
+    """Draw results next to their file, by a function of a module in plots. Return the files that it wrote."""
     from gpuflow.errors import MissingExtra
 
     try:
         draw = getattr(importlib.import_module(f"gpuflow.plots.{module}"), function)
     except ImportError as error:
         raise MissingExtra("the plot", "matplotlib", "plots") from error
-    for written in (results, *draw(results, results.with_suffix(""))):
-        _print(f"wrote {written}")
+    return list(map(str, draw(results, results.with_suffix(""))))
 
 
-@app.command()
+def _print_written(*files: Path | str) -> None:
+    for file in files:
+        _print(f"wrote {file}")
+
+
+@_command(_DATA, "gpuflow scan configs/demo.yaml --json")
 def scan(
+    ctx: typer.Context,
     path: ConfigFile,
     overrides: Overrides = None,
     near: Annotated[
@@ -728,6 +827,7 @@ def scan(
     out: Annotated[Path, typer.Option(help="The page of similar images to write, if there are any.")] = Path(
         "runs/scan.html"
     ),
+    as_json: AsJson = False,
 ) -> None:
     """Read and decode the whole source once; print bad, CMYK and misnamed samples as JSON lines.
 
@@ -758,6 +858,7 @@ def scan(
     require_record_fields(config, first, source)
     threads = threads_of(config.run)
     bad, needed, turned = 0, dict[str, int](), 0
+    rows: list[dict[str, Any]] = []
     with _bar() as bar:
         task = bar.add_task("samples", total=len(source), note="")
         found = findings(
@@ -775,11 +876,20 @@ def scan(
             turned += finding.kind == "turned"
             if finding.needs:
                 needed[finding.needs] = needed.get(finding.needs, 0) + 1
-            _out.print(json.dumps(finding.row()), soft_wrap=True)
+            if as_json:
+                rows.append(finding.row())
+            else:
+                _out.print(json.dumps(finding.row()), soft_wrap=True)
             bar.update(task, note=f"{bad} bad")
         duplicates = Duplicates.of(source, parts, contents, near)
         for finding in duplicates.findings():
-            _out.print(json.dumps(finding.row()), soft_wrap=True)
+            if as_json:
+                rows.append(finding.row())
+            else:
+                _out.print(json.dumps(finding.row()), soft_wrap=True)
+    if as_json:
+        ctx.obj |= {"file": str(path), "samples": len(source), "bad": bad, "turned": turned, "needs": needed}
+        ctx.obj |= {"leaks": duplicates.leaks, "findings": rows}
     if pictures := duplicates.pictures(program.decoder):
         _write(out, page(f"{path.name}: similar images", f"at most {near} of 64 bits differ", pictures))
         _print_err(f"wrote {out}: {len(pictures)} pairs of similar images")
@@ -795,10 +905,10 @@ def scan(
         _print_err(text)
     source.close()
     if bad or duplicates.leaks:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command()
+@_command(_SERVE, "gpuflow export configs/demo.yaml --onnx model.onnx")
 def export(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -867,8 +977,9 @@ class _ParityCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@app.command(cls=_ParityCommand)
+@_command(_MEASURE, "gpuflow parity configs/demo.yaml --images 64", cls=_ParityCommand)
 def parity(
+    ctx: typer.Context,
     path: ConfigFile,
     overrides: Overrides = None,
     data: Annotated[
@@ -893,6 +1004,7 @@ def parity(
         Path | None, typer.Option(metavar="MODEL", help="What gives the logits; by default the file's serve.model.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where to write parity.json and report.html.")] = Path("runs/parity"),
+    as_json: AsJson = False,
 ) -> None:
     """Prove that training and serving give the same tensors, and show what other ways would have cost.
 
@@ -913,7 +1025,7 @@ def parity(
     from gpuflow.torchpipe.adapter import skip_cleanup
 
     if tolerance is not None and against is None:
-        raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")
+        raise ConfigError([Problem("--tolerance:", f"goes with --against A B, got {tolerance:g} alone")])
     config = _read(path, overrides)
     _check_output("--out", out, folder=True)
     with _bar() as bar:
@@ -928,12 +1040,14 @@ def parity(
             command=shlex.join(["gpuflow", *sys.argv[1:]]),
             progress=lambda done, total, stage: bar.update(task, completed=done, total=total, note=stage, visible=True),
         )
-    _out.print(render(report))
-    for file in write_report(report, out):
-        _print(f"wrote {file}")
+    if as_json:
+        ctx.obj |= {**report.as_dict(), "files": list(map(str, write_report(report, out)))}
+    else:
+        _out.print(render(report))
+        _print_written(*write_report(report, out))
     skip_cleanup()
     if report.breach:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 class _OnCommand(TyperCommand):
@@ -966,7 +1080,7 @@ def _ray(on: tuple[str, str]) -> Iterator[Any]:
         yield on_ray
 
 
-@app.command(cls=_OnCommand)
+@_command(_SERVE, "gpuflow serve configs/demo.yaml --port 8888", cls=_OnCommand)
 def serve(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -1030,7 +1144,7 @@ SourcePart = Annotated[str, typer.Option("--pipeline", help="The pipeline whose 
 ModelDevice = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
 
 
-@app.command(cls=_OnCommand)
+@_command(_SERVE, "gpuflow predict configs/demo.yaml --out predictions", cls=_OnCommand)
 def predict(
     path: ConfigFile,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder for part-00000.parquet and so on.")],
@@ -1104,7 +1218,7 @@ def _row_predictor(path: Path, overrides: list[str] | None, **given: Any) -> Ite
             yield predictor
 
 
-@app.command()
+@_command(_SERVE, "gpuflow evaluate configs/demo.yaml")
 def evaluate(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -1133,15 +1247,16 @@ def evaluate(
         return
     _print(str(found))
     confusion, *others = found.write(out)
-    for file in others:
-        _print(f"wrote {file}")
+    _print_written(*others)
     if importlib.util.find_spec("matplotlib"):
-        _plot("confusion", "draw", confusion)
+        _print_written(confusion, *_plot("confusion", "draw", confusion))
     else:
         _print(f"wrote {confusion}; its picture needs pip install 'gpuflow[plots]'")
 
 
-@app.command(name="load-test")
+@_command(
+    _MEASURE, "gpuflow load-test --data data/photos --url http://127.0.0.1:8888 --clients 1,5,10", name="load-test"
+)
 def load_test(
     data: Annotated[Path, typer.Option(metavar="DIR", help="Images to send, also from the directories below.")],
     url: Annotated[str, typer.Option(help="Of the service that is asked.")] = "http://127.0.0.1:8888",
@@ -1186,7 +1301,7 @@ def load_test(
     results = out / "load_test.csv"
     write_results(results, loadtest.rows(points, arm=name, workload=data.name))
     if all(point.latency is not None for point in points):
-        _plot("lines", "load_test", results)
+        _print_written(results, *_plot("lines", "load_test", results))
     else:
         _print(f"wrote {results}; without a plot, as a measurement has no answers")
     if stopped is not None:

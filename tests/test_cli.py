@@ -6,7 +6,10 @@ import errno
 import importlib.metadata
 import json
 import os
+import platform
 import re
+import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,13 +18,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from gpuflow.cli import app
-from gpuflow.errors import SystemFault
+from gpuflow.errors import ExitCode, SystemFault
 from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
 from tests.forking import Interpreter
@@ -48,6 +53,7 @@ COMMANDS = [
     *("serve", "load-test"),
 ]
 ROOT = Path(__file__).parents[1]
+REFERENCE = (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8")
 MAIN = "from gpuflow.cli import main; main()"
 
 
@@ -98,6 +104,38 @@ def test_the_help_lists_every_command() -> None:
     assert sorted(listed) == sorted(COMMANDS)
 
 
+def test_the_help_groups_every_command_by_job() -> None:
+    output = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["--help"]).output
+    panels = re.findall(r"─ ([A-Z][a-z ]+) ─", output)
+    assert panels[0] == "Options" and len(panels) == 6
+    assert "Commands" not in panels, "a command needs a job: _command in cli.py"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_in_the_help_can_be_called(command: str) -> None:
+    group: Any = typer.main.get_command(app)
+    words = " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--help"]).output.split())
+    example = re.search(r"Example: (gpuflow .*)", words)
+    assert example is not None
+    _, name, *arguments = shlex.split(example[1])
+    assert name == command
+    group.commands[command].make_context(name, arguments)
+    files = [word for word in arguments if word.startswith("configs/")]
+    assert all((ROOT / file).is_file() for file in files)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="slow in emulation")
+def test_the_help_takes_half_a_second_at_most() -> None:
+    """Of processor time, the best of three, as other processes may use the cores."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "gpuflow", "--help"], check=True, capture_output=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.5
+
+
 def test_the_version_is_that_of_the_package(gpuflow: Run) -> None:
     done = gpuflow("--version")
     assert (done.code, done.out) == (0, f"gpuflow {importlib.metadata.version('gpuflow')}\n")
@@ -106,6 +144,176 @@ def test_the_version_is_that_of_the_package(gpuflow: Run) -> None:
 def test_an_unknown_command_or_option_exits_2(gpuflow: Run) -> None:
     assert gpuflow("chekc").code == 2
     assert gpuflow("check", "--nothing", "x.yaml").code == 2
+
+
+def test_the_table_of_exit_codes_is_complete() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", REFERENCE, flags=re.MULTILINE)
+    assert [(int(code), name) for code, name in rows] == [(code.value, code.name) for code in ExitCode]
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (ExitCode.DONE, ["check", "x.yaml"]),
+        (ExitCode.DONE, ["explain", "x.yaml"]),
+        (ExitCode.DONE, ["scan", "x.yaml"]),
+        (ExitCode.FAILED, ["check", "x.yaml", "run.threads=0"]),
+        (ExitCode.FAILED, ["explain", "x.yaml", "source.folder=nowhere"]),
+        (ExitCode.FAILED, ["scan", "x.yaml", "pipelines.train.stages.decode.max_pixels=2000"]),
+        (ExitCode.FAILED, ["audit", "nowhere.jsonl"]),
+        (ExitCode.USAGE, ["chekc"]),
+        (ExitCode.USAGE, ["check"]),
+        (ExitCode.USAGE, ["check", "x.yaml", "--nothing"]),
+        (ExitCode.USAGE, ["samples", "made", "-n", "0"]),
+        (ExitCode.SAVED, ["train", "x.yaml", "--device", "cpu", "train.model=squeezenet1_1"]),
+        (ExitCode.INTERRUPTED, ["explain", "x.yaml", "run.threads=3"]),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else value.name,
+)
+def test_exit_codes(
+    code: ExitCode, arguments: list[str], gpuflow: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(config.parent)
+    if code is ExitCode.SAVED:
+        monkeypatch.setattr("gpuflow.runtime.preemption.Preemption.requested", lambda self: True)
+    if code is ExitCode.INTERRUPTED:
+        monkeypatch.setattr("gpuflow.tools.explain.explain", interrupt)
+    assert gpuflow(*arguments).code == code
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def documented(command: str) -> set[str]:
+    """The keys that the reference lists of a command's document, `NAME` standing for any key."""
+    return set(re.findall(rf"^\| `?{command}`? \| `([\w.]+)` \|", REFERENCE, flags=re.MULTILINE))
+
+
+def keys_of(values: dict[str, Any], keys: set[str]) -> set[str]:
+    """The keys of a document, as deep as the reference lists them."""
+    found = set()
+    for key, value in values.items():
+        inner = {one.partition(".")[2].removeprefix("NAME.") for one in keys if one.startswith(f"{key}.")}
+        found |= {f"{key}.NAME.{name}" for each in value.values() for name in each} if inner else {key}
+    return found
+
+
+JSON_COMMANDS = {
+    "check": [],
+    "explain": [],
+    "scan": ["pipelines.train.stages.decode.max_pixels=2000"],
+    "doctor": [],
+    "bench": ["--workers", "1", "--against", "", "--workloads", "batch", "--seconds", "0.1", "--repeats", "1"],
+    "parity": ["--images", "1", "--against", "val", "pillow"],
+}
+
+
+def test_every_command_with_json_is_documented() -> None:
+    group: Any = typer.main.get_command(app)
+    taking = {
+        name for name, command in group.commands.items() if "--json" in {o for p in command.params for o in p.opts}
+    }
+    assert taking == set(JSON_COMMANDS) == {name for name in COMMANDS if documented(name)}
+
+
+@pytest.mark.parametrize("command", JSON_COMMANDS)
+def test_a_document_has_the_documented_keys(
+    command: str, gpuflow: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    done = gpuflow(command, config, *JSON_COMMANDS[command], "--json")
+    document = json.loads(done.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    keys = documented(command)
+    assert keys_of(document, keys) == keys | documented("all")
+    assert (document["version"], document["exit_code"], document["errors"]) == (1, done.code, [])
+
+
+def test_figures_of_a_document_are_numbers(gpuflow: Run, config: Path) -> None:
+    found = json.loads(gpuflow("explain", config, "--json").out)["pipelines"]
+    assert list(found) == ["train", "val"]
+    [view] = found["val"]["views"]
+    assert (view["name"], view["count"], len(view["stages"])) == ("", 1, 4)
+    assert view["stages"][2] == {
+        "stage": "center_crop(size=32)",
+        "gives": {
+            "shape": [32, 32, 3],
+            "dtype": "uint8",
+            "layout": "hwc",
+            "device": "cpu",
+            "color": "rgb",
+            "shorter": None,
+        },
+        "runs_as": "2 one resampling",
+    }
+    assert found["val"]["facts"]["bad_samples"].startswith("skip ")
+    document = json.loads(gpuflow("scan", config, "pipelines.train.stages.decode.max_pixels=2000", "--json").out)
+    bad = [row["kind"] for row in document["findings"]].count("oversize")
+    assert (document["samples"], document["bad"], document["exit_code"]) == (12, bad, 1)
+    document = json.loads(gpuflow("check", config, "pipelines.train.shuffle=false", "--json").out)
+    assert [note.partition(" ")[0] for note in document["notes"]] == ["pipelines.train"]
+    assert document["pipelines"]["train"]["on_error"] == "skip", "as samples are not drawn"
+
+
+def test_errors_are_in_the_document(gpuflow: Run, config: Path) -> None:
+    text = config.read_text().replace("threads: ", "threads: -")
+    config.write_text(text)
+    line = 1 + next(i for i, one in enumerate(text.splitlines()) if "threads: -" in one)
+    done = gpuflow("check", config, "--json", "source.folder=[1]")
+    document = json.loads(done.out)
+    assert (done.code, set(document)) == (1, documented("all"))
+    first, second = document["errors"]
+    assert set(first) == documented("errors")
+    assert (first["place"], first["path"], first["line"]) == (f"{config}:{line}", "run.threads", line)
+    assert (first["code"], first["value"]) == ("config.range", -2)
+    assert (second["place"], second["path"], second["line"]) == ("override 'source.folder=[1]'", "source.folder", None)
+    assert (second["code"], second["value"]) == ("config.type", [1])
+    assert done.err == f"error: {first['text']}\nerror: {second['text']}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "code", "place"),
+    [
+        (["bench", "x.yaml", "--workers", "0"], 1, "config.range", "--workers"),
+        (["scan", "x.yaml", "source.folder=nowhere"], 1, "SourceError", ""),
+        (["check", "y.yaml"], 1, "config.file", "y.yaml"),
+        (["check", "x.yaml", "--nothing"], 2, "usage", ""),
+        (["explain"], 2, "usage", ""),
+    ],
+)
+def test_a_command_that_fails_prints_one_document(
+    arguments: list[str],
+    exit_code: int,
+    code: str,
+    place: str,
+    gpuflow: Run,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(config.parent)
+    done = gpuflow(*arguments, "--json")
+    document = json.loads(done.out)
+    assert set(document) == documented("all")
+    assert (done.code, document["exit_code"]) == (exit_code, exit_code)
+    [error] = document["errors"]
+    assert (error["code"], error["place"]) == (code, place) and error["text"]
+
+
+def test_what_was_found_before_an_error_is_in_the_document(gpuflow: Run, config: Path) -> None:
+    done = gpuflow("explain", config, "source.folder=/nowhere", "--json")
+    document = json.loads(done.out)
+    assert (done.code, document["exit_code"], len(document["errors"])) == (1, 1, 1)
+    assert list(document["pipelines"]) == ["train", "val"]
+    assert document["errors"][0]["text"] in done.err
+    assert "bad samples" in gpuflow("explain", config, "source.folder=/nowhere").out
+
+
+def test_a_document_holds_no_password(gpuflow: Run, config: Path) -> None:
+    done = gpuflow("check", config, "source.folder=[http://me:secret@host/]", "--json")
+    assert json.loads(done.out)["errors"][0]["value"] == ["http://***@host/"]
+    assert "secret" not in done.out.replace("source.folder=[http://me:***@host/]", "")
 
 
 NO_TORCH = """
@@ -490,9 +698,9 @@ def test_ctrl_c_is_not_lost(body: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--against", "dataloader,dataloader"], "--against: 'dataloader' is named twice; name it once"),
-        (["--against", "dataloder"], "--against: 'dataloder' is not known; did you mean 'dataloader'?"),
-        (["--workloads", "batch,decode,batch"], "--workloads: 'batch' is named twice; name it once"),
+        (["--against", "dataloader,dataloader"], "--against: must name each once, got 'dataloader,dataloader'"),
+        (["--against", "dataloder"], "--against: must be a known name, got 'dataloder'; did you mean 'dataloader'?"),
+        (["--workloads", "batch,decode,batch"], "--workloads: must name each once, got 'batch,decode,batch'"),
         (["--workers", "1,x"], "--workers: must be numbers >= 1 separated by commas, got '1,x'"),
         (["--workers", "0"], "--workers: must be numbers >= 1 separated by commas, got '0'"),
         (["--workers", "1,2,1"], "--workers: must name each number once, got '1,2,1'"),

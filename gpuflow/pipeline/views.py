@@ -141,6 +141,14 @@ def programs_of(program: AnyProgram) -> tuple[Program, ...]:
     return program.programs if isinstance(program, ViewsProgram) else (program,)
 
 
+def named_programs(program: AnyProgram) -> list[tuple[str, int, Program]]:
+    """Return each view's name, count and program; of a pipeline without views an empty name, 1 and the program."""
+    if not isinstance(program, ViewsProgram):
+        return [("", 1, program)]
+    pairs = zip(program.pipeline.views, program.programs, strict=True)
+    return [(view.name, view.count, one) for view, one in pairs]
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """One of the images that are made of each sample: one number of a view, or the only image without views.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import psutil
 
-from gpuflow.errors import GpuflowError, LoaderError, did_you_mean, is_system_fault
+from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, is_system_fault, suggest
 from gpuflow.runtime.files import atomic_write
 from gpuflow.tools.machine import usage_of
 
@@ -333,7 +333,7 @@ def _arm(name: str) -> Callable[[Job], Iterable[int]]:
 
 
 def names_of(option: str, text: str, known: Collection[str]) -> list[str]:
-    """Return the names in a text, separated by commas. Raise ValueError for one that is unknown or named twice.
+    """Return the names in a text, separated by commas. Raise ConfigError for one that is unknown or named twice.
 
     >>> names_of("--against", "spdl, dataloader", ARMS)
     ['spdl', 'dataloader']
@@ -341,9 +341,11 @@ def names_of(option: str, text: str, known: Collection[str]) -> list[str]:
     names = [word.strip() for word in text.split(",") if word.strip()]
     for i, name in enumerate(names):
         if name not in known:
-            raise ValueError(f"{option}: {name!r} is not known{did_you_mean(name, known)}")
+            raise ConfigError(
+                [Problem(f"{option}:", "must be a known name", name, suggest(name, known), code="config.range")]
+            )
         if name in names[:i]:
-            raise ValueError(f"{option}: {name!r} is named twice; name it once")
+            raise ConfigError([Problem(f"{option}:", "must name each once", text, code="config.conflict")])
     return names
 
 
@@ -429,20 +431,54 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {**texts, "repeats": len(values)}
 
 
-def table(rates: Mapping[Job, Sequence[float]], busy: Mapping[Job, float]) -> Table:
-    """Return rates of one workload as a table for the terminal. busy: the largest share that other processes used."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """The rates of one job, in images per second.
+
+    images_per_s: the median. ratio: gpuflow's median divided by it. other_processes: the largest share of all cores
+    that other processes used, where it was more than a tenth.
+    """
+
+    workload: str
+    workers: int
+    arm: str
+    images_per_s: float
+    lowest: float
+    highest: float
+    ratio: float
+    other_processes: float | None
+
+
+def figures(rates: Mapping[Job, Sequence[float]], busy: Mapping[Job, float]) -> list[Figure]:
+    """Return the figures of each job. busy: the largest share that other processes used."""
+    medians = {job: statistics.median(values) for job, values in rates.items()}
+    return [
+        Figure(
+            workload=job.workload,
+            workers=job.workers,
+            arm=job.arm,
+            images_per_s=medians[job],
+            lowest=min(values),
+            highest=max(values),
+            ratio=medians[replace(job, arm="gpuflow")] / medians[job],
+            other_processes=busy.get(job),
+        )
+        for job, values in rates.items()
+    ]
+
+
+def table(rows: Sequence[Figure], *, busy: bool) -> Table:
+    """Return figures as a table for the terminal. busy: add a column with what other processes used."""
     from rich.table import Table
 
     heads = ["workers", "arm", "images/s", "lowest", "highest", "gpuflow / arm", *(["other processes"] if busy else [])]
     made = Table(*heads, box=None, pad_edge=False)
     for column in made.columns:
         column.justify = "left" if column.header == "arm" else "right"
-    for job, values in rates.items():
-        middle = statistics.median(values)
-        figures = [f"{value:,.0f}" for value in (middle, min(values), max(values))]
-        ratio = statistics.median(rates[replace(job, arm="gpuflow")]) / middle
-        others = [f"{busy[job]:.0%}" if job in busy else ""] if busy else []
-        made.add_row(str(job.workers), job.arm, *figures, "" if job.arm == "gpuflow" else f"{ratio:.2f}", *others)
+    for row in rows:
+        rates = [f"{value:,.0f}" for value in (row.images_per_s, row.lowest, row.highest)]
+        others = ["" if row.other_processes is None else f"{row.other_processes:.0%}"] if busy else []
+        made.add_row(str(row.workers), row.arm, *rates, "" if row.arm == "gpuflow" else f"{row.ratio:.2f}", *others)
     return made
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import asdict, dataclass
+from typing import Any, assert_never
 
 import numpy as np
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -36,7 +36,7 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.pipeline.stage import Decoder, Policy
-from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, named_programs, slot_bytes_of
 from gpuflow.sources import (
     BalanceSpec,
     Mix,
@@ -64,17 +64,60 @@ _LOOKED_AT = 100
 """Images of a source whose headers are read for their formats and EXIF orientations."""
 
 
-def explain(config: Config) -> RenderableType:
-    """Render the resolved pipelines: stages, specs between them, folding, device, threads, decoder and its version."""
-    parts: list[RenderableType] = []
-    for name, program in config.programs.items():
-        parts += [Text(f"\n{name}", style="bold"), _Stages(program), *_facts(config, name, program)]
-    for name, several in config.views.items():
-        parts.append(Text(f"\n{name}", style="bold"))
-        for view, one in zip(several.pipeline.views, several.programs, strict=True):
-            parts += [Text(f"  {view.name} x {view.count}"), _Stages(one)]
-        parts += _facts(config, name, several)
-    return Group(*parts)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Says how the pipelines of a configuration run.
+
+    facts: by pipeline and heading. error: why the source cannot be read, None if it can.
+    """
+
+    programs: Mapping[str, AnyProgram]
+    facts: Mapping[str, Mapping[str, str]]
+    error: SourceError | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return each pipeline as plain values for JSON."""
+        return {
+            name: {
+                "views": [
+                    {
+                        "name": view,
+                        "count": count,
+                        "stages": [
+                            {"stage": repr(stage), "gives": asdict(spec), "runs_as": runs_as}
+                            for stage, spec, runs_as in zip(
+                                one.pipeline.stages, one.specs[1:], _runs_as(one), strict=True
+                            )
+                        ],
+                    }
+                    for view, count, one in named_programs(program)
+                ],
+                "facts": {heading.lower().replace(" ", "_"): text for heading, text in self.facts[name].items()},
+            }
+            for name, program in self.programs.items()
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for name, program in self.programs.items():
+            yield Text(f"\n{name}", style="bold")
+            for view, count, one in named_programs(program):
+                if view:
+                    yield Text(f"  {view} x {count}")
+                yield _Stages(one)
+            for heading, text in self.facts[name].items():
+                yield Text(f"  {heading:14} {text}")
+
+
+def explain(config: Config) -> Explanation:
+    """Resolve the pipelines: stages, specs between them, folding, device, threads, decoder and its version.
+
+    Opens the source, and reads the headers of a few images.
+    """
+    programs: dict[str, AnyProgram] = {**config.programs, **config.views}
+    sources = {name: _source(config, name) for name in config.pipelines}
+    facts = {name: dict(_facts(config, name, program, sources.get(name))) for name, program in programs.items()}
+    error = next((source.error for source in sources.values() if source.error is not None), None)
+    return Explanation(programs=programs, facts=facts, error=error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,36 +176,34 @@ def _step_words(step: Step, stages: int) -> str:
             assert_never(step)
 
 
-def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
-    yield Text(f"  preprocessing  {program.pipeline.fingerprint}")
-    yield Text(f"  conventions    {_conventions(program.decoder)}")
-    if name not in config.pipelines:
+def _facts(config: Config, name: str, program: AnyProgram, source: _SourceFacts | None) -> Iterator[tuple[str, str]]:
+    """Yield each heading with its text. source: None for the block `serve`, which reads none."""
+    yield "preprocessing", program.pipeline.fingerprint
+    yield "conventions", _conventions(program.decoder)
+    if source is None:
         assert config.serve is not None
         model = config.serve.model
-        yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
+        yield "model", f"{model.file} ({model.engine})" if model is not None else "none, images only"
         return
     pipeline, run = config.pipelines[name], config.run
-    source = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     megabytes = size * slot_bytes_of(program) / 1e6
-    for heading, text in source.facts.items():
-        if text:
-            yield Text(f"  {heading:14} {text}")
-    yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
+    yield from ((heading, text) for heading, text in source.facts.items() if text)
+    yield "batch", f"{size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead"
     if program.mixings:
-        yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
-    yield Text(f"  order          {_order(config, name)}, seed {config.source.seed}")
-    yield Text(f"  bad samples    {' '.join(config.on_error_choice(name))}")
+        yield "labels", "float32, the probability of each class, as samples of a batch are mixed"
+    yield "order", f"{_order(config, name)}, seed {config.source.seed}"
+    yield "bad samples", " ".join(config.on_error_choice(name))
     processes = decode_processes_of(config, name, source.samples, remote=source.remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
-    yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
+    yield "device", f"cpu, {threads_of(run)} decode thread(s){helpers}"
     if parts := parts_in_python(config, name):
         can_fork = not source.remote and not readers_of(config, gpu=False, remote=source.remote)
-        yield Text(f"  in Python      {', '.join(parts)}{_cost_text(processes, can_fork=can_fork)}")
+        yield "in Python", f"{', '.join(parts)}{_cost_text(processes, can_fork=can_fork)}"
     elif source.no_jpegs:
-        yield Text(f"  in Python      {source.no_jpegs}")
-    yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
-    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name)}")
+        yield "in Python", source.no_jpegs
+    yield "decoder", program.decoder.library or decoder_description()
+    yield "on a GPU", f"{explain_gpu(config, name)}{_cpu_share_text(config, name)}"
 
 
 def _cost_text(processes: int, *, can_fork: bool) -> str:
@@ -215,13 +256,15 @@ def _cpu_share_text(config: Config, name: str) -> str:
 class _SourceFacts:
     """Facts of a source as text by heading, empty where there is nothing to say.
 
-    samples: how many it has. remote: whether it is read remotely. no_jpegs: which images are no JPEGs.
+    samples: how many it has. remote: whether it is read remotely. no_jpegs: which images are no JPEGs. error: why it
+    cannot be read.
     """
 
     facts: dict[str, str]
     samples: int = 0
     remote: bool
     no_jpegs: str = ""
+    error: SourceError | None = None
 
 
 def _source(config: Config, name: str) -> _SourceFacts:
@@ -231,7 +274,7 @@ def _source(config: Config, name: str) -> _SourceFacts:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return _SourceFacts(facts={"source": redacted(f"{where}: {error}")}, remote=is_remote(where))
+        return _SourceFacts(facts={"source": redacted(f"{where}: {error}")}, remote=is_remote(where), error=error)
     part = config.split_of(name)
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     moves = "; adding or removing files moves samples between the parts" if config.source.fractions else ""

@@ -95,10 +95,13 @@ for path in sys.argv[2:]:
         try:
             main()
         except SystemExit as end:
-            assert end.code in (None, 0), (command, path, end.code)
+            absent = command == "explain" and "\\nsource:" in open(path).read()
+            assert end.code == (1 if absent else 0), (command, path, end.code)
 """
     done = python_with_torch(code, "-", *map(str, CONFIGS), cwd=tmp_path, CUDA_VISIBLE_DEVICES="", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("valid: ") == len(CONFIGS)
-    assert done.stdout.count("does not exist") >= len(CONFIGS), "explain says that the data is not there"
+    assert done.stdout.count("does not exist") >= len(CONFIGS), "explain shows the rest, and that the data is not there"
+    with_source = [path for path in CONFIGS if "\nsource:" in path.read_text()]
+    assert done.stderr.count("which does not exist") == len(with_source), "once, although several pipelines read it"
     assert os.listdir(tmp_path) == []

@@ -218,8 +218,9 @@ def test_table_has_the_ratio_of_gpuflow_to_each_other_arm(config: Path) -> None:
         job(config, "gpuflow", workers=2): [2000.0],
         job(config, "spdl", workers=2): [500.0],
     }
+    figures = bench.figures(rates, {job(config, "spdl", workers=2): 0.34})
     printed = Console(width=200, file=io.StringIO())
-    printed.print(bench.table(rates, {job(config, "spdl", workers=2): 0.34}))
+    printed.print(bench.table(figures, busy=True))
     lines = [line.split() for line in printed.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert lines[1:] == [
         ["1", "gpuflow", "1,100", "1,000", "1,200"],
@@ -227,7 +228,8 @@ def test_table_has_the_ratio_of_gpuflow_to_each_other_arm(config: Path) -> None:
         ["2", "gpuflow", "2,000", "2,000", "2,000"],
         ["2", "spdl", "500", "500", "500", "4.00", "34%"],
     ]
-    assert bench.table(rates, {}).columns[-1].header == "gpuflow / arm"
+    assert bench.table(figures, busy=False).columns[-1].header == "gpuflow / arm"
+    assert [(one.ratio, one.other_processes) for one in figures] == [(1, None), (4, None), (1, None), (4, 0.34)]
 
 
 def tmp_arm(config: Path) -> Path:
