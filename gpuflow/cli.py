@@ -412,7 +412,7 @@ def check(
 
 
 def _leaks_of(config: Config, max_requests: int, notes: list[str]) -> list[str]:
-    """Return a line for each sample that has the bytes of one in an earlier part. Adds what was not compared to `notes`."""
+    """Return a line for each sample with the bytes of one in an earlier part. Adds what was not compared to `notes`."""
     from gpuflow.loader.assemble import open_parts, open_whole
     from gpuflow.tools.duplicates import Parts, find_leaks
 

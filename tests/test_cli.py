@@ -202,7 +202,7 @@ def keys_of(values: dict[str, Any], keys: set[str]) -> set[str]:
 
 
 JSON_COMMANDS = {
-    "check": [],
+    "check": ["--leaks", "source.split={train: 0.5, val: 0.5}"],
     "explain": [],
     "scan": ["pipelines.train.stages.decode.max_pixels=2000"],
     "doctor": [],
