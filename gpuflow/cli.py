@@ -595,10 +595,14 @@ def train(
         int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics there; rank r of a host at port + r.")
     ] = None,
 ) -> None:
-    """Train the torchvision model that `train:` names on the pipeline `train`, and validate on `val`.
+    """Train the model that `train:` names on the pipeline `train`, and validate on `val`: a small reference trainer.
+
+    It trains classifiers of torchvision, and of timm as timm:NAME, on classes or numbers. For more, iterate
+    gpuflow.load in a loop of your own.
 
     Writes <train.out>/last.pt after each epoch, and within it as train.save_every says, with the weights, the loader's
-    state and the preprocessing's hash. If there is one already, exits 1 unless --resume or --force is given.
+    state and the preprocessing's hash; a copy of the best one, best.pt; metrics.csv with a row for each epoch; and
+    classes.csv. If there are such files already, exits 1 unless --resume or --force is given.
 
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
 
@@ -632,8 +636,9 @@ def train(
             whose = "" if ranks.world_size == 1 else " on rank 0"
             steps, total = result.steps, result.steps_in_pass
             _print(
-                f"epoch {epoch + 1}  {name:5}  loss {result.loss:.3f}  accuracy {result.accuracy:.3f}  "
-                f"{result.images_per_s:,.0f} images/s"
+                f"epoch {epoch + 1}  {name:5}  loss {result.loss:.3f}  "
+                + "".join(f"{measure} {value:.3f}  " for measure, value in result.measures.items())
+                + f"{result.images_per_s:,.0f} images/s"
                 + (f"  (steps {steps.start + 1} to {steps.stop} of {total})" if len(steps) < total else "")
                 + (f"  bad samples so far{whose}: {bad:,}, which gpuflow scan lists" if bad else "")
             )
@@ -655,6 +660,8 @@ def train(
     first, start = ranks.rank == 0, trainer.step
     if first and (note := _order_note(config)):
         _say("note", note)
+    if first:
+        _print_err("\n".join(trainer.header))
     with ExitStack() as stack:
         if metrics_port is not None:
             stack.enter_context(serve_metrics(trainer.loaders, port=metrics_port))
@@ -669,6 +676,9 @@ def train(
         if first:
             _print_err("stopped by a signal; --resume goes on")
         raise typer.Exit(ExitCode.SAVED)
+    if first:
+        arguments = trainer.next_command(str(path), overrides or ())
+        _print_err(f"next: {shlex.join(arguments)}")
 
 
 @_command(_TRAIN, "gpuflow audit runs/demo/audit-0.jsonl")

@@ -90,14 +90,31 @@ class SaveSpec(_Block):
 
 
 class TrainSpec(_Block):
-    """What `gpuflow train` trains, and how long.
+    """What `gpuflow train` trains, how, and how long.
 
     Args:
-        model: a classification model of torchvision, by name.
+        model: a classification model of torchvision, by name, or of timm as `timm:NAME`.
+        pretrained: the weights to start from. `true`: the library's own, from its cache on this machine, without a
+            download; `download`: the same, downloaded where they are not in the cache; the name of weights of
+            torchvision, such as IMAGENET1K_V1, from the cache; or a file (.pt, .pth, .safetensors).
         epochs: how many times the pipeline `train` is run through.
-        lr: the highest learning rate, after the warm-up; by default 0.1 for 256 samples in a step of all ranks, and in
-            proportion for more or fewer.
-        weight_decay: the optimizer's weight decay.
+        loss: `auto` is cross_entropy for one class a sample, bce (binary cross entropy) for several, and mse for
+            numbers.
+        label_smoothing: the share of each label that is spread over the classes in training; for cross_entropy, bce.
+        optimizer: SGD with Nesterov momentum 0.9, or AdamW.
+        lr: the highest learning rate, after the warm-up; by default 0.1 for 256 samples in a step of all ranks with sgd
+            and 0.001 for 1024 with adamw, and in proportion for more or fewer.
+        weight_decay: the optimizer's weight decay; by default 0.0001 with sgd, and with adamw 0.05, there without
+            biases and the weights of norms.
+        schedule: how the learning rate falls after the warm-up: along a cosine to 0, or in steps.
+        step_epochs: for the schedule step: the epochs from one step to the next; by default a third of all.
+        step_factor: for the schedule step: what the rate is multiplied by at each step; 0.1 by default.
+        warmup_epochs: the epochs in which the learning rate rises, which may be a part of one; by default 5% of all
+            steps, in short runs 100 steps or 30%.
+        amp: compute the model in bfloat16 where torch's autocast allows it. Weights stay float32.
+        ema: the decay of an exponential moving average of the weights, such as 0.999, which is then validated and
+            served. Over the first steps it rises to this value.
+        tensorboard: also write the numbers of each epoch for TensorBoard, to the folder `tensorboard` in `out`.
         out: the directory for checkpoints and results, of one run at a time.
         save_every: how often a checkpoint is written within an epoch; one is also written after each epoch.
         size: the `size` in pixels of every stage of train and val that has one, also where YAML's anchors share their
@@ -105,12 +122,34 @@ class TrainSpec(_Block):
     """
 
     model: str = "resnet18"
+    pretrained: bool | Annotated[str, Field(min_length=1)] = False
     epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    loss: Literal["auto", "cross_entropy", "bce", "mse", "l1", "smooth_l1"] = "auto"
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: Annotated[float, Field(gt=0)] | None = None
-    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    schedule: Literal["cosine", "step"] = "cosine"
+    step_epochs: Positive | None = None
+    step_factor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    warmup_epochs: Annotated[float, Field(ge=0)] | None = None
+    amp: Literal["bf16"] | None = None
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    tensorboard: bool = False
     out: str = "runs/train"
     save_every: SaveSpec = SaveSpec(minutes=10.0)
     size: Pixels | None = None
+
+    def broken_rules(self) -> Iterator[Problem]:
+        for key in ("step_epochs", "step_factor"):
+            if getattr(self, key) is not None and self.schedule != "step":
+                action = "remove it, or set train.schedule=step"
+                yield _conflict(key, "is for the schedule step, but this one is cosine", action)
+        if self.label_smoothing and self.loss in ("mse", "l1", "smooth_l1"):
+            yield _conflict("label_smoothing", f"is for cross_entropy and bce, but the loss is {self.loss}")
+        if self.warmup_epochs is not None and self.warmup_epochs > self.epochs:
+            rule = f"must be <= train.epochs, which is {self.epochs}"
+            yield Problem.of("warmup_epochs", rule, self.warmup_epochs, code="config.conflict")
 
 
 class TensorrtSpec(_Block):

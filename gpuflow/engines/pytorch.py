@@ -37,6 +37,7 @@ from gpuflow.engines.base import (
     reading_fault,
     run_in_thread,
 )
+from gpuflow.engines.model_library import build_model
 from gpuflow.engines.program_file import drop_origins, refuse_code
 from gpuflow.errors import ConfigError, Problem, reason_of, suggest
 from gpuflow.pipeline.stage import ImageSpec
@@ -311,27 +312,18 @@ def info_of(path: str) -> ModelInfo:
 
 
 def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
-    """Return the torchvision model of a checkpoint with its weights, in eval mode and in the memory format of
-    training."""
+    """Return the model of a checkpoint, in eval mode and in the memory format of training.
+
+    Its weights are the moving average of the training, where the checkpoint has one.
+    """
     state = read_checkpoint(path)
 
     def build() -> nn.Module:
-        module = build_model(state["arch"], len(state["classes"]))
-        module.load_state_dict(state["model"])
+        module = build_model(state["arch"], state.get("outputs") or len(state["classes"]))
+        module.load_state_dict(state.get("ema") or state["model"])
         return module.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     return read_model(path, build, f"a checkpoint of {state['arch']}"), _checkpoint_info(path, state)
-
-
-def build_model(arch: str, classes: int) -> nn.Module:
-    """Return a classification model of torchvision, by name, with new weights. Raises ValueError if there is none."""
-    from torchvision import models
-
-    build: Callable[..., nn.Module] = models.get_model_builder(arch)
-    with warnings.catch_warnings():
-        # GoogLeNet's and Inception v3's, about how their weights will be drawn one day.
-        warnings.filterwarnings("ignore", "The default weight initialization", FutureWarning)
-        return build(weights=None, num_classes=classes)
 
 
 def read_checkpoint(
@@ -375,7 +367,8 @@ def _is_torchscript(path: str) -> bool:
 
 
 def _checkpoint_info(path: str, state: dict[str, Any]) -> ModelInfo:
-    return read_model(path, lambda: ModelInfo.of(state), f"a checkpoint of {state['arch']}")
+    named = {**state, "classes": state["classes"] or None}  # a model of numbers has outputs without names
+    return read_model(path, lambda: ModelInfo.of(named), f"a checkpoint of {state['arch']}")
 
 
 def _program_info(path: str) -> ModelInfo:

@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from gpuflow.engines.base import class_difference
-from gpuflow.engines.pytorch import CHECKPOINT_VERSION, build_model, read_checkpoint
+from gpuflow.engines.model_library import is_model, known_models, shapes_of
+from gpuflow.engines.pytorch import CHECKPOINT_VERSION, read_checkpoint
 from gpuflow.errors import ConfigError, StateError, reason_of, suggest
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
@@ -41,28 +41,6 @@ class TrainedOn(Protocol):
         """Return where the loader stands."""
 
 
-def known_models() -> list[str]:
-    """Return the names of torchvision's classification models.
-
-    >>> [name for name in known_models() if name.startswith("squeezenet")]
-    ['squeezenet1_0', 'squeezenet1_1']
-    """
-    from torchvision import models
-
-    return models.list_models(module=models)  # type: ignore[no-any-return]
-
-
-def usual_sizes(arch: str) -> list[int]:
-    """Return the sides in pixels of the images that torchvision's weights for this model were trained for, ascending.
-
-    >>> usual_sizes("vit_h_14")
-    [224, 518]
-    """
-    from torchvision import models
-
-    return sorted({weights.transforms().crop_size[0] for weights in models.get_model_weights(arch)})
-
-
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -71,6 +49,7 @@ def save_checkpoint(
     loader: TrainedOn,
     val: TrainedOn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    outputs: int | None = None,
     **more: Any,
 ) -> None:
     """Write a checkpoint of a training loop, which `gpuflow serve` and `gpuflow export` take as they take their own.
@@ -81,26 +60,28 @@ def save_checkpoint(
     Args:
         path: the file, which ends in `.pt`. It is written whole or not at all.
         model: the model, also as wrapped by DistributedDataParallel or torch.compile.
-        arch: its name in torchvision, such as `resnet50`. Models that are not torchvision's are served as `.pt2`.
+        arch: its name in torchvision, such as `resnet50`, or `timm:` and its name in timm. Others are served as `.pt2`.
         loader: that it is trained on.
         val: that it is validated on, whose preprocessing is the one to serve with; by default that of `loader`.
         optimizer: whose state to save.
-        more: further values, such as the step: numbers, strings, tensors, and lists and dictionaries of them.
+        outputs: the number of the model's outputs, by default that of the classes.
+        more: further values, such as the step: numbers, strings, tensors, and lists and dictionaries of them. Under
+            `ema`, other weights of the model, such as a moving average, which are then served.
 
     Raises:
-        ValueError: `val` has other classes than `loader`; torchvision has no such model, or these weights are not its;
+        ValueError: `val` has other classes than `loader`; neither library has the model, or these weights are not its;
             `more` has one of the names above, or what `torch.load` refuses with `weights_only=True`, such as numbers of
             numpy. OSError: the file cannot be written.
     """
-    if arch not in known_models():
-        action = suggest(arch, known_models(), else_all=False) or "export other models as .pt2"
-        raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {action}")
+    if not is_model(arch):
+        action = suggest(arch, known_models(arch), else_all=False) or "export other models as .pt2"
+        raise ValueError(f"arch must be a classification model of torchvision, or timm:NAME, got {arch!r}; {action}")
     if val is not None and (difference := class_difference(val.classes, loader.classes)):
         raise ValueError(f"val must have the classes of loader, {difference}")
     module = inner_model(model)
     weights = module.state_dict()
     found = {name: tuple(value.shape) for name, value in weights.items()}
-    expected = _shapes_of(arch, len(loader.classes))
+    expected = shapes_of(arch, count := outputs or len(loader.classes))
     if found != expected:
         name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         fault = f"{name} has the shape {found.get(name)} and not {expected.get(name)}"
@@ -109,14 +90,15 @@ def save_checkpoint(
         elif name not in found:
             fault = f"it has no {name}"
         raise ValueError(
-            f"model must have the weights of {arch} for {len(loader.classes)} classes, but {fault}; name its own arch, "
-            "or save its weights and loader.state_dict() with torch.save, and serve it as .pt2"
+            f"model must have the weights of {arch} for {count} classes, but {fault}; name its own arch, or save "
+            "its weights and loader.state_dict() with torch.save, and serve it as .pt2"
         )
     pipeline = (val or loader).pipeline
     state: dict[str, Any] = {
         "version": CHECKPOINT_VERSION,
         "arch": arch,
         "classes": list(loader.classes),
+        "outputs": count,
         "model": weights,
         "optimizer": None if optimizer is None else optimizer.state_dict(),
         "loader": loader.state_dict(),
@@ -127,17 +109,6 @@ def save_checkpoint(
     if taken := sorted(state.keys() & more.keys()):
         raise ValueError(f"further values must not have the names of gpuflow's own, got {', '.join(taken)}")
     write_checkpoint(Path(path), {**state, **more})
-
-
-@lru_cache(maxsize=1)
-def _shapes_of(arch: str, classes: int) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of a model's weights."""
-    try:
-        with torch.device("meta"):  # which has shapes and no values
-            model = build_model(arch, classes)
-    except NotImplementedError:  # RegNet computes its widths with tensors
-        model = build_model(arch, classes)
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:

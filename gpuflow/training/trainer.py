@@ -1,64 +1,71 @@
-"""Trains a torchvision classification model on a loader's batches, with checkpoints that can be resumed."""
+"""Trains a model of torchvision or timm on a loader's batches, with checkpoints to resume: a reference trainer."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import glob
 import math
 import os
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from gpuflow.config import Config
-from gpuflow.engines.pytorch import build_model
-from gpuflow.errors import ConfigError, GpuflowError, Problem, StateError, reason_of, suggest
+from gpuflow.engines.model_library import load_pretrained, named_model, size_fault, usual_sizes
+from gpuflow.errors import ConfigError, GpuflowError, Problem, StateError, reason_of
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
-from gpuflow.runtime.files import locked_folder, replaced_file
+from gpuflow.runtime.files import atomic_write, locked_folder, replaced_file
 from gpuflow.runtime.preemption import Preemption
 from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, process_group
-from gpuflow.sources import Source, has_labels, has_one_class
-from gpuflow.training.checkpoint import known_models, read_resumable, save_checkpoint, usual_sizes
+from gpuflow.training.checkpoint import read_resumable, save_checkpoint
+from gpuflow.training.objective import Objective, objective_of
+from gpuflow.training.results import Results
 
 _READ_SECONDS = 0.5
-_LEARNING_RATE, _PER_SAMPLES = 0.1, 256
-"""The learning rate for a step of 256 samples; for others in proportion (Goyal et al., 2017)."""
+_RATES = {"sgd": (0.1, 256), "adamw": (1e-3, 1024)}
+"""The learning rate for a step of this many samples; for others in proportion (Goyal 2017; Touvron 2021)."""
+_DECAYS = {"sgd": 1e-4, "adamw": 0.05}
+_STEP_FACTOR = 0.1
 _AUXILIARY_WEIGHT = 0.3
 """The weight of the loss of an auxiliary classifier (Szegedy et al., 2015)."""
 _STATISTICS_SAMPLES = 256
 """Training samples of a rank over which BatchNorm's statistics are recomputed after an epoch."""
 _WARM_SHARE, _WARM_STEPS, _WARM_MOST = 0.05, 100, 0.3
 """The warm-up takes the first share of all steps, but at least this many steps, and at most the last share."""
+_BEST = "best.pt"
 
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Holds the mean loss, share of correct predictions and images per second of one pass, for all ranks.
-
-    With mixed labels, a prediction is correct if it is the class with the highest probability.
+    """Holds the mean loss, measures such as the accuracy, and images per second of one pass, for all ranks.
 
     Args:
-        loss, accuracy: over `steps`.
+        loss, measures: over `steps`. See `Objective.measures`.
         images_per_s: since this run began the pass.
-        steps: the steps of the pass that loss and accuracy cover, from 0: all, unless a run ended or resumed within it.
+        steps: the steps of the pass that loss and measures cover, from 0: all, unless a run ended or resumed within it.
         steps_in_pass: the number of all steps.
     """
 
     loss: float
-    accuracy: float
+    measures: Mapping[str, float]
     images_per_s: float
     steps: range
     steps_in_pass: int
+
+    @property
+    def accuracy(self) -> float:
+        """Return the share of correct predictions, where samples have one class."""
+        return self.measures["accuracy"]
 
 
 class TrainerEvents:
@@ -74,11 +81,14 @@ class TrainerEvents:
 class Trainer:
     """Trains the model of the block `train` on the pipeline `train`, and validates on `val` where the file has one.
 
-    SGD with momentum 0.9; the learning rate is warmed up over the first 5% of the steps (in short runs over 100 steps,
-    or 30%) and then follows a cosine. On the CPU, a run that is interrupted at any step and resumed ends with the same
-    weights as an uninterrupted one.
+    The block says how: loss, optimizer, schedule, moving average. By default, the learning rate of SGD with momentum
+    0.9 is warmed up over the first 5% of the steps (in short runs over 100 steps, or 30%) and then follows a cosine. On
+    the CPU, a run that is interrupted at any step and resumed ends with the same weights as an uninterrupted one.
 
-    Where `train` mixes samples, the loss is the cross entropy with the mixed labels. Validation has class labels.
+    Where `train` mixes samples, the loss takes the mixed labels. Validation has the labels of the source.
+
+    `<train.out>` gets last.pt; best.pt, a copy of the checkpoint with the best validation so far; metrics.csv with a
+    row for each epoch; and classes.csv with recall and precision of each class.
 
     Several processes (ranks) can train one model: each trains on the batches of its rank, and gradients are averaged.
     Rank 0 writes the checkpoints, from which any number of ranks can resume.
@@ -110,40 +120,38 @@ class Trainer:
         self.checkpoint = Path(self._spec.out) / "last.pt"
         with self._locating():
             self._found = _identity(self.checkpoint)  # the first save compares with it
+            files = [self.checkpoint.with_name(name) for name in (_BEST, Results.METRICS, Results.CLASSES)]
+            left = [file for file in files if file.exists()]
         resume = self._found is not None if resume == "auto" else resume
-        if self._found is not None and not (resume or force) and self._ranks.rank == 0:
-            self._refuse_out(
-                "holds the checkpoint of another run",
-                "--resume goes on with that run, --force overwrites it, another directory keeps both",
-            )
+        if not (resume or force) and self._ranks.rank == 0:
+            action = "--force overwrites it, another directory keeps both"
+            if self._found is not None:
+                self._refuse_out("holds the checkpoint of another run", f"--resume goes on with that run, {action}")
+            if left:
+                self._refuse_out(f"holds {left[0].name} of another run", action)
+        self._stale = [] if resume else left  # the first save removes them
         self.device = device_of_rank(device, self._ranks)
         _refuse_untrainable(config)
         whole = open_whole(config)
-        _require_classes(config, whole)
+        self._objective = objective_of(config, whole)
+        names = [name for name in ("train", "val") if name == "train" or name in config.pipelines]
+        rank, size = self._ranks.rank, self._ranks.world_size
         self.loaders = {
-            name: build_loader(
-                config,
-                name,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
-                device=self.device,
-                whole=whole,
-            )
-            for name in ("train", "val")
-            if name == "train" or name in config.pipelines
+            name: build_loader(config, name, rank=rank, world_size=size, device=self.device, whole=whole)
+            for name in names
         }
         self.train_loader, self.val_loader = self.loaders["train"], self.loaders.get("val")
-        classes = self.train_loader.classes
         torch.manual_seed(config.source.seed)
-        self.model: nn.Module = _model(config, len(classes)).to(self.device)
-        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._optimizer = torch.optim.SGD(
-            self.model.parameters(),
-            lr=self._highest_rate(),
-            momentum=0.9,
-            weight_decay=self._spec.weight_decay,
-            nesterov=True,
-        )
+        self.model: nn.Module = _model(config, self._objective.outputs)
+        wanted, place = self._spec.pretrained if not resume else False, f"{config.path}:"
+        self._origin = load_pretrained(self.model, self._spec.model, self._objective.outputs, wanted, place)
+        self.model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._optimizer = self._new_optimizer()
+        self._average = copy.deepcopy(self.model) if self._spec.ema is not None else None
+        self._results = Results(self.checkpoint.parent, tensorboard=self._spec.tensorboard)
+        self._history: list[dict[str, float]] = []
+        self._unvalidated: dict[str, float] | None = None
+        self._best: dict[str, float] | None = None
         self._steps_in_all = self._spec.epochs * len(self.train_loader)
         self.step, self.epoch = 0, 0
         self.preempted, self._preemption = False, preemption
@@ -152,6 +160,34 @@ class Trainer:
         self.preprocessing = (self.val_loader or self.train_loader).preprocessing
         if resume:
             self._resume()
+
+    @property
+    def header(self) -> list[str]:
+        """Return lines that name what is trained: model, data, device and folder."""
+        spec, loader, outputs = self._spec, self.train_loader, self._objective.outputs
+        count = sum(weight.numel() for weight in self.model.parameters())
+        validated = f"{self.val_loader.samples_per_epoch:,} to validate" if self.val_loader else "none to validate"
+        more = (f", {spec.amp}" if spec.amp else "") + (f", ema {spec.ema:g}" if spec.ema else "")
+        return [
+            f"model     {spec.model}, {count:,} weights: {self._origin or f'{self.checkpoint} at step {self.step:,}'}",
+            f"data      {' and '.join(source.where for source in self._config.sources)}: {loader.samples_per_epoch:,} "
+            f"samples to train, {validated}, {outputs:,} {'classes' if loader.classes else 'numbers each'}",
+            f"training  {spec.epochs:,} epochs of {len(loader):,} steps of {loader.samples_per_step:,} samples: "
+            f"{self._objective.loss}, {spec.optimizer}, {spec.schedule} from {self._highest_rate():.3g}{more}",
+            f"device    {self.device}, {self._ranks.world_size} rank(s)",
+            f"folder    {self.checkpoint.parent}",
+        ]
+
+    def next_command(self, file: str, overrides: Sequence[str]) -> list[str]:
+        """Return the command that follows this run: the same with --resume, or after the last epoch what uses it."""
+        command, best = [file, *overrides], self.checkpoint.with_name(_BEST)
+        if self.step < self._steps_in_all or self._unvalidated is not None:
+            return ["gpuflow", "train", *command, "--resume"]
+        model = str(best if best.exists() else self.checkpoint)
+        if self._config.serve is None:
+            return ["gpuflow", "export", *command, "--checkpoint", model, "--pt2", f"{model}2"]
+        name = "evaluate" if self.val_loader is not None and self._objective.labels == "class" else "serve"
+        return ["gpuflow", name, *command, f"serve.model.file={model}"]
 
     def run(self, events: TrainerEvents, *, max_steps: int | None = None) -> PassResult | None:
         """Train to the end, or for `max_steps` steps, or until `preemption` requests the end: then `preempted` is true.
@@ -174,16 +210,22 @@ class Trainer:
             for loader in self.loaders.values():
                 stack.enter_context(loader)
             stack.enter_context(self._holding_out())
+            stack.callback(self._results.close)
             group = stack.enter_context(process_group(self._ranks, self.device, timeout_seconds=timeout))
             replica = group.replicate(self.model)
+            if self._history and self._ranks.rank == 0:  # what a killed run left undone after its last save
+                self._write_results()
+            if self._unvalidated is not None:
+                result = self._complete_epoch(group, events)
             while self.step < last_step and not self.preempted:
                 whole = self._train_epoch(replica, group, events, last_step)
                 if whole:
                     self._recompute_statistics()
-                self._save_of_rank_0()
+                if not whole or self.val_loader is not None:
+                    self._save_of_rank_0()
                 group.wait()
-                if whole and self.val_loader is not None and not self.preempted:
-                    result = self._validate(group, events)
+                if whole and (self.val_loader is None or not self.preempted):
+                    result = self._complete_epoch(group, events)
         return result
 
     def _train_epoch(self, replica: nn.Module, group: Group, events: TrainerEvents, last_step: int) -> bool:
@@ -195,23 +237,24 @@ class Trainer:
         first, carried = 0, self._epoch_sums
         if carried is None and loader.state_dict()["position"] > 0:
             first = max(1, len(loader) - steps)
-        totals = _PassTotals(self.device, self._ranks, carried or (0.0, 0.0, 0.0))
+        totals = _PassTotals(self.device, self._ranks, self._objective, carried)
         events.begin_pass("train", self.epoch, min((self.epoch + 1) * len(loader), last_step) - self.step)
         for batch in loader:
             images, labels = batch
             for parameters in self._optimizer.param_groups:
                 parameters["lr"] = self._learning_rate()
             self._seed_step()
-            logits, auxiliary = self._logits(replica, images)
-            loss = F.cross_entropy(logits, labels)
+            with self._autocast():
+                logits, auxiliary = self._logits(replica, images)
+            losses = self._objective.losses(logits, labels, smoothed=True)
             for others in auxiliary:
-                loss = loss + _AUXILIARY_WEIGHT * F.cross_entropy(others, labels)
+                losses = losses + _AUXILIARY_WEIGHT * self._objective.losses(others, labels, smoothed=True)
             self._optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            losses.mean().backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             self.step = before + batch.step + 1
-            correct = logits.argmax(dim=1) == (labels if labels.ndim == 1 else labels.argmax(dim=1))
-            totals.add(loss.detach() * len(labels), correct.sum(), len(labels))
+            self._update_average()
+            totals.add(losses.detach(), logits.detach(), labels, torch.ones_like(losses, dtype=torch.bool))
             events.step(*totals.so_far())
             if self.step >= last_step or self._must_end():
                 break
@@ -219,8 +262,13 @@ class Trainer:
                 self._save_if_due(totals, not first, group)
         whole = bool(loader.state_dict()["epoch"] != self.epoch)
         done = len(loader) - steps + self.step - before
-        events.end_pass("train", self.epoch, totals.result(group, range(first, done), len(loader)))
+        result = totals.result(group, range(first, done), len(loader))
+        events.end_pass("train", self.epoch, result)
         self._epoch_sums = None if whole or first else totals.of_all_ranks(group)
+        if whole:
+            rate = self._optimizer.param_groups[0]["lr"]
+            about = {"epoch": self.epoch + 1, "step": self.step, "lr": rate, "images_per_s": result.images_per_s}
+            self._unvalidated = {**about, **_columns("train", result)}
         return whole
 
     def _must_end(self) -> bool:
@@ -259,9 +307,11 @@ class Trainer:
         Those that it keeps while it trains are averages over the last steps. Early in a run the weights change faster,
         and validation and serving with such averages would give losses far above that of guessing. The batches are the
         first ones of the epoch that has ended: a resumed run takes the same ones, and each of them was read before. The
-        loader is then set back.
+        loader is then set back. The moving average gets statistics of its own weights.
         """
-        norms = [layer for layer in self.model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        models = [model for model in (self.model, self._average) if model is not None]
+        layers = [layer for model in models for layer in model.modules()]
+        norms = [layer for layer in layers if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
         if not norms:
             return
         loader, state = self.train_loader, self.train_loader.state_dict()
@@ -269,55 +319,133 @@ class Trainer:
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # an average in which every batch counts the same
-        self.model.train()
-        self._seed_step()
         loader.set_epoch(self.epoch)
         loader.audited = False
+        for model in models:
+            model.train()
         for images, _ in islice(loader, math.ceil(_STATISTICS_SAMPLES / loader.batch_size)):
-            self._logits(self.model, images)
+            for model in models:
+                self._seed_step()
+                with self._autocast():
+                    self._logits(model, images)
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         loader.load_state_dict(state)
         loader.audited = True
 
+    def _complete_epoch(self, group: Group, events: TrainerEvents) -> PassResult | None:
+        """Validate an epoch, unless the end is requested in between, and save with its results.
+
+        If a run ends before, its checkpoint says that the epoch is not validated, and the next run begins with that.
+        """
+        assert self._unvalidated is not None
+        row, result, counts = self._unvalidated, None, None
+        if self.val_loader is not None:
+            result, counts = self._validate(group, events)
+            if len(result.steps) < result.steps_in_pass:
+                return result
+            row = {**row, **_columns("val", result)}
+            if self._objective.is_better(result.measures, self._best):
+                self._best = {**result.measures, "step": self.step}
+        self._history.append(row)
+        self._unvalidated = None
+        if self._ranks.rank == 0:
+            with self._locating():  # before the save: if the run is killed in between, the next one does it again
+                self._results.add_events(row)
+                if counts is not None:
+                    self._results.write_classes(self.train_loader.classes, counts)
+        self._save_of_rank_0()
+        if self._ranks.rank == 0:
+            self._write_results()
+        return result
+
+    def _write_results(self) -> None:
+        """Write metrics.csv, and copy last.pt to best.pt if it is the best one."""
+        with self._locating():
+            self._results.write_epochs(self._history)
+            if self._best is not None and self._best["step"] == self.step and self._unvalidated is None:
+                with self.checkpoint.open("rb") as last, atomic_write(self.checkpoint.with_name(_BEST)) as best:
+                    shutil.copyfileobj(last, best)
+
     @torch.no_grad()
-    def _validate(self, group: Group, events: TrainerEvents) -> PassResult:
-        """Validate once, or until the end is requested.
+    def _validate(self, group: Group, events: TrainerEvents) -> tuple[PassResult, list[list[int]] | None]:
+        """Validate once, or until the end is requested. Return the result, and `Objective.counts` if there are classes.
 
         Samples that a rank repeats to fill its last step are not counted.
         """
         assert self.val_loader is not None
-        group.share(self.model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
-        self.model.eval()
-        totals, done = _PassTotals(self.device, self._ranks), 0
+        model = self.model if self._average is None else self._average
+        group.share(model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
+        model.eval()
+        totals, done = _PassTotals(self.device, self._ranks, self._objective), 0
+        counts = torch.zeros((3, self._objective.outputs), dtype=torch.int64, device=self.device)
         events.begin_pass("val", self.epoch, len(self.val_loader))
         self.val_loader.set_epoch(self.epoch)  # so that a resumed run draws the same
         for batch in self.val_loader:
             images, labels = batch
-            logits = self.model(images)
-            losses = F.cross_entropy(logits, labels, reduction="none").where(batch.valid, 0)
-            totals.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
+            with self._autocast():
+                logits = model(images)
+            totals.add(self._objective.losses(logits, labels), logits, labels, batch.valid)
+            if self._objective.labels != "numbers":
+                counts += self._objective.counts(logits, labels, batch.valid)
             events.step(*totals.so_far())
             done = batch.step + 1
             if self._must_end():
                 break
         result = totals.result(group, range(done), len(self.val_loader))
         events.end_pass("val", self.epoch, result)
-        return result
+        group.sum(counts)
+        return result, None if self._objective.labels == "numbers" else counts.tolist()
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer that `train.optimizer` names."""
+        spec, rate, weights = self._spec, self._highest_rate(), list(self.model.parameters())
+        decay = _DECAYS[spec.optimizer] if spec.weight_decay is None else spec.weight_decay
+        if spec.optimizer == "sgd":
+            return torch.optim.SGD(weights, lr=rate, momentum=0.9, weight_decay=decay, nesterov=True)
+        matrices: dict[str, Any] = {"params": [weight for weight in weights if weight.ndim > 1]}
+        others = {"params": [weight for weight in weights if weight.ndim <= 1], "weight_decay": 0.0}
+        return torch.optim.AdamW([matrices, others], rate, weight_decay=decay)
+
+    def _autocast(self) -> torch.autocast:
+        """Return the context in which the model runs: in bfloat16 if `train.amp` says so. It needs no loss scaling."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._spec.amp is not None)
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """Move the moving average towards the weights of this step; integers, such as counts of batches, are copied."""
+        if self._average is None or self._spec.ema is None:
+            return
+        decay = min(self._spec.ema, (1 + self.step) / (10 + self.step))
+        pairs = list(zip(self._average.state_dict().values(), self.model.state_dict().values(), strict=True))
+        floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        torch._foreach_lerp_([average for average, _ in floats], [value for _, value in floats], 1 - decay)
+        for average, value in pairs:
+            if not average.is_floating_point():
+                average.copy_(value)
 
     def _highest_rate(self) -> float:
         """Return `train.lr`, by default in proportion to the samples of a step."""
         if self._spec.lr is not None:
             return self._spec.lr
-        loader = self.train_loader
+        loader, (rate, per_samples) = self.train_loader, _RATES[self._spec.optimizer]
         samples = min(loader.samples_per_step, loader.samples_per_epoch)
-        return _LEARNING_RATE * samples / _PER_SAMPLES
+        return rate * samples / per_samples
 
     def _learning_rate(self) -> float:
-        highest, steps = self._highest_rate(), self._steps_in_all
-        warm = max(1, round(max(_WARM_SHARE * steps, min(_WARM_STEPS, _WARM_MOST * steps))))
+        """Return the learning rate of the next step, which depends on its number alone."""
+        spec, highest, steps = self._spec, self._highest_rate(), self._steps_in_all
+        if spec.warmup_epochs is None:
+            warm = max(1, round(max(_WARM_SHARE * steps, min(_WARM_STEPS, _WARM_MOST * steps))))
+        else:
+            warm = round(spec.warmup_epochs * len(self.train_loader))
         if self.step < warm:
             return highest * (self.step + 1) / warm
+        if spec.schedule == "step":
+            every = spec.step_epochs or max(1, spec.epochs // 3)
+            return highest * (spec.step_factor or _STEP_FACTOR) ** (self.step // (every * len(self.train_loader)))
         done = (self.step - warm) / max(1, steps - warm)
         return highest * 0.5 * (1 + math.cos(math.pi * done))
 
@@ -328,7 +456,8 @@ class Trainer:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write `last.pt`, whole or not at all: weights, optimizer, the loader's state, the preprocessing's hash.
+        """Write `last.pt`, whole or not at all: weights, moving average, optimizer, the loader's state, the
+        preprocessing's hash, and the results so far.
 
         Raises:
             ConfigError: `train.out` cannot be written.
@@ -341,9 +470,18 @@ class Trainer:
                 loader=self.train_loader,
                 val=self.val_loader,
                 optimizer=self._optimizer,
+                outputs=self._objective.outputs,
                 step=self.step,
                 epoch_sums=self._epoch_sums,
+                optimizer_name=self._spec.optimizer,
+                history=self._history,
+                unvalidated=self._unvalidated,
+                best=self._best,
+                **({} if self._average is None else {"ema": self._average.state_dict()}),
             )
+            for file in self._stale:
+                file.unlink(missing_ok=True)
+            self._stale = []
             self._found = _identity(self.checkpoint)
         return self.checkpoint
 
@@ -379,9 +517,10 @@ class Trainer:
                 stack.enter_context(locked_folder(self.checkpoint.parent))
                 if self.checkpoint.is_dir():
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.checkpoint))
-                written = replaced_file(self.checkpoint)
-                for partial in written.parent.glob(f".{glob.escape(written.name)}.*.partial"):
-                    partial.unlink(missing_ok=True)
+                for name in (self.checkpoint.name, _BEST, Results.METRICS, Results.CLASSES):
+                    written = replaced_file(self.checkpoint.with_name(name))
+                    for partial in written.parent.glob(f".{glob.escape(written.name)}.*.partial"):
+                        partial.unlink(missing_ok=True)
             if self._found != _identity(self.checkpoint):
                 raise StateError(
                     f"{self.checkpoint}: another run has written it since this one started; go on with --resume, or "
@@ -413,10 +552,18 @@ class Trainer:
 
     def _resume(self) -> None:
         state = read_resumable(self.checkpoint, self.device)
-        for key, ours in (("arch", self._spec.model), ("classes", list(self.train_loader.classes))):
-            if state[key] != ours:
+        ours = {
+            "arch": self._spec.model,
+            "classes": list(self.train_loader.classes),
+            "outputs": self._objective.outputs,
+            "optimizer_name": self._spec.optimizer,
+        }
+        state = {"outputs": len(state["classes"]), "optimizer_name": "sgd", **state}  # older checkpoints have neither
+        for key, value in ours.items():
+            if state[key] != value:
+                name = key.removesuffix("_name")
                 raise StateError(
-                    f"{self.checkpoint}: was trained with {key} {state[key]}, the configuration says {ours}; "
+                    f"{self.checkpoint}: was trained with {name} {state[key]}, the configuration says {value}; "
                     "restore the configuration or set another train.out"
                 )
         if state["preprocessing"] != self.preprocessing:
@@ -426,9 +573,12 @@ class Trainer:
             )
         try:
             self.model.load_state_dict(state["model"])
+            if self._average is not None:
+                self._average.load_state_dict(state.get("ema") or state["model"])
+            decays = [parameters["weight_decay"] for parameters in self._optimizer.param_groups]
             self._optimizer.load_state_dict(state["optimizer"])
-            for parameters in self._optimizer.param_groups:  # what the configuration says now
-                parameters["weight_decay"] = self._spec.weight_decay
+            for parameters, decay in zip(self._optimizer.param_groups, decays, strict=True):
+                parameters["weight_decay"] = decay  # what the configuration says now
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             rule = f"does not hold the weights of {self._spec.model} and its optimizer: {reason_of(error)}"
             raise StateError(f"{self.checkpoint}: {rule}; restore an older copy, or train without --resume") from error
@@ -438,8 +588,13 @@ class Trainer:
             reason = str(error).partition("; ")[0]
             action = "restore the files and the configuration that it was trained with, or set another train.out"
             raise StateError(f"{self.checkpoint}: {reason}; {action}") from error
-        self._epoch_sums = state.get("epoch_sums")  # older checkpoints have none
+        sums = state.get("epoch_sums") or []  # older checkpoints have none of these, or other sums
+        self._epoch_sums = sums if len(sums) == 2 + self._objective.sums_per_batch else None
+        self._history, self._best = state.get("history") or [], state.get("best")
+        self._unvalidated = state.get("unvalidated")
         self.step = self._steps_done()
+        if self._unvalidated is not None:
+            self.epoch = int(self._unvalidated["epoch"]) - 1
 
     def _steps_done(self) -> int:
         """Return the number of finished steps, counted in steps of the present number of ranks."""
@@ -457,41 +612,50 @@ class _PassTotals:
     Args:
         device: where the batches are.
         ranks: those that make the same pass.
-        carried: what all ranks together summed up before this run: losses, correct predictions, images.
+        objective: computes what is summed up besides losses and images.
+        carried: what all ranks together summed up before this run: losses, sums of the objective, images.
     """
 
-    def __init__(self, device: torch.device, ranks: Ranks, carried: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
-        self._carried, self._ranks = carried, ranks
-        first = carried if ranks.rank == 0 else (0.0, 0.0, 0.0)
+    def __init__(
+        self, device: torch.device, ranks: Ranks, objective: Objective, carried: Sequence[float] | None = None
+    ) -> None:
+        self._ranks, self._objective = ranks, objective
+        self._images_before = carried[-1] if carried else 0.0
+        first = carried if carried and ranks.rank == 0 else [0.0] * (2 + objective.sums_per_batch)
         self._sums = torch.tensor(first, dtype=torch.float64, device=device)
         self._start = time.perf_counter()
         self._so_far, self._next_read = (0.0, 0.0), self._start
 
-    def add(self, loss: torch.Tensor, correct: torch.Tensor, images: torch.Tensor | int) -> None:
-        """Add one batch: the sum of its losses, its correct predictions, its images."""
-        for i, value in enumerate((loss, correct, images)):
-            self._sums[i].add_(value)
+    def add(self, losses: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> None:
+        """Add one batch: its losses [N], logits and labels, and which samples count."""
+        loss, images = losses.where(valid, 0).sum(dtype=torch.float64), valid.sum(dtype=torch.float64)
+        self._sums += torch.cat([loss[None], self._objective.sums(logits, labels, valid), images[None]])
 
     def so_far(self) -> tuple[float, float]:
         """Return rank 0's mean loss and the images per second of all ranks, at most half a second old."""
         if (now := time.perf_counter()) >= self._next_read:
-            loss, _, images = self._sums.tolist()
-            rate = self._ranks.world_size * (images - self._carried[2]) / (time.perf_counter() - self._start)
+            loss, *_, images = self._sums.tolist()
+            rate = self._ranks.world_size * (images - self._images_before) / (time.perf_counter() - self._start)
             self._so_far = loss / max(1, images), rate
             self._next_read = now + _READ_SECONDS
         return self._so_far
 
     def of_all_ranks(self, group: Group) -> list[float]:
-        """Return the sums of all ranks: losses, correct predictions, images."""
+        """Return the sums of all ranks: losses, sums of the objective, images."""
         sums = self._sums.clone()
         group.sum(sums)
         return sums.tolist()
 
     def result(self, group: Group, steps: range, steps_in_pass: int) -> PassResult:
         """Return the means over all ranks, which cover these steps."""
-        loss, correct, images = self.of_all_ranks(group)
-        rate = (images - self._carried[2]) / (time.perf_counter() - self._start)
-        return PassResult(loss / max(1, images), correct / max(1, images), rate, steps, steps_in_pass)
+        loss, *sums, images = self.of_all_ranks(group)
+        rate = (images - self._images_before) / (time.perf_counter() - self._start)
+        return PassResult(loss / max(1, images), self._objective.results(sums, images), rate, steps, steps_in_pass)
+
+
+def _columns(name: str, result: PassResult) -> dict[str, float]:
+    """Return loss and measures as columns of metrics.csv, such as `val_loss` and `val_accuracy`."""
+    return {f"{name}_{key}": value for key, value in {"loss": result.loss, **result.measures}.items()}
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -503,84 +667,47 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _refuse_untrainable(config: Config) -> None:
-    """Raise ConfigError where a pipeline does not give what torchvision's models take: float32 images in colour,
-    and in validation one class each."""
+    """Raise ConfigError where a pipeline does not give what classifiers take: float32 images in colour, and none that
+    are mixed in validation."""
     problems = []
+
+    def refuse(name: str, rule: str, action: str, key: str = "stages") -> None:
+        path = ("pipelines", name, key)
+        problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+
     for name in ("train", "val"):
         if name in config.views:
             rule = "give several images of each sample, and gpuflow train takes one"
-            action = "give it stages, or iterate gpuflow.load in a training loop of your own"
-            path = ("pipelines", name, "views")
-            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+            refuse(name, rule, "give it stages, or iterate gpuflow.load in a training loop of your own", "views")
         if name not in config.programs:
             continue
-        image, path = config.programs[name].result, ("pipelines", name, "stages")
+        image = config.programs[name].result
         if image.dtype != "float32":
             rule = f"must give float32 images to train a model on, give {image.dtype}"
-            action = "end them with - normalize: {mean: imagenet, std: imagenet}"
-            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+            refuse(name, rule, "end them with - normalize: {mean: imagenet, std: imagenet}")
         if image.shape[-1] != 3:
             rule = f"must give images of 3 channels, which {config.train.model} takes, give {image.shape[-1]}"
-            action = "decode with color: rgb"
-            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+            refuse(name, rule, "decode with color: rgb")
         if name == "val" and config.programs[name].mixings:
-            rule, action = "must not mix samples to validate with", "remove its mixing stages"
-            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+            refuse(name, "must not mix samples to validate with", "remove its mixing stages")
     if problems:
         raise ConfigError(problems)
 
 
-def _require_classes(config: Config, source: Source) -> None:
-    """Raise ConfigError unless each sample of the source has one class, which is what a classifier learns."""
-    if has_one_class(source):
-        return
-    action = "iterate gpuflow.load in a training loop of your own"
-    if not has_labels(source):
-        gives, action = "no label", f"declare a label in source.fields, or {action}"
-    elif source.labels.dtype == np.uint8:
-        gives = "several classes (a label of the kind classes)"
-        action += ", with torch's binary_cross_entropy_with_logits as the loss (docs/labels.md)"
-    else:
-        one = source.labels.ndim == 1
-        gives = "a number (a label of the kind number)" if one else "several numbers (a label of the kind vector)"
-        action += ", with a loss such as torch's mse_loss (docs/labels.md)"
-    rule = f"must give gpuflow train one class for each sample, gives {gives}"
-    raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
-
-
-def _model(config: Config, classes: int) -> nn.Module:
-    """Return the model of `train.model`. Raises ConfigError unless torchvision has it, and it takes the images of train
-    and val."""
-    known, name = known_models(), config.train.model
-    at, path = f"{config.path}:", ("train", "model")
-    if name not in known:
-        rule = "is not a torchvision classification model"
-        raise ConfigError([Problem(at, rule, name, suggest(name, known), path, "config.range")])
-    model, problems = build_model(name, classes), []
+def _model(config: Config, outputs: int) -> nn.Module:
+    """Return the model of `train.model`, with new weights. Raises ConfigError unless there is one, and it takes the
+    images of train and val."""
+    name, place, problems = config.train.model, f"{config.path}:", []
+    model = named_model(name, outputs, place)
     for pipeline in ("train", "val"):
         height, width, _ = config.programs[pipeline].result.shape if pipeline in config.programs else (None, None, 3)
         if height is None or width is None:
             continue
-        if fault := _size_fault(model, height, width, training=pipeline == "train"):
-            fitting = [size for size in usual_sizes(name) if not _size_fault(model, size, size, training=True)]
+        if fault := size_fault(model, height, width, training=pipeline == "train"):
+            fitting = [size for size in usual_sizes(name) if not size_fault(model, size, size, training=True)]
             action = f"set train.size={fitting[0]}, or another size or model" if fitting else "take another model"
             rule = f"must take the images of {pipeline}, which have {height}x{width} pixels: {fault}"
-            problems.append(Problem(at, rule, name, action, path, "config.conflict"))
+            problems.append(Problem(place, rule, name, action, ("train", "model"), "config.conflict"))
     if problems:
         raise ConfigError(problems)
     return model
-
-
-def _size_fault(model: nn.Module, height: int, width: int, *, training: bool) -> str:
-    """Return why a model does not take images of this size; empty if it does. Runs it on tensors that have no
-    values."""
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: torch.empty_like(value, device="meta") for name, value in weights.items()}
-    model.train(training)
-    try:
-        torch.func.functional_call(model, shapes, torch.empty(2, 3, height, width, device="meta"))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        return reason_of(error)
-    finally:
-        model.train()
-    return ""

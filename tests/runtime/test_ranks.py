@@ -198,7 +198,13 @@ def test_two_ranks_train_one_model(config_file: Path, tmp_path: Path, interprete
     # One process goes on from their checkpoint, with just the samples that are left and the sums of both ranks.
     loss_sum, _, images = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["epoch_sums"]
     assert (loss_sum / images, images) == (first["results"][2][2], 2 * 2 * BATCH)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "last.pt"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        ".lock",
+        "best.pt",
+        "classes.csv",
+        "last.pt",
+        "metrics.csv",
+    ]
     alone, steps = Trainer(read(config_file), device="cpu", resume=True), Steps()
     assert alone.step == 7 + 4
     assert sample_of(alone.model) != before

@@ -23,7 +23,7 @@ from torch import nn
 import gpuflow
 from gpuflow.config import ModelSpec, read_config
 from gpuflow.engines import ModelInfo, open_engine
-from gpuflow.engines.pytorch import build_model
+from gpuflow.engines.model_library import build_model
 from gpuflow.errors import ConfigError, MissingExtra, SourceError, StateError
 from gpuflow.stages import STAGES
 from gpuflow.tools.predict import Row, RowPredictor, write_predictions

@@ -114,7 +114,8 @@ def test_what_could_not_be_served_is_refused_when_it_is_saved(config: Path, tmp_
     model = models.squeezenet1_1(num_classes=4)
     with gpuflow.load(config, "val") as loader:
         with pytest.raises(
-            ValueError, match=r"arch must be .* of torchvision, got 'squeezenet'; did you mean 'squeezenet1_"
+            ValueError,
+            match=r"arch must be .* of torchvision, or timm:NAME, got 'squeezenet'; did you mean 'squeezenet1_",
         ):
             gpuflow.save_checkpoint(tmp_path / "x.pt", model, arch="squeezenet", loader=loader)
         with pytest.raises(

@@ -1,0 +1,150 @@
+"""Says what a model learns from the labels: the number of its outputs, the loss and the measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from gpuflow.config import Config
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.sources import Source, has_labels, has_one_class
+
+_LOSSES = {"class": ("cross_entropy", "bce"), "classes": ("bce",), "numbers": ("mse", "l1", "smooth_l1")}  # auto first
+_OF_NUMBERS = {"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss}
+_TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """Computes losses and measures of logits [N, outputs] and labels.
+
+    Args:
+        labels: what a sample has: one class, any number of classes, or numbers.
+        loss: its name, one of those in `_LOSSES` for these labels.
+        outputs: the number of the model's outputs.
+        smoothing: the share of each label that is spread over the classes, in training.
+    """
+
+    labels: Literal["class", "classes", "numbers"]
+    loss: str
+    outputs: int
+    smoothing: float = 0.0
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Return the names of the measures. The first one decides which epoch is the best.
+
+        >>> Objective(labels="class", loss="bce", outputs=10).measures
+        ('accuracy', 'top5')
+        """
+        if self.labels == "class":
+            return ("accuracy", "top5") if self.outputs > _TOP else ("accuracy",)
+        return ("f1",) if self.labels == "classes" else ("mae",)
+
+    @property
+    def sums_per_batch(self) -> int:
+        """Return the length of `sums`."""
+        return 3 if self.labels == "classes" else len(self.measures)
+
+    def is_better(self, measures: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
+        """Return True if a validation is better than the best one so far, or the first one. NaN is never better."""
+        value = measures[self.measures[0]]
+        other = None if best is None else best.get(self.measures[0])
+        if other is None:
+            return value == value
+        return value < other if self.labels == "numbers" else value > other
+
+    def losses(self, logits: torch.Tensor, labels: torch.Tensor, *, smoothed: bool = False) -> torch.Tensor:
+        """Return the loss of each sample, float32 [N]: the mean over its outputs, if each output has one.
+
+        smoothed: with the labels of training.
+        """
+        logits, smoothing = logits.float(), self.smoothing if smoothed else 0.0
+        if self.loss == "cross_entropy":
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        targets = self._targets(labels)
+        if self.loss != "bce":
+            return _OF_NUMBERS[self.loss](logits, targets, reduction="none").mean(dim=1)
+        choices = self.outputs if self.labels == "class" else 2  # several classes: each is there or not
+        targets = targets * (1 - smoothing) + smoothing / choices
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+
+    def sums(self, logits: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """Return what `results` needs of a batch, float64 [S]. Batches are added up.
+
+        With mixed labels, the class of a sample is the one with the highest probability.
+
+        valid: bool [N], which samples count.
+        """
+        if self.labels == "class":
+            classes = labels if labels.ndim == 1 else labels.argmax(dim=1)
+            right = [logits.argmax(dim=1) == classes]
+            if self.outputs > _TOP:
+                right.append((logits.topk(_TOP).indices == classes[:, None]).any(dim=1))
+            found = [each & valid for each in right]
+        elif self.labels == "classes":
+            return self.counts(logits, labels, valid).sum(dim=1).double()
+        else:
+            found = [(logits.float() - self._targets(labels)).abs().mean(dim=1).where(valid, 0)]
+        return torch.stack([each.sum(dtype=torch.float64) for each in found])
+
+    def results(self, sums: Sequence[float], samples: float) -> dict[str, float]:
+        """Return the measures of this many samples, by name.
+
+        >>> Objective(labels="classes", loss="bce", outputs=3).results([8, 6, 5], 4)
+        {'f1': 0.7142857142857143}
+        """
+        if self.labels == "classes":
+            actual, predicted, right = sums
+            return {"f1": 2 * right / max(1, actual + predicted)}
+        return {name: value / max(1, samples) for name, value in zip(self.measures, sums, strict=True)}
+
+    def counts(self, logits: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """Return how many samples have each class, are predicted to have it, and both, int64 [3, outputs].
+
+        With several classes, those are predicted whose probability is above a half.
+        """
+        actual = self._targets(labels) > 0.5
+        predicted = logits > 0 if self.labels == "classes" else self._targets(logits.argmax(dim=1)) > 0.5
+        return (torch.stack([actual, predicted, actual & predicted]) & valid[:, None]).sum(dim=1)
+
+    def _targets(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return labels as a float32 value for each output, [N, outputs]."""
+        if self.labels == "class" and labels.ndim == 1:
+            return F.one_hot(labels, self.outputs).float()
+        return labels.reshape(len(labels), -1).float()
+
+
+def objective_of(config: Config, source: Source) -> Objective:
+    """Return the objective for the labels of a source.
+
+    Raises ConfigError if it has no labels, or `train.loss` is none for them.
+    """
+    labels: Literal["class", "classes", "numbers"] = "class"
+    outputs, spec = len(source.classes), config.train
+    if not has_labels(source):
+        action = "declare a label in source.fields, or iterate gpuflow.load in a training loop of your own"
+        rule = "must give gpuflow train a label for each sample, gives no label"
+        raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
+    if not has_one_class(source):
+        labels = "classes" if source.labels.dtype == np.uint8 else "numbers"
+    if labels == "numbers":
+        outputs = int(np.prod(source.labels.shape[1:]))
+    known, kinds = _LOSSES[labels], {"class": "one class", "classes": "several classes", "numbers": "numbers"}
+    rule = f"does not suit the source, whose samples have {kinds[labels]} each"
+    loss: str = known[0] if spec.loss == "auto" else spec.loss
+    problem = None
+    if loss not in known:
+        action = f"use auto or {' or '.join(known)}"
+        problem = Problem(f"{config.path}:", rule, loss, action, ("train", "loss"), "config.conflict")
+    elif spec.label_smoothing and labels == "numbers":
+        path = ("train", "label_smoothing")
+        problem = Problem(f"{config.path}:", rule, spec.label_smoothing, "remove it", path, "config.conflict")
+    if problem is not None:
+        raise ConfigError([problem])
+    return Objective(labels=labels, loss=loss, outputs=outputs, smoothing=spec.label_smoothing)
