@@ -220,9 +220,9 @@ def _of_timm(arch: str, wanted: str | bool) -> Iterator[tuple[_Load, list[str]]]
     about = timm.get_pretrained_cfg(name)
     places = []
     if about.hf_hub_id:
-        hub = import_module("huggingface_hub")  # which timm needs
+        hub, constants = map(import_module, ("huggingface_hub", "huggingface_hub.constants"))  # which timm needs
         for file in ("model.safetensors", "pytorch_model.bin"):
-            folder = os.path.join(hub.constants.HF_HUB_CACHE, f"models--{about.hf_hub_id.replace('/', '--')}")
+            folder = os.path.join(constants.HF_HUB_CACHE, f"models--{about.hf_hub_id.replace('/', '--')}")
             cached = hub.try_to_load_from_cache(about.hf_hub_id, file)
             places.append(cached if isinstance(cached, str) else os.path.join(folder, "snapshots", "*", file))
     if about.url:

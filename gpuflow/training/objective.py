@@ -53,8 +53,7 @@ class Objective:
 
     def is_better(self, measures: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
         """Return True if a validation is better than the best one so far, or the first one. NaN is never better."""
-        value = measures[self.measures[0]]
-        other = None if best is None else best.get(self.measures[0])
+        value, other = measures[self.measures[0]], (best or {}).get(self.measures[0])
         if other is None:
             return value == value
         return value < other if self.labels == "numbers" else value > other
@@ -75,11 +74,8 @@ class Objective:
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
 
     def sums(self, logits: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Return what `results` needs of a batch, float64 [S]. Batches are added up.
-
-        With mixed labels, the class of a sample is the one with the highest probability.
-
-        valid: bool [N], which samples count.
+        """Return what `results` needs of a batch, float64 [S]. Batches are added up. valid: bool [N], which samples
+        count. With mixed labels, the class of a sample is the one with the highest probability.
         """
         if self.labels == "class":
             classes = labels if labels.ndim == 1 else labels.argmax(dim=1)
@@ -94,11 +90,7 @@ class Objective:
         return torch.stack([each.sum(dtype=torch.float64) for each in found])
 
     def results(self, sums: Sequence[float], samples: float) -> dict[str, float]:
-        """Return the measures of this many samples, by name.
-
-        >>> Objective(labels="classes", loss="bce", outputs=3).results([8, 6, 5], 4)
-        {'f1': 0.7142857142857143}
-        """
+        """Return the measures of this many samples, by name."""
         if self.labels == "classes":
             actual, predicted, right = sums
             return {"f1": 2 * right / max(1, actual + predicted)}

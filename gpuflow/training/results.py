@@ -13,11 +13,7 @@ from gpuflow.runtime.files import atomic_write
 
 
 class Results:
-    """Writes the results of one run to its folder. Only rank 0 does.
-
-    Args:
-        folder: the run's.
-        tensorboard: also write events for TensorBoard, below `folder`.
+    """Writes the results of one run to its folder, also for TensorBoard if asked for. Only rank 0 does.
 
     Raises MissingExtra if TensorBoard is asked for and is not installed.
     """
@@ -41,29 +37,31 @@ class Results:
             table.writeheader()
             table.writerows(rows)
 
-    def write_classes(self, names: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
-        """Write recall and precision of each class in the latest validation, as `gpuflow evaluate` does.
+    def add_epoch(
+        self, row: Mapping[str, float], classes: Sequence[str], counts: Sequence[Sequence[int]] | None
+    ) -> None:
+        """Write recall and precision of each class, as `gpuflow evaluate` does, and the events of an epoch.
 
-        counts: for each class the samples that have it, those predicted to have it, and those of which both is true.
+        counts: for each class the samples that have it, those predicted to have it, and those of which both is true;
+            None if there is nothing to write.
         """
-        with atomic_write(self._folder / self.CLASSES, text=True) as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(["class", "samples", "recall", "precision"])
-            for name, actual, predicted, right in zip(names, *counts, strict=True):
-                shares = [f"{right / total:.6g}" if total else "nan" for total in (actual, predicted)]
-                table.writerow([name, actual, *shares])
-
-    def add_events(self, row: Mapping[str, float]) -> None:
-        """Add the numbers of an epoch to TensorBoard's events; those of the same and later epochs are purged first."""
+        if counts is not None:
+            with atomic_write(self._folder / self.CLASSES, text=True) as file:
+                table = csv.writer(file, lineterminator="\n")
+                table.writerow(["class", "samples", "recall", "precision"])
+                for name, actual, predicted, right in zip(classes, *counts, strict=True):
+                    shares = [f"{right / total:.6g}" if total else "nan" for total in (actual, predicted)]
+                    table.writerow([name, actual, *shares])
         if not self._tensorboard:
             return
+        epoch = int(row["epoch"])
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=int(row["epoch"]))
+            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=epoch)
         for name, value in row.items():
             if name != "epoch":
-                self._writer.add_scalar(name.replace("_", "/", 1), value, int(row["epoch"]))
+                self._writer.add_scalar(name.replace("_", "/", 1), value, epoch)
         self._writer.flush()
 
     def close(self) -> None:

@@ -35,7 +35,6 @@ _READ_SECONDS = 0.5
 _RATES = {"sgd": (0.1, 256), "adamw": (1e-3, 1024)}
 """The learning rate for a step of this many samples; for others in proportion (Goyal 2017; Touvron 2021)."""
 _DECAYS = {"sgd": 1e-4, "adamw": 0.05}
-_STEP_FACTOR = 0.1
 _AUXILIARY_WEIGHT = 0.3
 """The weight of the loss of an auxiliary classifier (Szegedy et al., 2015)."""
 _STATISTICS_SAMPLES = 256
@@ -143,8 +142,9 @@ class Trainer:
         self.train_loader, self.val_loader = self.loaders["train"], self.loaders.get("val")
         torch.manual_seed(config.source.seed)
         self.model: nn.Module = _model(config, self._objective.outputs)
-        wanted, place = self._spec.pretrained if not resume else False, f"{config.path}:"
-        self._origin = load_pretrained(self.model, self._spec.model, self._objective.outputs, wanted, place)
+        if not resume:
+            wanted, outputs = self._spec.pretrained, self._objective.outputs
+            self._origin = load_pretrained(self.model, self._spec.model, outputs, wanted, f"{config.path}:")
         self.model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._optimizer = self._new_optimizer()
         self._average = copy.deepcopy(self.model) if self._spec.ema is not None else None
@@ -169,12 +169,12 @@ class Trainer:
         validated = f"{self.val_loader.samples_per_epoch:,} to validate" if self.val_loader else "none to validate"
         more = (f", {spec.amp}" if spec.amp else "") + (f", ema {spec.ema:g}" if spec.ema else "")
         return [
-            f"model     {spec.model}, {count:,} weights: {self._origin or f'{self.checkpoint} at step {self.step:,}'}",
+            f"model     {spec.model}, {count:,} parameters, {self._origin}",
             f"data      {' and '.join(source.where for source in self._config.sources)}: {loader.samples_per_epoch:,} "
             f"samples to train, {validated}, {outputs:,} {'classes' if loader.classes else 'numbers each'}",
             f"training  {spec.epochs:,} epochs of {len(loader):,} steps of {loader.samples_per_step:,} samples: "
             f"{self._objective.loss}, {spec.optimizer}, {spec.schedule} from {self._highest_rate():.3g}{more}",
-            f"device    {self.device}, {self._ranks.world_size} rank(s)",
+            f"device    {self.device}" + (f", {self._ranks.world_size} ranks" if self._ranks.world_size > 1 else ""),
             f"folder    {self.checkpoint.parent}",
         ]
 
@@ -213,8 +213,7 @@ class Trainer:
             stack.callback(self._results.close)
             group = stack.enter_context(process_group(self._ranks, self.device, timeout_seconds=timeout))
             replica = group.replicate(self.model)
-            if self._history and self._ranks.rank == 0:  # what a killed run left undone after its last save
-                self._write_results()
+            self._write_results()  # what a killed run left undone after its last save
             if self._unvalidated is not None:
                 result = self._complete_epoch(group, events)
             while self.step < last_step and not self.preempted:
@@ -351,16 +350,15 @@ class Trainer:
         self._unvalidated = None
         if self._ranks.rank == 0:
             with self._locating():  # before the save: if the run is killed in between, the next one does it again
-                self._results.add_events(row)
-                if counts is not None:
-                    self._results.write_classes(self.train_loader.classes, counts)
+                self._results.add_epoch(row, self.train_loader.classes, counts)
         self._save_of_rank_0()
-        if self._ranks.rank == 0:
-            self._write_results()
+        self._write_results()
         return result
 
     def _write_results(self) -> None:
-        """Write metrics.csv, and copy last.pt to best.pt if it is the best one."""
+        """Write metrics.csv, and copy last.pt to best.pt if it is the best one. Only rank 0 writes."""
+        if not self._history or self._ranks.rank != 0:
+            return
         with self._locating():
             self._results.write_epochs(self._history)
             if self._best is not None and self._best["step"] == self.step and self._unvalidated is None:
@@ -445,7 +443,7 @@ class Trainer:
             return highest * (self.step + 1) / warm
         if spec.schedule == "step":
             every = spec.step_epochs or max(1, spec.epochs // 3)
-            return highest * (spec.step_factor or _STEP_FACTOR) ** (self.step // (every * len(self.train_loader)))
+            return highest * (spec.step_factor or 0.1) ** (self.step // (every * len(self.train_loader)))
         done = (self.step - warm) / max(1, steps - warm)
         return highest * 0.5 * (1 + math.cos(math.pi * done))
 
@@ -593,6 +591,7 @@ class Trainer:
         self._history, self._best = state.get("history") or [], state.get("best")
         self._unvalidated = state.get("unvalidated")
         self.step = self._steps_done()
+        self._origin = f"{self.checkpoint} at step {self.step:,}"
         if self._unvalidated is not None:
             self.epoch = int(self._unvalidated["epoch"]) - 1
 
