@@ -319,7 +319,7 @@ def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
     state = read_checkpoint(path)
 
     def build() -> nn.Module:
-        module = build_model(state["arch"], state.get("outputs") or len(state["classes"]))
+        module = build_model(state["arch"], len(state["classes"]) or state["outputs"])
         module.load_state_dict(state.get("ema") or state["model"])
         return module.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 

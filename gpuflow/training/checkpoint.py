@@ -64,7 +64,7 @@ def save_checkpoint(
         loader: that it is trained on.
         val: that it is validated on, whose preprocessing is the one to serve with; by default that of `loader`.
         optimizer: whose state to save.
-        outputs: the number of the model's outputs, by default that of the classes.
+        outputs: how many numbers the model predicts, in place of classes; the file then names no classes.
         more: further values, such as the step: numbers, strings, tensors, and lists and dictionaries of them. Under
             `ema`, other weights of the model, such as a moving average, which are then served.
 
@@ -97,7 +97,7 @@ def save_checkpoint(
     state: dict[str, Any] = {
         "version": CHECKPOINT_VERSION,
         "arch": arch,
-        "classes": list(loader.classes),
+        "classes": list(loader.classes) if outputs is None else [],
         "outputs": count,
         "model": weights,
         "optimizer": None if optimizer is None else optimizer.state_dict(),

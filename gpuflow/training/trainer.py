@@ -166,12 +166,13 @@ class Trainer:
         """Return lines that name what is trained: model, data, device and folder."""
         spec, loader, outputs = self._spec, self.train_loader, self._objective.outputs
         count = sum(weight.numel() for weight in self.model.parameters())
+        what = "numbers each" if self._objective.labels == "numbers" else "classes"
         validated = f"{self.val_loader.samples_per_epoch:,} to validate" if self.val_loader else "none to validate"
         more = (f", {spec.amp}" if spec.amp else "") + (f", ema {spec.ema:g}" if spec.ema else "")
         return [
             f"model     {spec.model}, {count:,} parameters, {self._origin}",
             f"data      {' and '.join(source.where for source in self._config.sources)}: {loader.samples_per_epoch:,} "
-            f"samples to train, {validated}, {outputs:,} {'classes' if loader.classes else 'numbers each'}",
+            f"samples to train, {validated}, {outputs:,} {what}",
             f"training  {spec.epochs:,} epochs of {len(loader):,} steps of {loader.samples_per_step:,} samples: "
             f"{self._objective.loss}, {spec.optimizer}, {spec.schedule} from {self._highest_rate():.3g}{more}",
             f"device    {self.device}" + (f", {self._ranks.world_size} ranks" if self._ranks.world_size > 1 else ""),
@@ -468,7 +469,7 @@ class Trainer:
                 loader=self.train_loader,
                 val=self.val_loader,
                 optimizer=self._optimizer,
-                outputs=self._objective.outputs,
+                outputs=self._objective.outputs if self._objective.labels == "numbers" else None,
                 step=self.step,
                 epoch_sums=self._epoch_sums,
                 optimizer_name=self._spec.optimizer,
@@ -552,7 +553,7 @@ class Trainer:
         state = read_resumable(self.checkpoint, self.device)
         ours = {
             "arch": self._spec.model,
-            "classes": list(self.train_loader.classes),
+            "classes": [] if self._objective.labels == "numbers" else list(self.train_loader.classes),
             "outputs": self._objective.outputs,
             "optimizer_name": self._spec.optimizer,
         }
