@@ -343,7 +343,7 @@ def check(
     """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image.
 
     It does not open the source, which may be on another machine; gpuflow scan does. A file of weights is read if it is
-    on this one.
+    on this one, and so is the index of a source that source.split divides by a rule, for the sizes of its parts.
 
     With --leaks it compares the bytes of the source's parts: sizes, then the last 4 KiB of files of equal size, then
     the files whose ends are equal.
@@ -351,6 +351,7 @@ def check(
     from gpuflow.pipeline.views import named_programs
     from gpuflow.sources import check_weights_file
     from gpuflow.sources.storage.local import missing_file
+    from gpuflow.tools.parts import parts_text
 
     config = _read(path, overrides)
     weights = [one.weights for one in config.sources if one.weights is not None]
@@ -370,7 +371,11 @@ def check(
         for each in weights
         if each.file is not None and (hint := missing_file(each.file))
     ]
+    if config.source_block is not None and (shares := dict(config.source_block.fractions)):
+        text = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
+        notes.append(f"files that are added move samples between parts; not with split: {{parts: {{{text}}}}}")
     notes += [note] if (note := _order_note(config)) else []
+    parts = parts_text(config)
     if as_json:
         pipelines = {
             name: {
@@ -387,7 +392,7 @@ def check(
             }
             for name, several in views.items()
         }
-        ctx.obj |= {"file": str(path), "pipelines": pipelines, "notes": notes}
+        ctx.obj |= {"file": str(path), "pipelines": pipelines, "parts": parts, "notes": notes}
         if leaks:
             ctx.obj["leaks"] = _leaks_of(config, max_requests, notes)
             if ctx.obj["leaks"]:
@@ -397,6 +402,8 @@ def check(
         for view, count, one in several:
             place, times = (f"{name}.{view}", f"{count} x ") if view else (name, "")
             _print(f"{place}: {repr(one.pipeline).partition(': ')[2]}  gives {times}{one.result}")
+    if parts:
+        _print(f"source.split: {parts}")
     for name in config.pipelines:
         _print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
     found = _leaks_of(config, max_requests, notes) if leaks else []
@@ -502,6 +509,34 @@ def explain(ctx: typer.Context, path: ConfigFile, overrides: Overrides = None, a
         _print(found)
     if found.error is not None:
         raise found.error
+
+
+@_command(_DATA, "gpuflow split configs/demo.yaml --out parts.csv")
+def split(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the part of each sample to this file.")
+    ] = None,
+) -> None:
+    """Say how many samples each part of the source has; with --out, write a CSV file: path, label, part (and fold).
+
+    source.split: {column: part, file: FILE} then reads the parts from that file. A file that exists is not overwritten.
+    """
+    from gpuflow.sources import parts_csv
+    from gpuflow.tools.parts import divided
+
+    config = _read(path, overrides)
+    if out is not None:
+        _check_output("--out", out)
+        if out.exists():
+            raise ConfigError([Problem("--out:", f"{out} exists and is not overwritten; remove it, or name another")])
+    with divided(config) as (source, division):
+        if out is not None:
+            _write(out, parts_csv(source, division))
+    _print(str(division))
+    if out is not None:
+        _print(f"wrote {out}: {len(division.parts):,} samples")
 
 
 @_command(_DATA, "gpuflow show configs/demo.yaml -n 16 --out page.html")

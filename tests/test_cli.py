@@ -40,6 +40,7 @@ COMMANDS = [
         "schema",
         "explain",
         "show",
+        "split",
         "doctor",
         "predict",
         "evaluate",

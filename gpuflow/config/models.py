@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem, suggest
@@ -27,6 +27,7 @@ from gpuflow.pipeline.stage import Mixing
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import KINDS, Source, SourceSpec, fields_of
+from gpuflow.sources.split_spec import SplitSpec, is_rule
 from gpuflow.sources.storage import CacheSpec
 
 OnError = Literal["raise", "replace", "skip"]
@@ -468,6 +469,8 @@ def _yaml_type(hint: Any) -> Any:
     if origin is Mapping:
         return dict[parts[0], _yaml_type(parts[1])]  # type: ignore[misc,valid-type]
     if origin in (typing.Union, types.UnionType):
+        if SplitSpec in parts:
+            return _SPLIT
         return typing.Union[tuple(map(_yaml_type, alternatives(parts)))]  # noqa: UP007  # of a tuple
     return tuple[_yaml_type(parts[0]), ...] if origin is tuple and parts[-1] is Ellipsis else hint  # type: ignore[misc]
 
@@ -475,7 +478,7 @@ def _yaml_type(hint: Any) -> Any:
 def alternatives(parts: Sequence[Any]) -> Sequence[Any]:
     """Return what a union's value may be in YAML, which has mappings where Python may have pairs."""
     mappings = [part for part in parts if typing.get_origin(part) is Mapping]
-    return mappings or parts
+    return [*mappings, *filter(dataclasses.is_dataclass, parts)] if mappings else parts
 
 
 class CacheKeys(_Block):
@@ -486,6 +489,10 @@ class CacheKeys(_Block):
 
 
 _KEYS: dict[type[Any], type[BaseModel]] = {CacheSpec: CacheKeys}
+_SPLIT: Any = Annotated[
+    Annotated[dict[str, float], Tag("fractions")] | Annotated[keys_of(SplitSpec), Tag("rule")],
+    Discriminator(lambda block: "rule" if isinstance(block, BaseModel) or is_rule(block) else "fractions"),
+]
 
 SourceKeys = pydantic.create_model(
     "SourceKeys",
@@ -521,7 +528,7 @@ class Document(_Block):
 
     def problems(self, source: SourceSpec | None = None) -> Iterator[Problem]:
         """Yield a problem for each broken rule between keys. source: None where there is no block, or it is wrong."""
-        parts = source.part_names if source is not None else ()
+        parts = _part_names(self.pipelines, source)
         key = "splits" if source is not None and source.splits else "split"
         blocks = "source", "pipelines"
         given = [name for name in blocks if name in self.model_fields_set and getattr(self, name) is not None]
@@ -542,8 +549,18 @@ class Document(_Block):
         if _WHOLE in parts:
             rule = f"takes the name that means the whole source, {_WHOLE}"
             action = "give this part another one"
-            yield Problem.of(("source", key, _WHOLE), rule, action=action, code="config.conflict")
+            inner = (
+                ("parts" if source.rule.parts else "files",) if source is not None and source.rule is not None else ()
+            )
+            yield Problem.of(("source", key, *inner, _WHOLE), rule, action=action, code="config.conflict")
         yield from super().problems()
+
+
+def _part_names(pipelines: Mapping[str, PipelineSpec], source: SourceSpec | None) -> tuple[str, ...]:
+    """Return the names of the source's parts; where a column has them, those that pipelines read."""
+    if source is None or source.part_names or source.rule is None:
+        return source.part_names if source is not None else ()
+    return tuple(dict.fromkeys(block.split or name for name, block in pipelines.items() if block.split != _WHOLE))
 
 
 def _part_problems(name: str, pipeline: PipelineSpec, parts: Sequence[str], key: str) -> Iterator[Problem]:
@@ -641,7 +658,12 @@ class Config:
         does."""
         split = self.pipelines[name].split if name in self.pipelines else None
         part = name if split is None else split
-        return part if part in self.source.part_names else None
+        return part if part in self.part_names else None
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Return the names of the source's parts; where a column has them, those that pipelines read."""
+        return _part_names(self.pipelines, self.source)
 
     def on_error_of(self, name: str, *, drawn: bool | None = None) -> OnError:
         """Return what happens to bad samples of a pipeline. See `on_error_choice`."""

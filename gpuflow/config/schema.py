@@ -23,12 +23,13 @@ from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.stage import Stage
 from gpuflow.sources import KINDS, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.split_spec import GroupSpec, SplitSpec
 from gpuflow.sources.storage import CacheSpec
 
 Schema = dict[str, Any]
 
 _STAGES = {"$ref": "#/$defs/stages"}
-_SHARED = FieldSpec, WeightsSpec
+_SHARED = FieldSpec, WeightsSpec, SplitSpec, GroupSpec
 """Blocks that several kinds of sources have."""
 
 

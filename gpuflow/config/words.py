@@ -137,7 +137,7 @@ def _describe(fault: Any, model: type[BaseModel], document: type[BaseModel]) -> 
     at = fault["loc"]
     kind = fault["type"]
     value = fault["input"]
-    parent, hint = _hint_at(model, at)
+    parent, hint = _hint_at(model, at, is_unknown=kind == "extra_forbidden")
     if kind == "invalid_key" or fault["is_key"]:
         return Problem.of(at, "is a key that is not text", action="put it in quotes", code="config.unknown_key")
     if kind == "extra_forbidden":
@@ -178,14 +178,21 @@ def _choices(hint: Any) -> list[str]:
     return [word for part in typing.get_args(hint) for word in _choices(part)]
 
 
-def _hint_at(model: type[BaseModel], at: Sequence[Key]) -> tuple[type[BaseModel] | None, Any]:
-    """Return the model that holds the key at a place, and the key's type, as far as they are known."""
+def _hint_at(model: type[BaseModel], at: Sequence[Key], *, is_unknown: bool) -> tuple[type[BaseModel] | None, Any]:
+    """Return the model that holds the key at a place, and the key's type, as far as they are known.
+
+    is_unknown: whether the last key is none that the model has.
+    """
     parent: type[BaseModel] | None = None
     hint: Any = model
     for key in at:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            parts = typing.get_args(hint)
-            hint = next((part for part in parts if _is_model(part) or typing.get_origin(part) is dict), hint)
+            parts = [
+                part.__origin__ if typing.get_origin(part) is Annotated else part for part in typing.get_args(hint)
+            ]
+            models = (part for part in parts if _is_model(part) and (is_unknown or key in part.model_fields))
+            others = (part for part in parts if _is_model(part) or typing.get_origin(part) is dict)
+            hint = next(models, next(others, hint))
         if _is_model(hint):
             parent = hint
             hint = next((f.annotation for n, f in hint.model_fields.items() if key in (n, f.alias)), None)

@@ -47,6 +47,7 @@ from gpuflow.sources import (
     unwrapped,
     weights_of,
 )
+from gpuflow.sources.split_spec import pairs
 from gpuflow.sources.storage import time_limit
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def open_split(config: Config, name: str, whole: Source | None = None) -> Source
     whole = open_whole(config) if whole is None else whole
     part = config.split_of(name)
     with _naming_file(config):
-        return whole if part is None else subset(whole, config.source, part)
+        return whole if part is None else subset(whole, config.source, part, config.part_names)
 
 
 def open_whole(config: Config) -> Source:
@@ -281,9 +282,11 @@ def _require_other_file(config: Config) -> None:
     path = config.run.bad_file
     if not path:
         return
+    rule = config.source.rule
+    lists = [] if rule is None else [("split", file) for file in (rule.file, *dict(pairs(rule.files)).values())]
     for source in config.source.sources:
         weights = source.weights.file if source.weights is not None else None
-        for key, read in ((source.kind, source.where), ("weights.file", weights)):
+        for key, read in ((source.kind, source.where), ("weights.file", weights), *lists):
             if read and os.path.realpath(path) == os.path.realpath(os.path.expanduser(read)):
                 problem = f"must not be the file of source.{key}, got {path!r}; name another file"
                 raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)])
@@ -295,7 +298,7 @@ def _identity(config: Config, name: str, source: Source, batch_size: int) -> str
     The files are not part of it: the source's fingerprint identifies them, and their folder may change.
     """
     spec = config.source
-    split = (spec.split or spec.splits, config.split_of(name))
+    split = (spec.fractions or spec.splits, config.split_of(name))
     kind = (spec.kind, split, spec.shard_window(unwrapped(source)) if source.shard_sizes else None)
     shuffle, rules = config.pipelines[name].shuffle, config.pipelines[name].targets.rules
     changed = () if rules == TargetRules() else (repr(rules),)

@@ -26,16 +26,9 @@ from gpuflow.sources.folder import Folder
 from gpuflow.sources.hf import Hf, HfSource
 from gpuflow.sources.listing import Listing
 from gpuflow.sources.mix import Mix, MixSource
-from gpuflow.sources.spec import (
-    BalanceSpec,
-    Extent,
-    NotMeasuredError,
-    SourceSpec,
-    WeightsSpec,
-    offered_kinds,
-    spec_class,
-)
-from gpuflow.sources.split import Subset, subset
+from gpuflow.sources.spec import BalanceSpec, Extent, NotMeasuredError, SourceSpec, WeightsSpec, offered_kinds, spec_class
+from gpuflow.sources.split import Division, Subset, divide, parts_csv, subset
+from gpuflow.sources.split_spec import GroupSpec, SplitSpec
 from gpuflow.sources.storage import SPARE_BYTES, Allocate, CachedStorage, Payload, lay_out
 from gpuflow.sources.tar import Tar
 from gpuflow.sources.weights import balanced_groups, check_weights_file, weights_of
@@ -45,8 +38,10 @@ __all__ = [
     "SPARE_BYTES",
     "Allocate",
     "BalanceSpec",
+    "Division",
     "Extent",
     "Folder",
+    "GroupSpec",
     "HfSource",
     "Mix",
     "MixSource",
@@ -55,12 +50,14 @@ __all__ = [
     "RecordSource",
     "Source",
     "SourceSpec",
+    "SplitSpec",
     "Subset",
     "WeightsSpec",
     "all_kinds",
     "balanced_groups",
     "cache_counts",
     "check_weights_file",
+    "divide",
     "fields_of",
     "fingerprint_of",
     "has_labels",
@@ -69,6 +66,7 @@ __all__ = [
     "lay_out",
     "left_out_of",
     "open_source",
+    "parts_csv",
     "records_of",
     "source_spec",
     "spec_class",

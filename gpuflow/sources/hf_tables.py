@@ -258,6 +258,9 @@ class ArrowCells:
     def entries(self) -> bytes:
         return names_of([file.path for file in self.rows.files])
 
+    def names(self) -> list[str]:
+        return self.rows.names(row for size in self.rows.sizes for row in range(size))
+
     def numbers(self) -> Sequence[Ints]:
         return (self.lengths,)
 
@@ -424,6 +427,9 @@ class ParquetCells:
 
     def entries(self) -> bytes:
         return names_of([file.path for file in self.rows.files])
+
+    def names(self) -> list[str]:
+        return self.rows.names(row for size in self.rows.sizes for row in range(size))
 
     def numbers(self) -> Sequence[Ints]:
         return (np.concatenate([self.ends, self.stored]),)

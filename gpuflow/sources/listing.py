@@ -260,6 +260,7 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSour
         has_labels=labels is not None,
         table=records,
         note=note,
+        locate=lines.locate.sample,
     )
 
 

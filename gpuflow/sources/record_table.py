@@ -118,6 +118,9 @@ class Files(Protocol):
     def entries(self) -> bytes:
         """See `gpuflow.sources.base.entries_of`."""
 
+    def names(self) -> list[str]:
+        """See `gpuflow.sources.split_values.names_of_samples`."""
+
     def numbers(self) -> Sequence[Sequence[int] | Ints]:
         """Return columns of whole numbers that a fingerprint of images includes, such as the files' sizes."""
 
@@ -154,6 +157,9 @@ class WholeFiles:
     def entries(self) -> bytes:
         return self.paths.entries_below(self.root)
 
+    def names(self) -> list[str]:
+        return os.fsdecode(self.entries()).split("\0")[:-1]
+
     def numbers(self) -> Sequence[Ints]:
         return ()
 
@@ -167,11 +173,11 @@ class WholeFiles:
 @final
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Members of shards. names: of the members. starts, sizes: int64 [n], in bytes."""
+    """Members of shards. members: their names. starts, sizes: int64 [n], in bytes."""
 
     storage: Storage
     shards: Shards
-    names: PathTable
+    members: PathTable
     starts: Ints
     sizes: Ints
 
@@ -180,7 +186,7 @@ class Members:
         return self.shards.sizes
 
     def path(self, index: int) -> str:
-        return redacted(f"{self.shards.place(index)[0].path}/{self.names[index]}")
+        return redacted(f"{self.shards.place(index)[0].path}/{self.members[index]}")
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)
@@ -191,13 +197,16 @@ class Members:
         return self.shards.ranges(indices, self.starts, self.sizes)
 
     def entries(self) -> bytes:
-        return self.names.blob + names_of([shard.path for shard in self.shards.files])
+        return self.members.blob + names_of([shard.path for shard in self.shards.files])
+
+    def names(self) -> list[str]:
+        return self.shards.names(self.members.entries())
 
     def numbers(self) -> Sequence[Sequence[int] | Ints]:
         return self.sizes, self.shard_sizes
 
     def parts(self) -> Iterator[bytes]:
-        yield from (self.names.blob, self.sizes.tobytes())
+        yield from (self.members.blob, self.sizes.tobytes())
 
     def close(self) -> None:
         self.storage.close()
@@ -212,7 +221,10 @@ class TableSource:
         table: the declared fields besides image and label.
         splits: for each split that the source itself has, by name, the range of its indices (first, after the last).
         note: how its index was read, for `gpuflow explain`; empty if there was nothing to decide.
+        locate: returns the place of sample i in errors; by default its path. Copies and other processes lack it.
     """
+
+    locate: Callable[[int], str] | None = None
 
     def __init__(
         self,
@@ -224,6 +236,7 @@ class TableSource:
         table: RecordTable = NO_FIELDS,
         splits: Mapping[str, tuple[int, int]] | None = None,
         note: str = "",
+        locate: Callable[[int], str] | None = None,
     ) -> None:
         self.files = files
         self.storage = files.storage
@@ -233,7 +246,11 @@ class TableSource:
         self.has_labels = has_labels
         self.splits = dict(splits or {})
         self.note = note
+        self.locate = locate
         self._table = table
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "locate"}
 
     @cached_property
     def fingerprint(self) -> str:

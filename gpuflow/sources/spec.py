@@ -12,22 +12,25 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.base import Source, is_read_remotely
 from gpuflow.sources.field_spec import FieldPairs, Fields, FieldSpec, GivenClasses, field_problems, pairs_of_fields
 from gpuflow.sources.record_table import TableSource
+from gpuflow.sources.split_spec import Fraction, Pairs, SplitSpec, is_rule, pairs, share_problems
 from gpuflow.sources.storage import CacheSpec, is_remote
 from gpuflow.sources.storage.local import missing_file
 from gpuflow.version import entry_points
 
-T = TypeVar("T")
-
 _WINDOW = 8192
-_FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")
-Fraction = Annotated[float, _FRACTION]
+_WITHOUT_COLUMNS = {
+    "column": "name a CSV file that has it, with file",
+    "group": "take a part of each path, {path: REGEX}",
+    "stratify": "write label or false",
+}
+"""What to do instead of naming a column in `split`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +105,8 @@ class SourceSpec(ABC):
 
     Args:
         seed: the seed of the split, of every order and of all random numbers.
-        split: the fraction of each named part, in order; a pipeline reads the part that has its name.
+        split: the fraction of each named part, in order, or a block that says how samples are divided; a pipeline reads
+            the part that has its name.
     """
 
     kind: ClassVar[str]
@@ -116,10 +120,12 @@ class SourceSpec(ABC):
     """Whether samples may have fields that are not declared."""
 
     seed: Annotated[int, Bounds(least=0)] = 0
-    split: Mapping[str, Fraction] | tuple[tuple[str, Fraction], ...] = ()
+    split: Mapping[str, Fraction] | Pairs[Fraction] | SplitSpec = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "split", _pairs(self.split))
+        split: Any = self.split
+        if not isinstance(split, SplitSpec):
+            object.__setattr__(self, "split", SplitSpec(**split) if is_rule(split) else pairs(split))
         for name in self.key_fields():
             if isinstance(value := getattr(self, name), list) and name != self.kind:
                 object.__setattr__(self, name, tuple(value))
@@ -139,17 +145,17 @@ class SourceSpec(ABC):
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each broken rule between keys, its path from this block on."""
-        for name, fraction in self.fractions:
-            if rule := _FRACTION.broken_rule(fraction):
-                yield Problem.of(("split", name), rule, fraction, code="config.range")
-        total = sum(fraction for _, fraction in self.fractions)
-        if total > 1 + 1e-9:
-            rule = f"must add up to at most 1, got {total:g}"
-            yield Problem.of("split", rule, action="lower a fraction", code="config.conflict")
-        for key, names in (("split", [name for name, _ in self.fractions]), ("splits", list(self.splits))):
-            if len(set(names)) < len(names):
-                yield Problem.of(key, "must name each split once", names, code="config.conflict")
-        if self.splits and self.fractions:
+        if self.rule is not None:
+            yield from (problem.below("split") for problem in self.rule.problems())
+            for source in self.sources:
+                for at in self.rule.columns if isinstance(source, Samples) and not source.has_columns else ():
+                    rule = f"must not name a column of source.{source.kind}, which has none"
+                    action = _WITHOUT_COLUMNS[at[0]]
+                    yield Problem.of(("split", *at), rule, action=action, code="config.conflict")
+        yield from share_problems("split", self.fractions, "config.conflict")
+        if len(set(self.splits)) < len(self.splits):
+            yield Problem.of("splits", "must name each split once", list(self.splits), code="config.conflict")
+        if self.splits and self.split:
             yield Problem.of(
                 "splits", "must not stand next to split", action="remove one of them", code="config.conflict"
             )
@@ -234,13 +240,18 @@ class SourceSpec(ABC):
 
     @property
     def fractions(self) -> tuple[tuple[str, float], ...]:
-        """Return the splits as pairs."""
-        return _pairs(self.split)
+        """Return the fraction of each part by name; none where a `rule` divides the source."""
+        return () if isinstance(self.split, SplitSpec) else pairs(self.split)
+
+    @property
+    def rule(self) -> SplitSpec | None:
+        """Return what divides the source; None for fractions, and without parts."""
+        return self.split if isinstance(self.split, SplitSpec) else None
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Return the names of all parts."""
-        return self.splits or tuple(name for name, _ in self.fractions)
+        """Return the names of all parts; none where a column has them."""
+        return self.splits or (tuple(name for name, _ in self.fractions) if self.rule is None else self.rule.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -469,10 +480,6 @@ def _listed(words: Iterable[str], conjunction: str) -> str:
     """Return `a, b and c`."""
     *others, last = words
     return f"{', '.join(others)} {conjunction} {last}" if others else last
-
-
-def _pairs(values: Mapping[str, T] | tuple[tuple[str, T], ...]) -> tuple[tuple[str, T], ...]:
-    return tuple(values.items()) if isinstance(values, Mapping) else tuple((name, value) for name, value in values)
 
 
 # --- sources of other packages ----------------------------------------------------------------------------------------

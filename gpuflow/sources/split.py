@@ -1,21 +1,37 @@
-"""Splits a source into disjoint parts, seeded and, where each sample has one class, stratified.
+"""Divides a source into disjoint parts: by fractions, or by a rule (`SplitSpec`).
 
-Every class is divided in the same proportions as the whole: split s gets the floor or the ceiling of fraction_s * n_c
-samples of class c, and the totals of the splits are exact. The samples that the floors leave over go, class by class,
-to the splits that are furthest below their totals (error diffusion), so each class compensates the rounding of earlier
-classes.
+Fractions: every class is divided in the same proportions as the whole. Part s gets the floor or the ceiling of
+fraction_s * n_c samples of class c, and the totals of the parts are exact. The samples that the floors leave over go,
+class by class, to the parts that are furthest below their totals (error diffusion), so each class compensates the
+rounding of earlier classes.
+
+Stable shares: the hash of a sample's name, or of its group's, is a point in [0, 1), and the shares are intervals there.
+No other sample matters.
+
+Exact shares and folds: the samples of a class in the order of their hashes are cut, or dealt out in turn. Groups are
+placed whole, the largest first, each where the parts' counts of classes then deviate least from their shares (as in
+scikit-learn's StratifiedGroupKFold, in whole numbers, so that all machines agree).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+import io
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction as Exact
 from functools import cached_property
+from itertools import accumulate
 from typing import final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from gpuflow.arrays import Ints
-from gpuflow.errors import SourceError
+from gpuflow.arrays import Array, Ints
+from gpuflow.errors import SourceError, suggest
 from gpuflow.pipeline.records import Field, LeftOut, Records
 from gpuflow.pipeline.rng import key64, permute
 from gpuflow.sources.base import (
@@ -31,6 +47,8 @@ from gpuflow.sources.base import (
 )
 from gpuflow.sources.mix import MixSource
 from gpuflow.sources.spec import SourceSpec
+from gpuflow.sources.split_spec import TEST, TRAIN, VAL, Pairs, SplitSpec, pairs
+from gpuflow.sources.split_values import column_texts, file_texts, group_names, names_of_samples
 from gpuflow.sources.storage import Allocate, Payload, Storage
 
 
@@ -95,28 +113,344 @@ class Subset:
         self.source.close()
 
 
-def subset(source: Source, spec: SourceSpec, name: str) -> Source:
-    """Select the split called `name`, or the whole source where `spec` declares no such split."""
-    if name not in spec.part_names:
+def subset(source: Source, spec: SourceSpec, name: str, known: Sequence[str] = ()) -> Source:
+    """Select the part called `name`, or the whole source where `spec` declares no such part.
+
+    known: the names that a column of parts may hold, besides train, val and test; by default any.
+    """
+    by_column = spec.rule is not None and not spec.part_names
+    if name not in spec.part_names and not by_column:
         return source
-    if isinstance(source, MixSource):
-        return source.with_parts([subset(part, spec, name) for part in source.parts])
-    if spec.splits:
-        start, stop = source.splits[name]  # type: ignore[attr-defined]  # a source whose splits have names
-        return Subset(source, np.arange(start, stop))
-    place = spec.part_names.index(name)
-    labels = source.labels
-    classes = source.classes
-    if not has_one_class(source):
-        labels = np.zeros(len(source), np.int64)
-        classes = ("",)
-    indices = split_indices(labels, classes, [share for _, share in spec.fractions], spec.seed, place)
-    if not len(indices):
-        raise SourceError(
-            f"source.split.{name} must hold at least one sample, got none: "
-            f"{spec.fractions[place][1]:g} of {len(source)} samples; raise the fraction or add samples"
-        )
+    division = divide(source, spec, known)
+    place = division.names.index(name) if name in division.names else -2
+    parts = division.parts
+    if not isinstance(source, MixSource):
+        return _part(source, spec, name, np.flatnonzero(parts == place))
+    ends = np.cumsum(source.sizes)[:-1]
+    chosen = zip(source.parts, np.split(parts, ends), strict=True)
+    return source.with_parts([_part(part, spec, name, np.flatnonzero(own == place)) for part, own in chosen])
+
+
+def _part(source: Source, spec: SourceSpec, name: str, indices: Ints) -> Subset:
+    """Return these samples of a source as its part `name`. Raises SourceError if there are none."""
+    if not len(indices) and not spec.splits:
+        share = dict(spec.fractions if spec.rule is None else pairs(spec.rule.parts)).get(name)
+        size = f"{len(source)} samples" if share is None else f"{share:g} of {len(source)} samples"
+        action = "give it samples" if share is None else "raise the fraction or add samples"
+        raise SourceError(f"source.split.{name} must hold at least one sample, got none: {size}; {action}")
     return Subset(source, indices)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """Which part each sample of a whole source is in.
+
+    names: of the parts. parts: int64 [n], the number of each sample's part, -1 for none.
+    folds: int64 [n], the number of each sample's fold, -1 for those of the part test; None without folds.
+    deviations: of each part with a stable share, the standard deviation of its size; None for others.
+    """
+
+    names: tuple[str, ...]
+    parts: Ints
+    folds: Ints | None = None
+    deviations: tuple[float, ...] | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the number of samples in each part, and under an empty name in none."""
+        counts = np.bincount(self.parts + 1, minlength=len(self.names) + 1).tolist()
+        return dict(zip(self.names, counts[1:], strict=True)) | {"": counts[0]}
+
+    def __str__(self) -> str:
+        """Return the sizes of the parts as a text."""
+        sizes = self.sizes
+        texts = [f"{name} {sizes[name]:,}" for name in self.names]
+        if self.deviations is not None:
+            texts = [f"{text} (+- {sd:.1f})" for text, sd in zip(texts, self.deviations, strict=True)]
+        return ", ".join(texts) + (f"; {sizes['']:,} in no part" if sizes[""] else "")
+
+    def lacking(self, source: Source) -> dict[str, list[str]]:
+        """Return the classes of a source of which a part has no sample, by the name of the part."""
+        if not has_one_class(source):
+            return {}
+        held = {name: set(source.labels[self.parts == i].tolist()) for i, name in enumerate(self.names)}
+        whole = np.unique(source.labels).tolist()
+        found = {name: [source.classes[c] for c in whole if c not in own] for name, own in held.items() if own}
+        return {name: classes for name, classes in found.items() if classes}
+
+
+def divide(source: Source, spec: SourceSpec, known: Sequence[str] = ()) -> Division:
+    """Assign each sample of a whole source to a part. known: see `subset`.
+
+    Raises SourceError: a value of a column or a file is wrong, or there are fewer groups than folds.
+
+    >>> from pathlib import Path
+    >>> from gpuflow.sources import source_spec
+    >>> Path("list.csv").write_text("path,label,part\\n1.jpg,cat,train\\n2.jpg,dog,val\\n3.jpg,cat,\\n")
+    57
+    >>> spec = source_spec(listing="list.csv", split={"column": "part"})
+    >>> print(divide(spec.open(), spec))
+    train 1, val 1; 1 in no part
+    """
+    asked = spec, tuple(known)
+    try:
+        former, division = _DIVISIONS.get(source, (None, None))
+    except TypeError:  # a source of another package, which cannot be a key
+        return _divided(source, spec, known)
+    if former != asked or division is None:
+        division = _divided(source, spec, known)
+        _DIVISIONS[source] = asked, division
+    return division
+
+
+_DIVISIONS: WeakKeyDictionary[Source, tuple[object, Division]] = WeakKeyDictionary()
+"""The last division of each open source: its parts are opened one after the other."""
+
+
+def parts_csv(source: Source, division: Division) -> str:
+    """Return the part of each sample as CSV: `path`, its class as `label` where it has one, `part`, and `fold` if there
+    are folds.
+
+    `source.split` reads it with `{column: part, file: NAME}`, or with `{column: fold, fold: 2, file: NAME}`.
+    """
+    names = (*division.names, "")
+    columns: dict[str, Iterable[object]] = {"path": names_of_samples(source)}
+    if has_one_class(source):
+        columns["label"] = [source.classes[label] for label in source.labels.tolist()]
+    columns["part"] = [names[part] for part in division.parts.tolist()]
+    if division.folds is not None:
+        columns["fold"] = [TEST if fold < 0 else fold for fold in division.folds.tolist()]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return text.getvalue()
+
+
+def _divided(source: Source, spec: SourceSpec, known: Sequence[str]) -> Division:
+    rule = spec.rule
+    sources = source.parts if isinstance(source, MixSource) else (source,)
+    if rule is None:
+        by_name = _named_splits if spec.splits else _by_fractions
+        return Division(spec.part_names, np.concatenate([by_name(part, spec) for part in sources]))
+    if rule.column is not None or rule.files:
+        return _by_texts(source, spec, rule, known)
+    names = names_of_samples(source)
+    groups, numbers = np.unique(np.array(group_names(source, spec, rule, names), object), return_inverse=True)
+    points = [key64("part", spec.seed, name) for name in groups.tolist()]
+    sizes = np.bincount(numbers)
+    shares = rule.shares
+    strata = np.zeros(len(source), np.int64) if rule.is_stable else _strata(source, spec, rule)
+    rest = np.arange(len(source))
+    if rule.folds is not None:
+        test = _by_points(points, () if rule.test is None else (Exact(str(rule.test)),))[numbers]
+        rest = np.flatnonzero(test < 0)
+        shares = (Exact(1, rule.folds),) * rule.folds
+        count = len(np.unique(numbers[rest]))
+        if count < rule.folds:
+            what = "samples" if rule.group is None else f"groups ({_group_words(rule)})"
+            outside = " outside the part test" * (rule.test is not None)
+            raise SourceError(
+                f"source.split.folds must be at most the number of {what}{outside}, {count}, got {rule.folds}; lower it"
+            )
+    elif rule.is_stable:
+        parts = _by_points(points, shares)[numbers]
+        spread = math.sqrt(float(np.sum(sizes.astype(float) ** 2)))
+        sds = tuple(spread * math.sqrt(float(share * (1 - share))) for share in shares)
+        _warn_of_large_groups(rule, parts, groups, numbers, strata, shares)
+        return Division(rule.names, parts, deviations=sds)
+    chosen = np.full(len(source), -1, np.int64)
+    owners = np.zeros(len(source), np.int64)
+    if rule.group is None:  # each source of a mix has its shares
+        owners = np.repeat(np.arange(len(sources)), [len(part) for part in sources])
+    for owner in np.unique(owners).tolist():
+        own = rest[owners[rest] == owner]
+        if rule.group is None and len(np.unique(numbers[own])) == len(own):
+            own = own[np.lexsort((np.array(points, np.uint64)[numbers[own]], strata[own]))]
+            dealt = None if rule.folds is None else np.arange(len(own)) % rule.folds
+            chosen[own] = _cut(strata[own], pairs(rule.parts)) if dealt is None else dealt
+        else:
+            chosen[own] = _by_groups(numbers[own], points, strata[own], shares)
+    _warn_of_large_groups(rule, chosen, groups, numbers, strata, shares)
+    if rule.folds is None:
+        return Division(rule.names, chosen)
+    return Division(rule.names, np.where(chosen < 0, 2, np.where(chosen == rule.fold, 1, 0)), chosen)
+
+
+def _named_splits(source: Source, spec: SourceSpec) -> Ints:
+    """Return the part of each sample of a source whose splits have names."""
+    parts = np.full(len(source), -1, np.int64)
+    for place, name in enumerate(spec.splits):
+        start, stop = source.splits[name]  # type: ignore[attr-defined]  # a source whose splits have names
+        parts[start:stop] = place
+    return parts
+
+
+def _by_fractions(source: Source, spec: SourceSpec) -> Ints:
+    """Return the part of each sample by the fractions of the parts."""
+    labels, classes = source.labels, source.classes
+    if not has_one_class(source):
+        labels, classes = np.zeros(len(source), np.int64), ("",)
+    parts = np.full(len(source), -1, np.int64)
+    for place in range(len(spec.fractions)):
+        parts[split_indices(labels, classes, [share for _, share in spec.fractions], spec.seed, place)] = place
+    return parts
+
+
+def _by_texts(source: Source, spec: SourceSpec, rule: SplitSpec, known: Sequence[str]) -> Division:
+    """Divide a source by the texts of a column or of files: names of parts, or numbers of folds."""
+    key = "source.split.column"
+    if rule.column is None or rule.file is not None:
+        values, place = file_texts(source, rule)
+    else:
+        values, place = column_texts(source, spec, rule.column, key)
+    if rule.fold is not None:
+        folds = [int(text) if text.isascii() and text.isdecimal() else -1 for text in values]
+        names: Sequence[str] = rule.names
+        texts = [
+            VAL if fold == rule.fold else TRAIN if fold >= 0 else text for fold, text in zip(folds, values, strict=True)
+        ]
+        allowed: Sequence[str] = (TRAIN, VAL, TEST)
+        words = f"the number of a fold, or {TEST}"
+        wrong = [i for i, text in enumerate(values) if folds[i] < 0 and text not in ("", TEST)]
+        if VAL not in texts:
+            raise SourceError(
+                f"source.split.fold must be the number of a fold in {rule.column}, got {rule.fold}; choose one of "
+                f"{', '.join(map(str, sorted(set(folds) - {-1}))) or 'none'}"
+            )
+    else:
+        texts = values
+        names = rule.names or tuple(dict.fromkeys((*known, *sorted(set(values) - {""}))))
+        allowed = tuple(dict.fromkeys((*known, TRAIN, VAL, TEST))) if known else tuple(names)
+        words = f"one of {', '.join(allowed)} (the pipelines' names)"
+        wrong = [i for i, text in enumerate(values) if text and text not in allowed]
+    if wrong:
+        i = wrong[0]
+        close = suggest(values[i], allowed, else_all=False)
+        other = "correct it" if rule.fold is not None else "correct it, or give a pipeline this name"
+        raise SourceError(f"{key}: {place(i)}: {rule.column} must be {words}, got {values[i]!r}; {close or other}")
+    lookup = {name: number for number, name in enumerate(names)} | {"": -1}
+    return Division(tuple(names), np.array([lookup[text] for text in texts], np.int64))
+
+
+def _strata(source: Source, spec: SourceSpec, rule: SplitSpec) -> Ints:
+    """Return the number of what each part is to have in equal proportions, of each sample: of its class, or value."""
+    if rule.stratify_column is not None:
+        values = column_texts(source, spec, rule.stratify_column, "source.split.stratify").values
+        return np.unique(np.array(values, object), return_inverse=True)[1].astype(np.int64)
+    if rule.stratify is not False and has_one_class(source):
+        labels: Ints = source.labels
+        return labels
+    if rule.stratify:
+        fields = [field.name for field in fields_of(source)]
+        held = f"has {', '.join(fields)}" if fields else "has other labels"
+        raise SourceError(
+            f"source.split.stratify needs one class for each sample, and this source {held}; name a column, or set it "
+            "to false"
+        )
+    return np.zeros(len(source), np.int64)
+
+
+def _by_points(points: Sequence[int], shares: Sequence[Exact]) -> Ints:
+    """Return the number of the share that each point lies in, -1 in none. points: in [0, 2**64)."""
+    ends = [int(end * 2**64) for end in accumulate(shares)]
+    if ends and abs(float(sum(shares)) - 1) < 1e-9:
+        ends[-1] = 2**64
+    places = [bisect_right(ends, point) for point in points]
+    return np.array([place if place < len(ends) else -1 for place in places], np.int64)
+
+
+def _cut(strata: Ints, shares: Pairs[float]) -> Ints:
+    """Return the part of each sample of ascending strata, each of which is cut at its shares."""
+    sizes = np.unique(strata, return_counts=True)[1]
+    counts = split_counts(sizes, [share for _, share in shares])
+    numbers = [*range(counts.shape[1] - 1), -1]
+    return np.concatenate([np.repeat(numbers, row) for row in counts])
+
+
+def _by_groups(numbers: Ints, points: Sequence[int], strata: Ints, shares: Sequence[Exact]) -> Ints:
+    """Place groups, the largest first, each where the counts of strata deviate least from the parts' shares.
+
+    The deviation of a part with share f is the sum of (count - f n)^2 / f over strata, each weighted by 1 / n^2, and a
+    tenth of the same over all samples. Every part gets a group, if there are enough.
+
+    Args:
+        numbers: of each sample, its group.
+        points: of each group, a hash, which decides between groups of one size.
+        strata: of each sample, its stratum.
+        shares: of the parts.
+
+    Returns:
+        of each sample, the number of its part, or -1 for what the shares leave.
+    """
+    real = range(len(shares))
+    if (rest := 1 - sum(shares, Exact(0))) > 1e-9:
+        shares = (*shares, rest)
+    present, strata = np.unique(strata, return_inverse=True)
+    weights = [_ONE // size**2 for size in np.bincount(strata).tolist()]
+    whole = len(present) * _ONE // (10 * len(numbers) ** 2)
+    cells, amounts = np.unique(numbers * len(present) + strata, return_counts=True)
+    held: dict[int, list[tuple[int, int]]] = {}
+    for cell, amount in zip(cells.tolist(), amounts.tolist(), strict=True):
+        held.setdefault(cell // len(present), []).append((cell % len(present), amount))
+    sizes = np.bincount(numbers).tolist()
+    counts = [[0] * len(present) for _ in shares]
+    placed = [0] * len(shares)
+    part_of: dict[int, int] = {}
+    for done, group in enumerate(sorted(held, key=lambda group: (-sizes[group], points[group]))):
+        empty = [part for part in real if not placed[part]]
+
+        def cost(part: int, group: int = group) -> Exact:
+            count = counts[part]
+            own = sum(weights[c] * (2 * count[c] + amount) * amount for c, amount in held[group])
+            own += whole * (2 * placed[part] + sizes[group]) * sizes[group]
+            return Exact(own) / shares[part]
+
+        part = min(empty if len(held) - done <= len(empty) else range(len(shares)), key=cost)
+        part_of[group] = part if part in real else -1
+        placed[part] += sizes[group]
+        for c, amount in held[group]:
+            counts[part][c] += amount
+    return np.array([part_of[group] for group in numbers.tolist()], np.int64)
+
+
+_ONE = 1 << 80
+"""What stands for 1 in the weights of `_by_groups`, which are whole numbers."""
+
+
+def _group_words(rule: SplitSpec) -> str:
+    block = rule.group_block
+    return "equal content" if block is None else block.column or "paths"
+
+
+def _warn_of_large_groups(
+    rule: SplitSpec, parts: Ints, groups: Array, numbers: Ints, strata: Ints, shares: Sequence[Exact]
+) -> None:
+    """Warn where one group has more samples of a stratum than the share of its part."""
+    if rule.group is None:
+        return
+    count = int(strata.max()) + 1
+    cells, firsts, amounts = np.unique(numbers * count + strata, return_index=True, return_counts=True)
+    own = parts[firsts]
+    totals = np.bincount(strata)[cells % count]
+    excess = amounts - np.ceil(np.array([*map(float, shares), 1.0])[own] * totals)  # the last one is of no part
+    k = int(np.argmax(excess))
+    if excess[k] > 0:
+        what = f"{amounts[k]} of the {totals[k]} samples" + " of one class" * (count > 1)
+        held = np.count_nonzero((strata == strata[firsts[k]]) & (parts == own[k])) / totals[k]
+        warnings.warn(
+            f"source.split: group {groups[cells[k] // count]!r} has {what}, "
+            f"more than the share of its part, {float(shares[own[k]]):.3g}, which holds {held:.3g} of them; divide the "
+            "group, or change the shares",
+            stacklevel=2,
+        )
+
+
+# --- fractions --------------------------------------------------------------------------------------------------------
 
 
 def split_indices(labels: Ints, classes: Sequence[str], fractions: Sequence[float], seed: int, place: int) -> Ints:

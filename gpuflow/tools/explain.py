@@ -42,6 +42,7 @@ from gpuflow.sources import (
     Mix,
     Source,
     balanced_groups,
+    divide,
     fields_of,
     fingerprint_of,
     has_labels,
@@ -53,6 +54,7 @@ from gpuflow.sources.base import spread
 from gpuflow.sources.record_table import TableSource
 from gpuflow.sources.spec import Samples
 from gpuflow.sources.storage import is_remote
+from gpuflow.tools.parts import lacking_text
 
 _GAP = 3
 """Columns between those of a table."""
@@ -273,18 +275,23 @@ def _source(config: Config, name: str) -> _SourceFacts:
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
+        division = divide(whole, config.source, config.part_names)
+        lacking = lacking_text(config, whole, division) if config.split_of(name) is not None else ""
     except SourceError as error:
         return _SourceFacts(facts={"source": redacted(f"{where}: {error}")}, remote=is_remote(where), error=error)
     part = config.split_of(name)
     unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     moves = "; adding or removing files moves samples between the parts" if config.source.fractions else ""
-    split = "" if part is None else f", split {part}{unstratified}{moves}"
+    if config.source.rule is not None:
+        unstratified = ""
+    split = "" if part is None else f", split {part} of {division}{unstratified}{moves}"
     note = f"; {whole.note}" if isinstance(whole, TableSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
     remote, decoder, fingerprint = is_read_remotely(source), config.any_program(name).decoder, fingerprint_of(source)
     headers = {} if remote else _headers(source, decoder)
     facts = {
         "source": redacted(text),
+        "lacking": lacking,
         "fields": _fields(config, source),
         "classes": _counts(source.classes, source.labels) if has_one_class(source) else "",
         "drawn": _drawn(config, name, source),

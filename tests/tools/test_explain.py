@@ -215,8 +215,8 @@ def test_of_many_classes_counts_the_largest_and_the_smallest(config: Path, tmp_p
 def test_splits_are_counted(config: Path) -> None:
     text = explained(config, "source.split={train: 0.75, val: 0.25}")
     moves = "adding or removing files moves samples between the parts"
-    assert f"9 samples, 3 classes, split train; {moves}" in text
-    assert f"3 samples, 3 classes, split val; {moves}" in text
+    assert f"9 samples, 3 classes, split train of train 9, val 3; {moves}" in text
+    assert f"3 samples, 3 classes, split val of train 9, val 3; {moves}" in text
     assert moves not in explained(config)
 
 
@@ -244,7 +244,10 @@ def test_names_the_fields_and_what_was_left_out(tmp_path: Path) -> None:
         },
     )
     assert "fields         image, boxes (labels 'labels' of 3 classes), mask (an instance each); no label\n" in text
-    assert "3 samples, 3 classes, split train (not stratified: samples have not one class each); " in text
+    assert (
+        "3 samples, 3 classes, split train of train 3, val 3 (not stratified: samples have not one class each); "
+        in text
+    )
     assert " annotations, 0 images without any" in text
     listing: dict[str, object] = {"listing": str(tmp_path / "shapes/listing.jsonl")}
     text = described(tmp_path, listing | {"fields": {"tags": {"type": "label", "kind": "classes", "column": "labels"}}})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, Self, TypeVar, final, overload
@@ -161,6 +161,12 @@ class Shards:
         """Return where the bytes of these samples lie. starts, sizes: of all samples."""
         places = np.asarray(indices, dtype=np.int64)
         return list(zip(self.of(places), starts[places].tolist(), sizes[places].tolist(), strict=True))
+
+    def names(self, entries: Iterable[object]) -> list[str]:
+        """Return the samples' names, FILE/ENTRY: each entry behind the name of its file, without directories."""
+        files = [shard.path.rpartition("/")[2] for shard in self.files]
+        owners = np.repeat(np.arange(len(files)), self.sizes).tolist()
+        return [f"{files[owner]}/{entry}" for owner, entry in zip(owners, entries, strict=True)]
 
     def place(self, index: int) -> tuple[Shard, int]:
         """Return the file of a sample, and the number of the sample in it."""
