@@ -26,7 +26,15 @@ from gpuflow.sources.folder import Folder
 from gpuflow.sources.hf import Hf, HfSource
 from gpuflow.sources.listing import Listing
 from gpuflow.sources.mix import Mix, MixSource
-from gpuflow.sources.spec import BalanceSpec, Extent, NotMeasuredError, SourceSpec, WeightsSpec, offered_kinds, spec_class
+from gpuflow.sources.spec import (
+    BalanceSpec,
+    Extent,
+    NotMeasuredError,
+    SourceSpec,
+    WeightsSpec,
+    offered_kinds,
+    spec_class,
+)
 from gpuflow.sources.split import Division, Subset, divide, parts_csv, subset
 from gpuflow.sources.split_spec import GroupSpec, SplitSpec
 from gpuflow.sources.storage import SPARE_BYTES, Allocate, CachedStorage, Payload, lay_out
