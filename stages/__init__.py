@@ -8,6 +8,7 @@ from gpuflow.stages.brightness import Brightness
 from gpuflow.stages.center_crop import CenterCrop
 from gpuflow.stages.color_jitter import ColorJitter
 from gpuflow.stages.contrast import Contrast
+from gpuflow.stages.cover_resize import CoverResize
 from gpuflow.stages.cutmix import Cutmix
 from gpuflow.stages.decode import Decode
 from gpuflow.stages.equalize import Equalize
@@ -18,6 +19,7 @@ from gpuflow.stages.hue import Hue
 from gpuflow.stages.invert import Invert
 from gpuflow.stages.letterbox import Letterbox
 from gpuflow.stages.mixup import Mixup
+from gpuflow.stages.noise_erasing import NoiseErasing
 from gpuflow.stages.normalize import Normalize
 from gpuflow.stages.pad import Pad
 from gpuflow.stages.perspective import Perspective
@@ -44,6 +46,7 @@ __all__ = [
     "CenterCrop",
     "ColorJitter",
     "Contrast",
+    "CoverResize",
     "Cutmix",
     "Decode",
     "Equalize",
@@ -54,6 +57,7 @@ __all__ = [
     "Invert",
     "Letterbox",
     "Mixup",
+    "NoiseErasing",
     "Normalize",
     "Pad",
     "Perspective",
@@ -80,6 +84,7 @@ STAGES: dict[str, type[Stage]] = {
         CenterCrop,
         RandomCrop,
         RandomResizedCrop,
+        CoverResize,
         Flip,
         Rotate,
         Affine,
@@ -105,6 +110,7 @@ STAGES: dict[str, type[Stage]] = {
         TrivialAugment,
         AutoAugment,
         Normalize,
+        NoiseErasing,
         Torchvision,
         Mixup,
         Cutmix,

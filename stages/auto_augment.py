@@ -1,12 +1,15 @@
-"""auto_augment: applies one of 25 pairs of operations, drawn for each sample (AutoAugment's policy for ImageNet)."""
+"""auto_augment: applies one of 25 pairs of operations, drawn for each sample (AutoAugment's policies for ImageNet)."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import (
@@ -14,10 +17,12 @@ from gpuflow.stages.policy_parts import (
     AugmentPolicy,
     Choice,
     Magnitudes,
+    MagnitudeTable,
     Range,
     of_both_signs,
     uniform_places,
 )
+from gpuflow.stages.timm_parts import ORIGINAL, RESEARCH, SLOPES, Levels, blur_levels, choice_at
 
 _SPACE: dict[str, Range | None] = {
     "ShearX": of_both_signs(0.3),
@@ -60,43 +65,121 @@ _IMAGENET = (
     (("Equalize", 0.8, 0), ("Equalize", 0.6, 0)),
 )
 """Pairs of (operation, probability, bin of the magnitude), as torchvision lists them."""
+_V0 = (
+    (("Equalize", 0.8, 1), ("ShearY", 0.8, 4)),
+    (("Color", 0.4, 9), ("Equalize", 0.6, 3)),
+    (("Color", 0.4, 1), ("Rotate", 0.6, 8)),
+    (("Solarize", 0.8, 3), ("Equalize", 0.4, 7)),
+    (("Solarize", 0.4, 2), ("Solarize", 0.6, 2)),
+    (("Color", 0.2, 0), ("Equalize", 0.8, 8)),
+    (("Equalize", 0.4, 8), ("SolarizeAdd", 0.8, 3)),
+    (("ShearX", 0.2, 9), ("Rotate", 0.6, 8)),
+    (("Color", 0.6, 1), ("Equalize", 1.0, 2)),
+    (("Invert", 0.4, 9), ("Rotate", 0.6, 0)),
+    (("Equalize", 1.0, 9), ("ShearY", 0.6, 3)),
+    (("Color", 0.4, 7), ("Equalize", 0.6, 0)),
+    (("Posterize", 0.4, 6), ("AutoContrast", 0.4, 7)),
+    (("Solarize", 0.6, 8), ("Color", 0.6, 9)),
+    (("Solarize", 0.2, 4), ("Rotate", 0.8, 9)),
+    (("Rotate", 1.0, 7), ("TranslateY", 0.8, 9)),
+    (("ShearX", 0.0, 0), ("Solarize", 0.8, 4)),
+    (("ShearY", 0.8, 0), ("Color", 0.6, 4)),
+    (("Color", 1.0, 0), ("Rotate", 0.6, 2)),
+    (("Equalize", 0.8, 4), ("Equalize", 0.0, 8)),
+    (("Equalize", 1.0, 4), ("AutoContrast", 0.6, 2)),
+    (("ShearY", 0.4, 7), ("SolarizeAdd", 0.6, 7)),
+    (("Posterize", 0.8, 2), ("Solarize", 0.6, 10)),
+    (("Solarize", 0.6, 8), ("Equalize", 0.6, 1)),
+    (("Color", 0.8, 6), ("Rotate", 0.4, 5)),
+)
+"""As timm lists them."""
+_THREE = ((("Solarize", 1.0, 5),), (("Desaturate", 1.0, 10),), (("GaussianBlur", 1.0, 10),))
+_TIMM = {
+    "original": (_IMAGENET, ORIGINAL),
+    "originalr": (_IMAGENET, RESEARCH),
+    "v0": (_V0, SLOPES),
+    "v0r": (_V0, RESEARCH),
+    "3a": (_THREE, SLOPES),
+}
+"""timm's policies, by its names: sets of operations, and their magnitudes."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AutoAugment(AugmentPolicy):
-    """Apply a pair of operations that is drawn for each sample, as torchvision's AutoAugment does for ImageNet.
+    """Apply a pair of operations that is drawn for each sample, as AutoAugment of torchvision or timm for ImageNet.
 
-    Cubuk et al., "AutoAugment: Learning Augmentation Strategies from Data", CVPR 2019.
+    Cubuk et al., "AutoAugment: Learning Augmentation Strategies from Data", CVPR 2019. `3a` is the 3-Augment of
+    Touvron et al., "DeiT III: Revenge of the ViT", ECCV 2022: solarizing, grayscale or a blur. Pixels of timm's
+    operations are as near to timm's as in `rand_augment`.
 
     Args:
         interpolation: how pixels are resampled.
         fill: the level outside the image, or [red, green, blue].
+        policy: `torchvision`, or one of timm's, by timm's names: `original`, `originalr`, `v0`, `v0r` or `3a`.
+        noise: the standard deviation of a level of timm's policies (timm's `mstd`). Levels stay within 0 and 10.
     """
 
     stage_name = "auto_augment"
-    magnitudes = Magnitudes(_SPACE)
+    late_fields = ("policy", "noise")
+    other_keys = {"magnitude_std": "noise"}
+    torchvision_magnitudes = Magnitudes(_SPACE)
 
     interpolation: WarpInterpolation = "nearest"
     fill: Fill = 0
+    policy: Literal["torchvision", "original", "originalr", "v0", "v0r", "3a"] = "torchvision"
+    noise: Annotated[float, s.Bounds(least=0, limit=1000)] = 0.0
 
     @classmethod
     def examples(cls) -> tuple[AutoAugment, ...]:
-        return (cls(), cls(interpolation="bilinear", fill=(9, 99, 199)))
+        return (
+            cls(),
+            cls(interpolation="bilinear", fill=(9, 99, 199)),
+            cls(interpolation="bilinear", policy="original", noise=0.5),
+            cls(interpolation="bilinear", policy="v0r"),
+            cls(policy="3a", noise=2.0),
+        )
+
+    def faults(self) -> Iterator[Problem]:
+        if self.policy == "torchvision" and self.noise:
+            action = "set policy: original"
+            yield Problem.of("noise", "is only of timm's policies", self.noise, action, code="config.conflict")
+
+    @property
+    def _sets(self) -> tuple[tuple[tuple[str, float, int], ...], ...]:
+        return _IMAGENET if self.policy == "torchvision" else _TIMM[self.policy][0]
+
+    @property
+    def timm_names(self) -> tuple[str, ...]:
+        return () if self.policy == "torchvision" else tuple({name for one in self._sets for name, _, _ in one})
+
+    @property
+    def magnitudes(self) -> MagnitudeTable:
+        return self.torchvision_magnitudes if self.policy == "torchvision" else Levels(_TIMM[self.policy][1])
 
     @property
     def rounds(self) -> int:
-        return 2
+        return len(self._sets[0])
 
     def choose(self, keys: s.StageKeys, turn: int) -> Choice:
-        numbers = keys.uniform(5)
-        pair = uniform_places(numbers[:, 0], len(_IMAGENET))
+        numbers = keys.uniform(5 if self.policy == "torchvision" else 10)
+        pair = uniform_places(numbers[:, 0], len(self._sets))
         chance, sign = numbers[:, 1 + 2 * turn], numbers[:, 2 + 2 * turn]
-        names, probabilities, bins = zip(*(one[turn] for one in _IMAGENET), strict=True)
+        names, probabilities, bins = zip(*(one[turn] for one in self._sets), strict=True)
         operation = np.array([OPERATIONS.index(name) for name in names])[pair]
         operation[chance >= np.array(probabilities)[pair]] = OPERATIONS.index("Identity")
-        return Choice(operation, np.array(bins)[pair], sign < 0.5, _BINS)
+        level = np.array(bins)[pair]
+        if self.policy == "torchvision":
+            return Choice(operation, level, sign < 0.5, _BINS)
+        choice = choice_at(operation, level, self.noise, 10, np.column_stack([numbers[:, 5 + 2 * turn :][:, :2], sign]))
+        if self.policy != "3a":
+            return choice
+        blurs = operation == OPERATIONS.index("GaussianBlur")
+        drawn = blur_levels(choice.place, numbers[:, 9])
+        return dataclasses.replace(choice, place=np.where(blurs, drawn, choice.place))
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2
 
+        if self.policy != "torchvision":
+            raise NotImplementedError("torchvision has none of timm's policies")
         return v2.AutoAugment(interpolation=InterpolationMode(self.interpolation), fill=self.fill)

@@ -1,4 +1,4 @@
-"""center_crop: crops the centre of the image. A smaller image is centred on black, as in torchvision."""
+"""center_crop: crops the centre of the image. A smaller image is centred on black or on its mirror image."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Size, of_size, size_pair
+from gpuflow.pipeline.parameters import Size, check_mirrors, of_size, size_pair
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenterCrop(s.Geometry):
-    """Crop the centre of an image. An image that is smaller than the crop, on either side, is centred on black.
+    """Crop the centre of an image. An image that is smaller than the crop, on either side, is centred on a border.
 
     Args:
         size: the result in pixels: the side of a square, or [height, width].
         rounding: where an odd number of pixels is cut off: half of it is rounded to the `nearest` even number for the
             top and the left, as torchvision and timm do, or `down`, as transformers and Albumentations do.
+        border: what surrounds a smaller image: `constant` black, as in torchvision, or the image as in a mirror,
+            without the pixel at the edge: `reflect`, which takes less padding than the image has pixels.
 
     Examples:
         >>> str(CenterCrop(size=(192, 256)).output(s.ImageSpec(shape=(None, None, 3))))
@@ -28,10 +30,11 @@ class CenterCrop(s.Geometry):
     """
 
     stage_name = "center_crop"
-    late_fields = ("rounding",)
+    late_fields = ("rounding", "border")
 
     size: Size
     rounding: Literal["nearest", "down"] = "nearest"
+    border: Literal["constant", "reflect"] = "constant"
 
     @classmethod
     def examples(cls) -> tuple[CenterCrop, ...]:
@@ -39,24 +42,40 @@ class CenterCrop(s.Geometry):
             cls(size=32),
             cls(size=(20, 160)),
             cls(size=(21, 32), rounding="down"),
+            cls(size=(20, 70), border="reflect"),
         )
 
     @property
     def pads(self) -> bool:
-        return True
+        return self.border == "constant"
+
+    @property
+    def warps(self) -> s.Lookup | None:
+        return None if self.pads else s.Lookup("nearest", self.border, (0,))
+
+    @property
+    def mirrors(self) -> bool:
+        return not self.pads
 
     def pads_image(self, spec: s.ImageSpec) -> bool:
         """Return True if the crop may be larger than the image."""
         sides = zip(size_pair(self.size), spec.shape[:2], strict=True)
-        return any(side is None or crop > side for crop, side in sides)
+        return self.pads and any(side is None or crop > side for crop, side in sides)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
+        rows, columns = (
+            max(crop - (side or crop), 0) for crop, side in zip(size_pair(self.size), spec.shape, strict=False)
+        )
+        more = (columns + 1) // 2, (rows + 1) // 2
+        check_mirrors(self.border, (*more, *more), spec)
         return of_size(spec, self.size)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
+        if not self.pads:
+            raise NotImplementedError("torchvision centres a smaller image on black")
         if self.rounding == "down":
             return functools.partial(_cut_by_torchvision, size_pair(self.size))
         return v2.CenterCrop(size_pair(self.size))
@@ -69,9 +88,13 @@ class CenterCrop(s.Geometry):
             inside = (np.rint(half) if self.rounding == "nearest" else np.floor(half)).astype(np.int64)
             return np.where(length >= crop, inside, -((crop - length) // 2))
 
-        full = np.full_like
         y, x = start(height, crop_height), start(width, crop_width)
-        return (s.Crop(y, x, full(height, crop_height), full(width, crop_width), margin=max(crop_height, crop_width)),)
+        box = np.full_like(height, crop_height), np.full_like(width, crop_width)
+        if self.pads:
+            return (s.Crop(y, x, *box, margin=max(crop_height, crop_width)),)
+        top, left = np.maximum(-y, 0), np.maximum(-x, 0)
+        bottom, right = np.maximum(box[0] - height - top, 0), np.maximum(box[1] - width - left, 0)
+        return s.Pad(top, bottom, left, right, self.border), s.Crop(np.maximum(y, 0), np.maximum(x, 0), *box)
 
 
 def _cut_by_torchvision(size: tuple[int, int], image: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What rand_augment, trivial_augment and auto_augment share: torchvision's operations, and the stages that run them.
+"""What rand_augment, trivial_augment and auto_augment share: the operations, and the stages that run them.
 
-Each round of a policy applies one operation to each sample. It runs as three stages in a row, one for each kind of
+Each round of a policy applies one operation to each sample. It runs as a few stages in a row, one for each kind of
 operation, and each leaves the samples unchanged that have an operation of another kind. So a batch takes the same
 number of kernels for all draws. Operations are not folded: each samples and rounds for itself, as in torchvision.
 """
@@ -11,23 +11,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, Protocol, final
 
 import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Fill, TableAdjustment, WarpInterpolation, check_fill, lookup_of
-from gpuflow.stages.invert import Invert
+from gpuflow.pipeline.parameters import Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.stages.gaussian_blur import GaussianBlur
 from gpuflow.stages.posterize import Posterize
 from gpuflow.stages.sharpness import Sharpness
-from gpuflow.stages.solarize import Solarize
 
 OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast"),
     *("Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize", "Invert"),
+    *("SolarizeAdd", "Desaturate", "GaussianBlur"),
 )
-"""torchvision's names of the operations. An operation's number is its place in this tuple."""
+"""torchvision's names of the operations, then timm's. An operation's number is its place in this tuple."""
 _COLORS = {
     "Brightness": s.Operation.BRIGHTNESS,
     "Color": s.Operation.SATURATION,
@@ -37,14 +37,19 @@ _COLORS = {
     "AutoContrast": s.Operation.AUTOCONTRAST,
     "Equalize": s.Operation.EQUALIZE,
     "Invert": s.Operation.TABLE,
+    "SolarizeAdd": s.Operation.TABLE,
+    "Desaturate": s.Operation.SATURATION,
 }
 _CODES = np.array([_COLORS.get(name, s.Operation.NONE) for name in OPERATIONS])
 _SHIFT = np.array([{"TranslateX": 2, "TranslateY": 5}.get(name, 0) for name in OPERATIONS])
-"""Which number of a matrix, row by row, an operation changes that shifts whole pixels; 0 for others."""
-_IS_MAPPED = np.isin(OPERATIONS, ("ShearX", "ShearY", "Rotate"))
+"""Which number of a matrix, row by row, an operation changes that shifts pixels, whole ones by torchvision; 0 for
+others."""
+_MOVES = ("ShearX", "ShearY", "Rotate", "TranslateX", "TranslateY")
+_IS_MAPPED = np.isin(OPERATIONS, _MOVES[:3])
 _SHARPEN = OPERATIONS.index("Sharpness")
-_SHARPNESS = Sharpness(amount=0.0)
-"""Its filters depend on a sample's coefficients alone."""
+_BLUR = OPERATIONS.index("GaussianBlur")
+_SHARPNESS, _BLURRING = Sharpness(amount=0.0), GaussianBlur(kernel_size=13)
+"""Their filters depend on a sample's coefficients alone. 13 pixels are three times the largest sigma, 2, both ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,13 @@ def _linspace(low: float, high: float, count: int) -> Floats:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One round's operation of each sample, the bin of its magnitude among `bins`, and whether that is negated, each
-    [N]. An operation that has no magnitude, or one of one sign, ignores these."""
+    [N]. An operation that has no magnitude, or one of one sign, ignores these.
+
+    place: whole numbers, or timm's levels, which may lie between bins.
+    """
 
     operation: Ints
-    place: Ints
+    place: Any
     negated: Bools
     bins: int
 
@@ -105,6 +113,13 @@ class Drawn:
 def uniform_places(numbers: Floats, count: int) -> Ints:
     """Return numbers in [0, 1) as places in range(count)."""
     return np.minimum((numbers * count).astype(np.int64), count - 1)
+
+
+class MagnitudeTable(Protocol):
+    """Gives the magnitudes of chosen operations: `Magnitudes`, or timm's `Levels`."""
+
+    def of(self, choice: Choice, sizes: tuple[Ints, Ints] | None = None) -> Drawn:
+        """Return the chosen operations and their magnitudes."""
 
 
 @final
@@ -149,14 +164,23 @@ class Magnitudes:
 
 
 class AugmentPolicy(s.Policy):
-    """A policy of torchvision's operations, in rounds of one operation for each sample."""
+    """A policy of operations of torchvision or timm, in rounds of one operation for each sample."""
 
     tolerance = 1.0
-    magnitudes: ClassVar[Magnitudes]
-    """Of its operations."""
+    torchvision_magnitudes: ClassVar[MagnitudeTable]
 
     interpolation: WarpInterpolation
     fill: Fill
+
+    @property
+    def magnitudes(self) -> MagnitudeTable:
+        """Return the magnitudes of its operations."""
+        return self.torchvision_magnitudes
+
+    @property
+    def timm_names(self) -> tuple[str, ...]:
+        """Return the operations that it draws from if they are timm's; empty if they are torchvision's."""
+        return ()
 
     @property
     def rounds(self) -> int:
@@ -189,7 +213,10 @@ class AugmentPolicy(s.Policy):
         return spec
 
     def parts(self) -> tuple[s.Stage, ...]:
-        kinds = (_Moving, _Colouring, _Sharpening)
+        kinds: tuple[type[_Part], ...] = (_Moving, _Colouring, _Sharpening)
+        if names := self.timm_names:
+            runs = {_Moving: _MOVES, _Colouring: _COLORS, _Sharpening: ("Sharpness",), _Blurring: ("GaussianBlur",)}
+            kinds = tuple(kind for kind, own in runs.items() if not set(names).isdisjoint(own))
         return tuple(kind(policy=self, turn=turn) for turn in range(self.rounds) for kind in kinds)
 
 
@@ -223,7 +250,8 @@ class _Moving(_Part, s.Geometry):
         numbers[:, ::4] = 1
         operation, magnitude = drawn.operation, drawn.magnitude
         shifted, mapped = np.flatnonzero(_SHIFT[operation]), np.flatnonzero(_IS_MAPPED[operation])
-        numbers[shifted, _SHIFT[operation[shifted]]] = -np.trunc(magnitude[shifted])
+        shifts = magnitude[shifted] if self.policy.timm_names else np.trunc(magnitude[shifted])
+        numbers[shifted, _SHIFT[operation[shifted]]] = -shifts
         described = (values[mapped].tolist() for values in (operation, magnitude, height, width))
         maps: dict[tuple[int, float, int, int], int] = {}  # the different ones, and their places
         places = [maps.setdefault(one, len(maps)) for one in zip(*described, strict=True)]
@@ -291,17 +319,19 @@ class _Colouring(_Part, s.Pointwise):
 @lru_cache(maxsize=4096)
 def _table(operation: int, magnitude: float) -> Bytes:
     """Return the level for each level, uint8 [3, 256], of an operation that looks levels up."""
-    stage: TableAdjustment
+    levels: Ints | Bytes = np.arange(256)
     match OPERATIONS[operation]:
         case "Posterize":
-            stage = Posterize(bits=min(max(int(magnitude), 0), 8))
-        case "Solarize":
-            stage = Solarize(threshold=float(np.float32(255.0 * magnitude)))  # torch compares in float32
+            levels = Posterize(bits=min(max(int(magnitude), 0), 8)).levels()
+        case "Solarize":  # torch compares in float32
+            levels = np.where(levels >= np.float32(255.0 * magnitude), 255 - levels, levels)
+        case "SolarizeAdd":  # the lower half becomes brighter
+            levels = np.where(levels < 128, np.minimum(levels + int(magnitude), 255), levels)
         case "Invert":
-            stage = Invert()
+            levels = 255 - levels
         case other:
             raise ValueError(f"{other} has no table")
-    table = np.tile(stage.levels(), (3, 1))
+    table = np.tile(levels.astype(np.uint8), (3, 1))
     table.flags.writeable = False
     return table
 
@@ -318,3 +348,18 @@ class _Sharpening(_Part, s.Local):
 
     def filters(self, coefficients: Floats) -> s.Filters:
         return _SHARPNESS.filters(coefficients)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Blurring(_Part, s.Local):
+    """The blurring of one round. Coefficients of a sample [2]: whether it is blurred, and its sigma."""
+
+    stage_name = "policy_blur"
+
+    def draw(self, keys: s.StageKeys) -> Floats:
+        drawn = self.policy.drawn(keys, self.turn)
+        active = drawn.operation == _BLUR
+        return np.array([active, np.where(active, drawn.magnitude, 1.0)]).T
+
+    def filters(self, coefficients: Floats) -> s.Filters:
+        return _BLURRING.filters(coefficients)

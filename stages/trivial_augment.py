@@ -43,7 +43,7 @@ class TrivialAugment(AugmentPolicy):
     """
 
     stage_name = "trivial_augment"
-    magnitudes = Magnitudes(_SPACE)
+    torchvision_magnitudes = Magnitudes(_SPACE)
     other_names = ("TrivialAugmentWide",)
     other_keys = {"num_magnitude_bins": "bins"}
 

@@ -49,10 +49,10 @@ def importers(files: list[Path], package: str) -> set[str]:
 
 def test_the_files_are_found() -> None:
     assert len(ENGINE) > 100
-    shared = {"__init__", "policy_parts", "torch_parts"}
+    shared = {"__init__", "policy_parts", "timm_parts", "torch_parts"}
     assert {path.stem for path in STAGE_FILES} >= shared
     assert len(STAGE_FILES) == len(STAGES) + len(shared), (
-        "a file a stage, the table, what policies share, and torch's part"
+        "a file a stage, the table, what policies share, timm's part and torch's"
     )
     assert PLOTS and EXPERIMENTS
 
@@ -120,6 +120,7 @@ share the key `decode`; what is imported may be of the library that a stage is n
 TRANSLATORS = {
     "gpuflow/integrations/timm.py",
     "gpuflow/migration/from_albumentations.py",
+    "gpuflow/migration/from_timm.py",
     "gpuflow/migration/from_torchvision.py",
 }
 """These make stages of another library's parameters, some of which have the same names."""

@@ -173,6 +173,33 @@ def test_timms_parameters_become_stages(config: Path) -> None:
     loader.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"auto_augment": "rand-m9-mstd0.5-inc1"}, ["random_resized_crop", "flip", "rand_augment", "normalize"]),
+        ({"auto_augment": "original-mstd0.5"}, ["random_resized_crop", "flip", "auto_augment", "normalize"]),
+        (
+            {"auto_augment": "3a", "interpolation": "bicubic"},
+            ["random_resized_crop", "flip", "auto_augment", "color_jitter", "normalize"],
+        ),
+        (
+            {"augment": [{"grayscale": {"probability": 0.1}}], "re_prob": 0.9, "re_mode": "rand", "re_count": 3},
+            ["random_resized_crop", "flip", "grayscale", "normalize", "noise_erasing"],
+        ),
+        (
+            {"train_crop_mode": "rkrc", "hflip": 0, "color_jitter": None, "re_prob": 0.9, "re_count": 2},
+            ["cover_resize", "center_crop", "random_erasing", "normalize"],
+        ),
+        ({"train_crop_mode": "rkrr", "color_jitter": None}, ["cover_resize", "random_crop", "flip", "normalize"]),
+    ],
+)
+def test_timms_recipes_become_stages(options: dict[str, Any], expected: list[str], config: Path) -> None:
+    loader = create_loader(config, 24, 4, is_training=True, device="cpu", **options)
+    assert [stage.stage_name for stage in loader.loader.pipeline.stages] == ["decode", *expected]  # type: ignore[union-attr]
+    assert all(images.shape == (4, 3, 24, 24) and not images.isnan().any() for images, _ in loader)
+    loader.close()
+
+
 def test_a_file_gives_timms_loader_its_source(config: Path) -> None:
     loader = create_loader(config, 24, 5, crop_pct=0.75, device="cpu")
     names = [stage.stage_name for stage in loader.loader.pipeline.stages]  # type: ignore[union-attr]
@@ -191,11 +218,21 @@ TRAINING = {"is_training": True}
             TRAINING | {"interpolation": "random"},
             "interpolation must be one of bilinear, bicubic, got 'random'",
         ),
-        (TRAINING | {"auto_augment": "rand-m9"}, "auto_augment is timm's own policy, and must be None, got 'rand-m9'"),
-        (TRAINING | {"re_prob": 0.1, "re_mode": "rand"}, "re_mode must be 'const' or 'pixel', got 'rand'"),
-        (TRAINING | {"re_prob": 0.1, "re_count": 2}, "re_count must be 1, got 2"),
+        (TRAINING | {"auto_augment": "augmix-m5-w4-d2"}, "auto_augment blends several augmented copies of an image"),
+        (TRAINING | {"auto_augment": "ranf-m9"}, "auto_augment must begin with rand, original, originalr, v0, v0r, 3a"),
+        (TRAINING | {"auto_augment": "rand-x9"}, "auto_augment has an unknown section 'x9'; timm knows mstd, m, n, p"),
+        (TRAINING | {"auto_augment": "rand-m9.5"}, "auto_augment has a section 'm9.5' without a number of type int"),
+        (
+            TRAINING | {"interpolation": "bicubic", "auto_augment": "v0"},
+            "auto_augment warps with interpolation 'bicubic', and warps here are bilinear, got 'v0'",
+        ),
+        (
+            TRAINING | {"augment": [{"grayscale": {}}], "auto_augment": "rand-m9"},
+            "auto_augment must be None where augment is given, got 'rand-m9'",
+        ),
+        (TRAINING | {"re_prob": 0.1, "re_mode": "noise"}, "re_mode must be one of const, rand, pixel, got 'noise'"),
         (TRAINING | {"re_prob": 0.1, "re_split": True}, "re_split must be false, got true"),
-        (TRAINING | {"train_crop_mode": "rkrc"}, "train_crop_mode must be 'rrc', got 'rkrc'"),
+        (TRAINING | {"train_crop_mode": "rk"}, "train_crop_mode must be one of rrc, rkrc, rkrr, got 'rk'"),
         (TRAINING | {"num_aug_repeats": 3}, "num_aug_repeats must be 0, got 3"),
         (TRAINING | {"num_aug_splits": 2}, "num_aug_splits must be 0, got 2"),
         (TRAINING | {"collate_fn": list}, "collate_fn must be None or timm's FastCollateMixup"),

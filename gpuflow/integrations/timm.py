@@ -18,7 +18,8 @@ from gpuflow.integrations import LoaderAdapter
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
-from gpuflow.migration.from_timm import DataConfig
+from gpuflow.migration.from_timm import DataConfig, training_entries, unequal
+from gpuflow.migration.imported import Entry
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.vocabulary import stage_table
 
@@ -108,17 +109,19 @@ def create_loader(
     if problems:
         raise ConfigError(problems)
     stages: list[dict[str, Any]] = [{"decode": {"color": color}}]
-    if is_training and not no_aug:
-        stages += _training_stages(given, size)
-    elif is_training:
-        stages += _exact_stages(input_size, size, "bilinear" if interpolation == "random" else interpolation)
-    else:
-        stages += _evaluation_stages(size, crop_pct or _DEFAULTS.crop_pct, crop_mode, interpolation)
     dtype = "float16" if fp16 else _DTYPES[img_dtype]
-    stages.append({"normalize": {"mean": list(mean), "std": list(std), "dtype": dtype}})
-    if is_training and not no_aug and re_prob > 0 and re_mode == "pixel":
-        erasing = {"name": "RandomErasing", "p": re_prob, "scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3]}
-        stages.append({"torchvision": {**erasing, "value": "random"}})
+    normalizing = Entry("normalize", {"mean": list(mean), "std": list(std), "dtype": dtype})
+    if is_training and not no_aug:
+        shown = {**given, "color_jitter": None} if augment else given
+        stages += [entry.as_yaml for entry in training_entries(shown, size, normalizing)]
+        place = 1 + max(i for i, stage in enumerate(stages) if stage.keys() & _MOVES)
+        stages[place:place] = map(dict, augment)
+    elif is_training:
+        exact = _exact_stages(input_size, size, "bilinear" if interpolation == "random" else interpolation)
+        stages += [*exact, normalizing.as_yaml]
+    else:
+        evaluation = _evaluation_stages(size, crop_pct or _DEFAULTS.crop_pct, crop_mode, interpolation)
+        stages += [*evaluation, normalizing.as_yaml]
     name = "train" if is_training else "val"
     pipeline = {"stages": stages, "batch": {"size": batch_size, "drop_last": is_training}, "shuffle": is_training}
     ranks = Ranks.of_process() if distributed else Ranks()
@@ -218,32 +221,29 @@ def _problem(name: str, rule: str, value: object, action: str = "") -> Problem:
 
 
 _NOTHING = (None, False, 0, "")
+_MOVES = {"random_resized_crop", "center_crop", "random_crop", "flip"}
 
 
 def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each parameter that says something that gpuflow does not do."""
     augments, evaluates = given["is_training"] and not given["no_aug"], not given["is_training"]
-    erases = augments and given["re_prob"] > 0
     interpolations = ("bilinear", "bicubic", *(["random"] if given["no_aug"] else []))
     choose = "choose bilinear, as --train-interpolation bilinear"
-    magnitude = "pass augment=[{'rand_augment': {'magnitude': 9}}], whose magnitudes are torchvision's"
     rules: Sequence[tuple[bool, str, Collection[Any], str, str]] = (
         (True, "tf_preprocessing", _NOTHING, "is not offered, and must be false", _USE_TIMM),
         (True, "num_aug_repeats", _NOTHING, "must be 0", _USE_TIMM),
         (True, "num_aug_splits", _NOTHING, "must be 0", _USE_TIMM),
         (True, "img_dtype", _DTYPES, "must be float32, float16 or bfloat16", ""),
-        (True, "interpolation", interpolations, "must be one of bilinear, bicubic", choose),
-        (augments, "train_crop_mode", (None, "rrc"), "must be 'rrc'", _USE_TIMM),
-        (augments, "auto_augment", _NOTHING, "is timm's own policy, and must be None", magnitude),
-        (erases, "re_mode", ("const", "pixel"), "must be 'const' or 'pixel'", ""),
-        (erases, "re_count", (1,), "must be 1", ""),
-        (erases, "re_split", _NOTHING, "must be false", ""),
+        (not augments, "interpolation", interpolations, "must be one of bilinear, bicubic", choose),
+        (bool(given["augment"]), "auto_augment", _NOTHING, "must be None where augment is given", ""),
         (evaluates, "crop_border_pixels", _NOTHING, "must be 0", _USE_TIMM),
         (evaluates, "crop_mode", (None, "center", "squash"), "must be 'center' or 'squash'", _USE_TIMM),
     )
     for applies, name, allowed, rule, action in rules:
         if applies and (value := given[name]) not in allowed:
             yield _problem(name, rule, str(value) if name == "img_dtype" else value, action)
+    for name, rule, nearest in unequal(given) if augments else ():
+        yield _problem(name, rule, given[name], f"choose {nearest}, or {_USE_TIMM}")
     (height, width), _ = _size(given["input_size"], 3)
     if evaluates and given["crop_mode"] != "squash" and height != width:
         rule = "must be a square where crop_mode is 'center'"
@@ -262,33 +262,6 @@ def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
-
-
-def _training_stages(given: Mapping[str, Any], size: tuple[int, int]) -> Iterator[dict[str, Any]]:
-    """Yield the stages of `timm.data.create_transform(is_training=True)`, except normalize."""
-    crop = {"size": list(size), "interpolation": given["interpolation"]}
-    for name in ("scale", "ratio"):
-        if given[name]:
-            crop[name] = list(given[name])
-    yield {"random_resized_crop": crop}
-    if given["hflip"] > 0 or given["vflip"] > 0:
-        yield {"flip": {"horizontal": given["hflip"], "vertical": given["vflip"]}}
-    jitter = given["color_jitter"]
-    if given["augment"]:
-        yield from map(dict, given["augment"])
-    elif jitter is not None:
-        factors = (jitter,) * 3 if isinstance(jitter, (int, float)) else tuple(jitter)
-        probability = 1.0 if given["color_jitter_prob"] is None else given["color_jitter_prob"]
-        names = ("brightness", "contrast", "saturation", "hue")
-        yield {"color_jitter": {**dict(zip(names, factors, strict=False)), "probability": probability}}
-    if given["grayscale_prob"]:
-        yield {"grayscale": {"probability": given["grayscale_prob"]}}
-    if given["gaussian_blur_prob"]:
-        yield {"gaussian_blur": {"kernel_size": 23, "probability": given["gaussian_blur_prob"]}}
-    if given["re_prob"] > 0 and given["re_mode"] == "const":  # timm erases after normalize, where the mean colour is 0
-        box = {"scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3]}
-        colour = [round(255 * level) for level in given["mean"]]
-        yield {"random_erasing": {"probability": given["re_prob"], **box, "value": colour}}
 
 
 def _exact_stages(input_size: Size, size: tuple[int, int], interpolation: str) -> Iterator[dict[str, Any]]:

@@ -111,7 +111,7 @@ def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, floa
 
 
 def box_sides(
-    pixels: Ints, areas: Floats, ratios: Floats, scale: tuple[float, float], ratio: tuple[float, float]
+    pixels: Ints | Floats, areas: Floats, ratios: Floats, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Floats, Floats]:
     """Return the longer and the shorter side of boxes of random areas, for ratios above 1; rounded, [N, K].
 

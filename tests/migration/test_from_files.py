@@ -297,6 +297,146 @@ def test_values_that_timm_does_not_take(tmp_path: Path) -> None:
         read(tmp_path, "timm", {"a": 1})
 
 
+ARGUMENTS = """
+aa: {aa}
+reprob: 0.25
+remode: {remode}
+recount: 2
+train_interpolation: {interpolation}
+train_crop_mode: rkrr
+color_jitter: 0.3
+color_jitter_prob: null
+vflip: 0.1
+mixup: 0.2
+cutmix: 1.0
+img_size: 160
+mean: [0.5]
+std: [0.5, 0.5, 0.5]
+interpolation: bilinear
+lr: 0.1
+"""
+
+
+def test_arguments_of_timms_train_script(tmp_path: Path) -> None:
+    text = ARGUMENTS.format(aa="rand-m7-n3-mstd0.5-inc1-mmax12", remode="rand", interpolation="bilinear")
+    found = read(tmp_path, "timm", text, "args.yaml")
+    assert texts(found, tmp_path) == []
+    assert [entry.as_yaml for entry in found.pipelines["train"]] == [
+        {"decode": {"color": "rgb"}},
+        {"cover_resize": {"size": 160}},
+        {"random_crop": {"size": 160, "pad_if_needed": True, "border": "reflect"}},
+        {"flip": {"horizontal": 0.5, "vertical": 0.1}},
+        {
+            "rand_augment": {
+                "space": "timm_increasing",
+                "operations": 3,
+                "magnitude": 7,
+                "probability": 0.5,
+                "limit": 12,
+                "noise": 0.5,
+                "interpolation": "bilinear",
+                "fill": [128, 128, 128],
+            }
+        },
+        HALF,
+        {"noise_erasing": {"probability": 0.25, **BOX, "noise": "box", "count": 2}},
+        {
+            "mixup": {
+                "alpha": 0.2,
+                "cutmix_alpha": 1.0,
+                "switch_probability": 0.5,
+                "probability": 1.0,
+                "mode": "batch",
+                "label_smoothing": 0.1,
+            }
+        },
+    ]
+    assert val_of(found) == [{"resize": {"shorter": 182}}, {"center_crop": {"size": 160}}, HALF]
+
+
+ROUNDS = {"operations": 2, "magnitude": 10, "probability": 0.5}
+BOX = {"scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3]}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("aa: original-mstd0.5", {"policy": "original", "noise": 0.5}),
+        ("aa: v0r", {"policy": "v0r"}),
+        ("aa: rand", {"space": "timm", "operations": 2, "magnitude": 10, "probability": 0.5}),
+        (
+            "aa: rand-inc1-tweights-p0.3",
+            {"space": "timm_weights", "operations": 2, "magnitude": 10, "probability": 0.3},
+        ),
+        ("aa: rand-m9-mstd101", {"space": "timm", **ROUNDS, "magnitude": 9, "noise": "uniform"}),
+    ],
+)
+def test_policies_of_timm(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    found = read(tmp_path, "timm", f"{text}\ntrain_interpolation: bilinear\ncolor_jitter: 0.4", "args.yaml")
+    assert texts(found, tmp_path) == []
+    (policy, normalize) = found.pipelines["train"][3:]
+    assert make_stage(policy.as_yaml, STAGES).random
+    assert normalize.stage == "normalize"
+    assert policy.parameters == {**expected, "interpolation": "bilinear", "fill": [124, 116, 104]}
+
+
+def test_three_augment_keeps_the_colour_jitter_and_any_filter(tmp_path: Path) -> None:
+    found = read(tmp_path, "timm", "aa: 3a\ntrain_interpolation: bicubic\nreprob: 0.1\nremode: const", "args.yaml")
+    assert texts(found, tmp_path) == []
+    names = [entry.stage for entry in found.pipelines["train"]]
+    assert names[1:] == ["random_resized_crop", "flip", "auto_augment", "color_jitter", "random_erasing", "normalize"]
+
+
+def test_training_without_augmentations(tmp_path: Path) -> None:
+    found = read(tmp_path, "timm", "no_aug: true\naa: rand-m9\ninput_size: [3, 96, 128]", "args.yaml")
+    assert [entry.as_yaml for entry in found.pipelines["train"]][1:] == [
+        {"resize": {"height": 96, "width": 128, "interpolation": "bicubic"}},
+        IMAGENET,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("aa: augmix-m5-w4-d2", "args.yaml:1: aa blends several augmented copies of an image"),
+        (
+            "aa: rand-m9",
+            "args.yaml:1: aa warps with interpolation 'bicubic', and warps here are bilinear, got 'rand-m9'",
+        ),
+        ("aa: ''\naug_repeats: 3.0", "args.yaml:2: aug_repeats has no stage, got 3.0; nearest: leave it out"),
+        ("cutmix_minmax: [0.2, 0.8]", "args.yaml:1: cutmix_minmax has no stage, got [0.2, 0.8]"),
+        ("reprob: 0.2\nresplit: true", "args.yaml:2: resplit must be false, got True"),
+    ],
+)
+def test_arguments_that_no_stage_equals(tmp_path: Path, text: str, expected: str) -> None:
+    (found,) = texts(read(tmp_path, "timm", f"{text}\ntrain_interpolation: bicubic", "args.yaml"), tmp_path)
+    assert found.startswith(expected)
+
+
+def test_a_random_filter_is_named(tmp_path: Path) -> None:
+    (found,) = texts(read(tmp_path, "timm", "hflip: 0.5", "args.yaml"), tmp_path)
+    assert found.startswith("args.yaml: train_interpolation must be one of bilinear, bicubic, got 'random'; nearest: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("aa: 9", "args.yaml:1: aa must be text, got 9"),
+        ("aa: a\nreprob: high", "args.yaml:2: reprob must be a number, got 'high'"),
+        ("recount: 1.5", "args.yaml:1: recount must be a whole number, got 1.5"),
+        ("scale: 0.5", "args.yaml:1: scale must be a list of numbers, got 0.5"),
+        ("no_aug: 1", "args.yaml:1: no_aug must be true or false, got 1"),
+        ("aa: a\nimg_size: 0.5", "args.yaml:2: img_size must be a whole number from 1 to 65,535, got 0.5"),
+        ("aa: a\nmean: 0.5", "args.yaml:2: mean must be one number for each channel, got 0.5"),
+        ("lr: 0.1", "args.yaml: must hold arguments of timm's train.py, as its args.yaml does: none is there"),
+    ],
+)
+def test_arguments_that_timm_does_not_take(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "timm", text, "args.yaml")
+    assert str(caught.value).replace(f"{tmp_path}/", "") == expected
+
+
 # --- Albumentations ---------------------------------------------------------------------------------------------------
 
 

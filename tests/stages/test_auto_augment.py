@@ -7,9 +7,11 @@ from collections import defaultdict
 import pytest
 from torchvision.transforms import v2
 
+from gpuflow.errors import ConfigError
 from gpuflow.stages import AutoAugment
 from gpuflow.stages.auto_augment import _BINS, _IMAGENET, _SPACE
 from tests.stages.policies import check_draws, check_magnitudes, frequencies
+from tests.texts import outline
 
 
 def test_the_table_is_that_of_torchvision() -> None:
@@ -32,3 +34,9 @@ def test_operations_are_drawn_with_their_probabilities(turn: int) -> None:
         expected["Identity"] += (1 - chance) / len(_IMAGENET)
     for name, share in frequencies(AutoAugment(), turn).items():
         assert share == pytest.approx(expected[name], abs=0.015), name
+
+
+def test_noise_is_of_timms_policies() -> None:
+    with pytest.raises(ConfigError) as caught:
+        AutoAugment(noise=0.5)
+    assert outline(caught.value) == "auto_augment.noise config.conflict, got 0.5"

@@ -11,7 +11,18 @@ from torchvision.transforms import v2
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.program import LocalStep, PointwiseStep, WarpStep
-from gpuflow.stages import CenterCrop, ColorJitter, Decode, Flip, Normalize, RandAugment, Rotate
+from gpuflow.stages import (
+    CenterCrop,
+    ColorJitter,
+    Decode,
+    Flip,
+    GaussianBlur,
+    Normalize,
+    RandAugment,
+    Rotate,
+    Saturation,
+    Solarize,
+)
 from gpuflow.stages.policy_parts import OPERATIONS
 from gpuflow.stages.rand_augment import _SPACE
 from tests.images import photo, png
@@ -72,7 +83,7 @@ def test_operations_are_drawn_alike_and_independently_in_each_round() -> None:
     stage = RandAugment(operations=2)
     for turn in range(2):
         for name, share in frequencies(stage, turn).items():
-            assert share == pytest.approx(0 if name == "Invert" else 1 / 14, abs=0.01)
+            assert share == pytest.approx(1 / 14 if name in _SPACE else 0, abs=0.01)
     count = 20_000
     keys = keys_of(count).stage("rand_augment", 0)
     first, second = (stage.drawn(keys, turn) for turn in range(2))
@@ -98,6 +109,48 @@ def test_the_steps_are_the_same_whatever_is_drawn_and_are_not_folded() -> None:
     assert program.ends == (3, *[4] * 6, 5, 7)
 
 
+def test_a_list_with_weights_is_drawn_without_repetition() -> None:
+    stage = RandAugment(space="timm_3aw", operations=14)
+    keys = keys_of(500).stage("rand_augment", 0)
+    drawn = np.stack([stage.drawn(keys, turn).operation for turn in range(14)], axis=1)
+    assert (np.sort(drawn, axis=1) == np.sort(drawn[0])).all() and len(set(drawn[0].tolist())) == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "magnitude", "expected"),
+    [
+        ("SolarizeAdd", 100.0, lambda image: np.where(image < 128, np.minimum(image.astype(int) + 100, 255), image)),
+        ("Solarize", 256 / 255, lambda image: image),
+        ("Solarize", 128 / 255, lambda image: np.where(image < 128, image, 255 - image)),
+        ("Posterize", 0.0, np.zeros_like),
+    ],
+)
+def test_levels_of_timms_operations(name: str, magnitude: float, expected: Any) -> None:
+    pixels = photo(33, 47)
+    (found,) = images(
+        program_of(Decode(), Fixed(name=name, magnitude=magnitude), CenterCrop(size=(33, 47))), [png(pixels)]
+    )
+    assert (found.permute(1, 2, 0).numpy() == expected(pixels)).all()
+
+
+def test_timms_grayscale_and_blur_are_those_of_the_stages() -> None:
+    """Also that a space without warps makes no warp."""
+    data, keys = png(photo(61, 83)), keys_of(40)
+    stage, size = RandAugment(space="timm_3a", operations=1, magnitude=5), CenterCrop(size=(61, 83))
+    program = program_of(Decode(), stage, size)
+    assert not any(isinstance(step, WarpStep) for step in program.steps)
+    drawn = stage.drawn(keys.stage("rand_augment", 0), 0)
+    batch = images(program, [data] * 40, keys)
+    others = {
+        "Desaturate": Saturation(amount=(0.25, 0.25)),
+        "GaussianBlur": GaussianBlur(kernel_size=13, sigma=1.05),
+        "Solarize": Solarize(threshold=128),
+    }
+    expected = {name: images(program_of(Decode(), other, size), [data])[0] for name, other in others.items()}
+    for image, number in zip(batch, drawn.operation.tolist(), strict=True):
+        assert torch.equal(image, expected[OPERATIONS[number]])
+
+
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [
@@ -105,6 +158,11 @@ def test_the_steps_are_the_same_whatever_is_drawn_and_are_not_folded() -> None:
         ({"operations": 0}, "rand_augment.operations config.range, got 0"),
         ({"bins": 1, "magnitude": 0}, "rand_augment.bins config.range, got 1"),
         ({"fill": 256}, "rand_augment.fill config.range, got 256"),
+        ({"noise": 0.5}, "rand_augment.noise config.conflict, got 0.5"),
+        ({"limit": 12}, "rand_augment.limit config.conflict, got 12"),
+        ({"probability": 0.5}, "rand_augment.probability config.conflict, got 0.5"),
+        ({"space": "timm", "bins": 11}, "rand_augment.bins config.conflict, got 11"),
+        ({"space": "timm_weights", "operations": 16}, "rand_augment.operations config.conflict, got 16"),
     ],
 )
 def test_parameters_out_of_range_are_located(parameters: Any, expected: str) -> None:
