@@ -37,63 +37,83 @@ _SPACE: dict[str, Range | None] = {
     "Invert": None,
 }
 _BINS = 10
-_IMAGENET = (
-    (("Posterize", 0.4, 8), ("Rotate", 0.6, 9)),
-    (("Solarize", 0.6, 5), ("AutoContrast", 0.6, 0)),
-    (("Equalize", 0.8, 0), ("Equalize", 0.6, 0)),
-    (("Posterize", 0.6, 7), ("Posterize", 0.6, 6)),
-    (("Equalize", 0.4, 0), ("Solarize", 0.2, 4)),
-    (("Equalize", 0.4, 0), ("Rotate", 0.8, 8)),
-    (("Solarize", 0.6, 3), ("Equalize", 0.6, 0)),
-    (("Posterize", 0.8, 5), ("Equalize", 1.0, 0)),
-    (("Rotate", 0.2, 3), ("Solarize", 0.6, 8)),
-    (("Equalize", 0.6, 0), ("Posterize", 0.4, 6)),
-    (("Rotate", 0.8, 8), ("Color", 0.4, 0)),
-    (("Rotate", 0.4, 9), ("Equalize", 0.6, 0)),
-    (("Equalize", 0.0, 0), ("Equalize", 0.8, 0)),
-    (("Invert", 0.6, 0), ("Equalize", 1.0, 0)),
-    (("Color", 0.6, 4), ("Contrast", 1.0, 8)),
-    (("Rotate", 0.8, 8), ("Color", 1.0, 2)),
-    (("Color", 0.8, 8), ("Solarize", 0.8, 7)),
-    (("Sharpness", 0.4, 7), ("Invert", 0.6, 0)),
-    (("ShearX", 0.6, 5), ("Equalize", 1.0, 0)),
-    (("Color", 0.4, 0), ("Equalize", 0.6, 0)),
-    (("Equalize", 0.4, 0), ("Solarize", 0.2, 4)),
-    (("Solarize", 0.6, 5), ("AutoContrast", 0.6, 0)),
-    (("Invert", 0.6, 0), ("Equalize", 1.0, 0)),
-    (("Color", 0.6, 4), ("Contrast", 1.0, 8)),
-    (("Equalize", 0.8, 0), ("Equalize", 0.6, 0)),
+SubPolicy = tuple[tuple[str, float, int], ...]
+"""Operations that run one after the other: each with its probability and the bin of its magnitude."""
+
+
+def _sets(text: str) -> tuple[SubPolicy, ...]:
+    """Read a policy: a set on each line."""
+    lines = ([one.split() for one in line.split(",")] for line in text.strip().splitlines())
+    return tuple(tuple((name, float(chance), int(place)) for name, chance, place in line) for line in lines)
+
+
+_IMAGENET = _sets(
+    """
+    Posterize 0.4 8, Rotate 0.6 9
+    Solarize 0.6 5, AutoContrast 0.6 0
+    Equalize 0.8 0, Equalize 0.6 0
+    Posterize 0.6 7, Posterize 0.6 6
+    Equalize 0.4 0, Solarize 0.2 4
+    Equalize 0.4 0, Rotate 0.8 8
+    Solarize 0.6 3, Equalize 0.6 0
+    Posterize 0.8 5, Equalize 1 0
+    Rotate 0.2 3, Solarize 0.6 8
+    Equalize 0.6 0, Posterize 0.4 6
+    Rotate 0.8 8, Color 0.4 0
+    Rotate 0.4 9, Equalize 0.6 0
+    Equalize 0 0, Equalize 0.8 0
+    Invert 0.6 0, Equalize 1 0
+    Color 0.6 4, Contrast 1 8
+    Rotate 0.8 8, Color 1 2
+    Color 0.8 8, Solarize 0.8 7
+    Sharpness 0.4 7, Invert 0.6 0
+    ShearX 0.6 5, Equalize 1 0
+    Color 0.4 0, Equalize 0.6 0
+    Equalize 0.4 0, Solarize 0.2 4
+    Solarize 0.6 5, AutoContrast 0.6 0
+    Invert 0.6 0, Equalize 1 0
+    Color 0.6 4, Contrast 1 8
+    Equalize 0.8 0, Equalize 0.6 0
+    """
 )
-"""Pairs of (operation, probability, bin of the magnitude), as torchvision lists them."""
-_V0 = (
-    (("Equalize", 0.8, 1), ("ShearY", 0.8, 4)),
-    (("Color", 0.4, 9), ("Equalize", 0.6, 3)),
-    (("Color", 0.4, 1), ("Rotate", 0.6, 8)),
-    (("Solarize", 0.8, 3), ("Equalize", 0.4, 7)),
-    (("Solarize", 0.4, 2), ("Solarize", 0.6, 2)),
-    (("Color", 0.2, 0), ("Equalize", 0.8, 8)),
-    (("Equalize", 0.4, 8), ("SolarizeAdd", 0.8, 3)),
-    (("ShearX", 0.2, 9), ("Rotate", 0.6, 8)),
-    (("Color", 0.6, 1), ("Equalize", 1.0, 2)),
-    (("Invert", 0.4, 9), ("Rotate", 0.6, 0)),
-    (("Equalize", 1.0, 9), ("ShearY", 0.6, 3)),
-    (("Color", 0.4, 7), ("Equalize", 0.6, 0)),
-    (("Posterize", 0.4, 6), ("AutoContrast", 0.4, 7)),
-    (("Solarize", 0.6, 8), ("Color", 0.6, 9)),
-    (("Solarize", 0.2, 4), ("Rotate", 0.8, 9)),
-    (("Rotate", 1.0, 7), ("TranslateY", 0.8, 9)),
-    (("ShearX", 0.0, 0), ("Solarize", 0.8, 4)),
-    (("ShearY", 0.8, 0), ("Color", 0.6, 4)),
-    (("Color", 1.0, 0), ("Rotate", 0.6, 2)),
-    (("Equalize", 0.8, 4), ("Equalize", 0.0, 8)),
-    (("Equalize", 1.0, 4), ("AutoContrast", 0.6, 2)),
-    (("ShearY", 0.4, 7), ("SolarizeAdd", 0.6, 7)),
-    (("Posterize", 0.8, 2), ("Solarize", 0.6, 10)),
-    (("Solarize", 0.6, 8), ("Equalize", 0.6, 1)),
-    (("Color", 0.8, 6), ("Rotate", 0.4, 5)),
+"""As torchvision lists them. timm's have the same numbers, where an operation has a magnitude."""
+_V0 = _sets(
+    """
+    Equalize 0.8 1, ShearY 0.8 4
+    Color 0.4 9, Equalize 0.6 3
+    Color 0.4 1, Rotate 0.6 8
+    Solarize 0.8 3, Equalize 0.4 7
+    Solarize 0.4 2, Solarize 0.6 2
+    Color 0.2 0, Equalize 0.8 8
+    Equalize 0.4 8, SolarizeAdd 0.8 3
+    ShearX 0.2 9, Rotate 0.6 8
+    Color 0.6 1, Equalize 1 2
+    Invert 0.4 9, Rotate 0.6 0
+    Equalize 1 9, ShearY 0.6 3
+    Color 0.4 7, Equalize 0.6 0
+    Posterize 0.4 6, AutoContrast 0.4 7
+    Solarize 0.6 8, Color 0.6 9
+    Solarize 0.2 4, Rotate 0.8 9
+    Rotate 1 7, TranslateY 0.8 9
+    ShearX 0 0, Solarize 0.8 4
+    ShearY 0.8 0, Color 0.6 4
+    Color 1 0, Rotate 0.6 2
+    Equalize 0.8 4, Equalize 0 8
+    Equalize 1 4, AutoContrast 0.6 2
+    ShearY 0.4 7, SolarizeAdd 0.6 7
+    Posterize 0.8 2, Solarize 0.6 10
+    Solarize 0.6 8, Equalize 0.6 1
+    Color 0.8 6, Rotate 0.4 5
+    """
 )
 """As timm lists them."""
-_THREE = ((("Solarize", 1.0, 5),), (("Desaturate", 1.0, 10),), (("GaussianBlur", 1.0, 10),))
+_THREE = _sets(
+    """
+    Solarize 1 5
+    Desaturate 1 10
+    GaussianBlur 1 10
+    """
+)
 _TIMM = {
     "original": (_IMAGENET, ORIGINAL),
     "originalr": (_IMAGENET, RESEARCH),
@@ -145,12 +165,12 @@ class AutoAugment(AugmentPolicy):
             yield Problem.of("noise", "is only of timm's policies", self.noise, action, code="config.conflict")
 
     @property
-    def _sets(self) -> tuple[tuple[tuple[str, float, int], ...], ...]:
+    def _policy(self) -> tuple[SubPolicy, ...]:
         return _IMAGENET if self.policy == "torchvision" else _TIMM[self.policy][0]
 
     @property
     def timm_names(self) -> tuple[str, ...]:
-        return () if self.policy == "torchvision" else tuple({name for one in self._sets for name, _, _ in one})
+        return () if self.policy == "torchvision" else tuple({name for one in self._policy for name, _, _ in one})
 
     @property
     def magnitudes(self) -> MagnitudeTable:
@@ -158,13 +178,13 @@ class AutoAugment(AugmentPolicy):
 
     @property
     def rounds(self) -> int:
-        return len(self._sets[0])
+        return len(self._policy[0])
 
     def choose(self, keys: s.StageKeys, turn: int) -> Choice:
         numbers = keys.uniform(5 if self.policy == "torchvision" else 10)
-        pair = uniform_places(numbers[:, 0], len(self._sets))
+        pair = uniform_places(numbers[:, 0], len(self._policy))
         chance, sign = numbers[:, 1 + 2 * turn], numbers[:, 2 + 2 * turn]
-        names, probabilities, bins = zip(*(one[turn] for one in self._sets), strict=True)
+        names, probabilities, bins = zip(*(one[turn] for one in self._policy), strict=True)
         operation = np.array([OPERATIONS.index(name) for name in names])[pair]
         operation[chance >= np.array(probabilities)[pair]] = OPERATIONS.index("Identity")
         level = np.array(bins)[pair]
