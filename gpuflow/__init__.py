@@ -112,14 +112,15 @@ def load(
 ) -> Loader:
     """Return a loader for one pipeline of a YAML file.
 
-    >>> from PIL import Image
-    >>> Path("photos/cat").mkdir(parents=True)
-    >>> Image.new("RGB", (64, 48)).save("photos/cat/1.jpg")
-    >>> pipelines = "{val: {stages: [decode: {}, resize: {height: 24, width: 32}], batch: {size: 4}}}"
-    >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
-    >>> with load("x.yaml", "val") as loader:
-    ...     [(tuple(images.shape), labels.tolist()) for images, labels in loader]
-    [((1, 3, 24, 32), [0])]
+    Examples:
+        >>> from PIL import Image
+        >>> Path("photos/cat").mkdir(parents=True)
+        >>> Image.new("RGB", (64, 48)).save("photos/cat/1.jpg")
+        >>> pipelines = "{val: {stages: [decode: {}, resize: {height: 24, width: 32}], batch: {size: 4}}}"
+        >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
+        >>> with load("x.yaml", "val") as loader:
+        ...     [(tuple(images.shape), labels.tolist()) for images, labels in loader]
+        [((1, 3, 24, 32), [0])]
 
     Args:
         path: the file.
@@ -171,12 +172,13 @@ def transform(
     `gpuflow.transform("x.yaml")(images, epoch=0, positions=range(len(images)))` gives what a loader gives for the same
     decoded pixels, seed, epoch and positions. It reads no source.
 
-    >>> import torch
-    >>> pipelines = "{train: {stages: [decode: {}, solarize: {}, resize: {height: 1, width: 3}], batch: {size: 2}}}"
-    >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
-    >>> images = torch.tensor([0, 127, 255], dtype=torch.uint8).expand(1, 3, 1, 3)
-    >>> transform("x.yaml")(images, epoch=0, positions=[0])[0, 0].tolist()
-    [[0, 127, 0]]
+    Examples:
+        >>> import torch
+        >>> pipelines = "{train: {stages: [decode: {}, solarize: {}, resize: {height: 1, width: 3}], batch: {size: 2}}}"
+        >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
+        >>> images = torch.tensor([0, 127, 255], dtype=torch.uint8).expand(1, 3, 1, 3)
+        >>> transform("x.yaml")(images, epoch=0, positions=[0])[0, 0].tolist()
+        [[0, 127, 0]]
 
     Args:
         path: the file.
@@ -215,13 +217,14 @@ def wrap(
     is decoded, with random numbers drawn for each sample. The file's source, batch and shuffle are not used, except for
     `source.seed`.
 
-    >>> from gpuflow.decode.codecs import TEST_JPEG
-    >>> from torch.utils.data import DataLoader
-    >>> pipelines = "{val: {stages: [decode: {}, resize: {height: 24, width: 32}], batch: {size: 2}}}"
-    >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
-    >>> with wrap(DataLoader([(TEST_JPEG.tobytes(), 7)] * 3, batch_size=2), "x.yaml", device="cpu") as wrapped:
-    ...     [labels.tolist() for images, labels in wrapped]
-    [[7, 7], [7]]
+    Examples:
+        >>> from gpuflow.decode.codecs import TEST_JPEG
+        >>> from torch.utils.data import DataLoader
+        >>> pipelines = "{val: {stages: [decode: {}, resize: {height: 24, width: 32}], batch: {size: 2}}}"
+        >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
+        >>> with wrap(DataLoader([(TEST_JPEG.tobytes(), 7)] * 3, batch_size=2), "x.yaml", device="cpu") as wrapped:
+        ...     [labels.tolist() for images, labels in wrapped]
+        [[7, 7], [7]]
 
     Args:
         dataloader: over an ImageFolder with `loader=gpuflow.bytes_loader` and no transform, a Subset of one, or any

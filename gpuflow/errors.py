@@ -38,9 +38,10 @@ from typing import Any, Final, Literal
 class GpuflowError(Exception):
     """Base of every exception that gpuflow raises on purpose. Its text holds no credentials, see `redacted`.
 
-    >>> raise GpuflowError("http://me:secret@host/1.jpg: no such file")
-    Traceback (most recent call last):
-    gpuflow.errors.GpuflowError: http://***@host/1.jpg: no such file
+    Examples:
+        >>> raise GpuflowError("http://me:secret@host/1.jpg: no such file")
+        Traceback (most recent call last):
+        gpuflow.errors.GpuflowError: http://***@host/1.jpg: no such file
     """
 
     def __init__(self, *args: object) -> None:
@@ -123,8 +124,9 @@ UNSET: Final = _Unset.UNSET
 class Problem:
     """One broken rule. Its text is `<place> <path> <rule>, got <value>; <action>`, without the parts that it lacks.
 
-    >>> print(Problem("x.yaml:7:", "must be >= 1", 0, "leave it out", path=("run", "threads")))
-    x.yaml:7: run.threads must be >= 1, got 0; leave it out
+    Examples:
+        >>> print(Problem("x.yaml:7:", "must be >= 1", 0, "leave it out", path=("run", "threads")))
+        x.yaml:7: run.threads must be >= 1, got 0; leave it out
 
     Args:
         place: where people find it: `configs/x.yaml:12:`, `override 'run.threads=0':`, `--model:`.
@@ -150,16 +152,18 @@ class Problem:
     ) -> Problem:
         """Return a problem of the value at `path`, whose file and line are not known yet.
 
-        >>> print(Problem.of("size", "must be >= 1", 0, code="config.range"))
-        size must be >= 1, got 0
+        Examples:
+            >>> print(Problem.of("size", "must be >= 1", 0, code="config.range"))
+            size must be >= 1, got 0
         """
         return cls("", rule, value, action, path if isinstance(path, tuple) else (path,), code)
 
     def below(self, *keys: Key) -> Problem:
         """Return the problem with these keys before its path.
 
-        >>> print(Problem.of("size", "must be >= 1", code="config.range").below("pipelines", "train", "batch"))
-        pipelines.train.batch.size must be >= 1
+        Examples:
+            >>> print(Problem.of("size", "must be >= 1", code="config.range").below("pipelines", "train", "batch"))
+            pipelines.train.batch.size must be >= 1
         """
         return replace(self, path=(*keys, *self.path))
 
@@ -171,10 +175,11 @@ class Problem:
     def as_dict(self) -> dict[str, Any]:
         """Return the parts and the text as values that JSON has.
 
-        >>> problem = Problem("x.yaml:7:", "must be >= 1", 0, path=("run", "threads"), code="config.range", line=7)
-        >>> found = problem.as_dict()
-        >>> found["place"], found["path"], found["line"], found["value"]
-        ('x.yaml:7', 'run.threads', 7, 0)
+        Examples:
+            >>> problem = Problem("x.yaml:7:", "must be >= 1", 0, path=("run", "threads"), code="config.range", line=7)
+            >>> found = problem.as_dict()
+            >>> found["place"], found["path"], found["line"], found["value"]
+            ('x.yaml:7', 'run.threads', 7, 0)
         """
         parts = {
             "place": self.place.removesuffix(":"),
@@ -191,9 +196,10 @@ class Problem:
 class ConfigError(GpuflowError, ValueError):
     """One or more located problems of a configuration, all of them reported at once.
 
-    >>> error = ConfigError([Problem("x.yaml:", "has no source"), Problem("x.yaml:", "has no pipelines")])
-    >>> len(error.problems), str(error)
-    (2, 'x.yaml: has no source\\nx.yaml: has no pipelines')
+    Examples:
+        >>> error = ConfigError([Problem("x.yaml:", "has no source"), Problem("x.yaml:", "has no pipelines")])
+        >>> len(error.problems), str(error)
+        (2, 'x.yaml: has no source\\nx.yaml: has no pipelines')
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -218,8 +224,9 @@ class BadSampleError(GpuflowError, ValueError):
     `stage` is the stage that gave it up (`read`, `decode`, or a stage's name) and `reason` the rule it broke.
     `index` and `path` say which sample it is, once that is known; `code` says which kind of rule it broke.
 
-    >>> BadSampleError("decode", "empty: the file has no bytes").located(3, "cat/3.jpg")
-    BadSampleError('cat/3.jpg (sample 3): decode: empty: the file has no bytes')
+    Examples:
+        >>> BadSampleError("decode", "empty: the file has no bytes").located(3, "cat/3.jpg")
+        BadSampleError('cat/3.jpg (sample 3): decode: empty: the file has no bytes')
     """
 
     def __init__(self, stage: str, reason: str, code: Code = "sample.bad", *, index: int = -1, path: str = "") -> None:
@@ -296,8 +303,9 @@ class NativeLibraryError(GpuflowError, ImportError):
 class MissingExtra(GpuflowError, ImportError):
     """An optional dependency is used but not installed.
 
-    >>> print(MissingExtra("serving", "omniback", "serve"))
-    serving needs omniback, which is not installed; pip install 'gpuflow[serve]'
+    Examples:
+        >>> print(MissingExtra("serving", "omniback", "serve"))
+        serving needs omniback, which is not installed; pip install 'gpuflow[serve]'
     """
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
@@ -325,8 +333,9 @@ def is_system_fault(error: BaseException | None) -> bool:
 
     Every place that turns an exception into a `BadSampleError` asks this first, and raises such a fault instead.
 
-    >>> is_system_fault(OSError(errno.EMFILE, "Too many open files")), is_system_fault(FileNotFoundError())
-    (True, False)
+    Examples:
+        >>> is_system_fault(OSError(errno.EMFILE, "Too many open files")), is_system_fault(FileNotFoundError())
+        (True, False)
     """
     while error is not None:
         if isinstance(error, MemoryError | SystemFault) or type(error).__name__ == "OutOfMemoryError":  # or torch's
@@ -340,8 +349,9 @@ def is_system_fault(error: BaseException | None) -> bool:
 def system_fault(error: BaseException, path: str) -> BaseException:
     """Return a fault of the environment for raising. A failed system call gets its file and what to do.
 
-    >>> print(system_fault(OSError(errno.ENOSPC, "No space left on device"), "out.csv"))
-    [Errno 28] No space left on device; free disk space: 'out.csv'
+    Examples:
+        >>> print(system_fault(OSError(errno.ENOSPC, "No space left on device"), "out.csv"))
+        [Errno 28] No space left on device; free disk space: 'out.csv'
     """
     if not isinstance(error, OSError) or error.errno not in _SYSTEM_FAULTS:
         return error
@@ -355,8 +365,9 @@ def reason_of(error: BaseException, *, with_type: bool = False) -> str:
 
     with_type: put the type before it, for texts that are not clear without it.
 
-    >>> reason_of(ValueError("bad header\\nat byte 7")), reason_of(KeyError("size"), with_type=True)
-    ('bad header', "KeyError: 'size'")
+    Examples:
+        >>> reason_of(ValueError("bad header\\nat byte 7")), reason_of(KeyError("size"), with_type=True)
+        ('bad header', "KeyError: 'size'")
     """
     name, lines = type(error).__name__, str(error).strip().splitlines()
     if not lines:
@@ -380,6 +391,7 @@ def redacted(text: str) -> str:
     Hidden are a name and a password before the host, and what a query holds but numbers, as in `?id=7`: the parameters
     of signed URLs have many names. Parameters are hidden behind a URL, too, because a URL may hold spaces.
 
+    Examples:
         >>> redacted("https://me:secret@host/1.jpg?id=7&sig=Zm9v: no such file")
         'https://***@host/1.jpg?id=7&sig=***: no such file'
     """
@@ -405,8 +417,9 @@ def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant:
 
     meant: what the word is known to stand for, which is named in place of a close one.
 
-    >>> suggest("resise", ["resize", "rotate"]), suggest("x", ["resize", "rotate"])
-    ("did you mean 'resize'?", 'known: resize, rotate')
+    Examples:
+        >>> suggest("resise", ["resize", "rotate"]), suggest("x", ["resize", "rotate"])
+        ("did you mean 'resize'?", 'known: resize, rotate')
     """
     if meant:
         return f"did you mean {meant!r}?"
@@ -432,8 +445,9 @@ def near_word(word: str, known: Collection[str]) -> str:
 def dotted(path: Iterable[Key]) -> str:
     """Return keys as people write them, each cut to 60 characters.
 
-    >>> dotted(("pipelines", "train", "stages", 2, "resize"))
-    'pipelines.train.stages[2].resize'
+    Examples:
+        >>> dotted(("pipelines", "train", "stages", 2, "resize"))
+        'pipelines.train.stages[2].resize'
     """
     return "".join(f"[{key}]" if isinstance(key, int) else f".{_cut(str(key))}" for key in path).lstrip(".")
 
@@ -441,8 +455,9 @@ def dotted(path: Iterable[Key]) -> str:
 def show(value: object) -> str:
     """Return a value as a reader of YAML knows it, cut to 60 characters.
 
-    >>> show((1, None)), show(True), show("x" * 99)[-5:]
-    ('[1, None]', 'true', 'xx...')
+    Examples:
+        >>> show((1, None)), show(True), show("x" * 99)[-5:]
+        ('[1, None]', 'true', 'xx...')
     """
     value = _lists(value)
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
@@ -452,8 +467,9 @@ def show(value: object) -> str:
 def json_value(value: Any) -> Any:
     """Return a value that JSON has: lists in place of tuples, text in place of other types, no passwords.
 
-    >>> json_value({"shape": (2, None), "rate": math.nan, "url": "http://me:secret@host/"})
-    {'shape': [2, None], 'rate': 'nan', 'url': 'http://***@host/'}
+    Examples:
+        >>> json_value({"shape": (2, None), "rate": math.nan, "url": "http://me:secret@host/"})
+        {'shape': [2, None], 'rate': 'nan', 'url': 'http://***@host/'}
     """
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in value.items()}

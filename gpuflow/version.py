@@ -12,8 +12,9 @@ __version__ = importlib.metadata.version("gpuflow")
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
     """Return the entry points of a group. All installed packages are read once for each `sys.path`.
 
-    >>> entry_points("console_scripts")["gpuflow"].value
-    'gpuflow.cli:main'
+    Examples:
+        >>> entry_points("console_scripts")["gpuflow"].value
+        'gpuflow.cli:main'
     """
     return _read(group, tuple(sys.path))
 

@@ -48,10 +48,11 @@ def scan_headers(payload: Payload, *, max_scans: int, orientation: bool) -> Head
 
     max_scans, orientation: as `probe` has them; a file with more scans is not ordinary.
 
-    >>> from gpuflow.decode.codecs import TEST_JPEG
-    >>> scan = scan_headers(Payload.of([TEST_JPEG, b"no image"]), max_scans=100, orientation=False)
-    >>> scan.engine.tolist(), scan.sizes.tolist()
-    ([True, False], [[48, 64], [0, 0]])
+    Examples:
+        >>> from gpuflow.decode.codecs import TEST_JPEG
+        >>> scan = scan_headers(Payload.of([TEST_JPEG, b"no image"]), max_scans=100, orientation=False)
+        >>> scan.engine.tolist(), scan.sizes.tolist()
+        ([True, False], [[48, 64], [0, 0]])
     """
     found = np.zeros((len(payload), _COLUMNS), np.int64)
     offsets, sizes = (np.ascontiguousarray(x, np.int64) for x in (payload.offsets, payload.sizes))
@@ -74,9 +75,10 @@ def engine_sampling(data: Bytes) -> int | None:
 
     The factors of the first component are joined: horizontal * 16 + vertical; 0 for a gray image.
 
-    >>> from gpuflow.decode.codecs import TEST_JPEG
-    >>> hex(engine_sampling(TEST_JPEG))  # 4:2:0
-    '0x22'
+    Examples:
+        >>> from gpuflow.decode.codecs import TEST_JPEG
+        >>> hex(engine_sampling(TEST_JPEG))  # 4:2:0
+        '0x22'
     """
     scan = scan_headers(Payload.of([data]), max_scans=1, orientation=False)
     return int(scan.sampling[0]) if scan.engine[0] else None

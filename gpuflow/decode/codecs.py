@@ -106,8 +106,9 @@ def probe(
         BadSampleError: the bytes are empty, of an unknown format, truncated, too large, deeper than 8 bits, or have
             more scans or segments than any encoder writes. Its code is `sample.format` if naming the format would help.
 
-    >>> probe(TEST_JPEG)
-    Header(format='jpeg', width=64, height=48, channels=3, progressive=False, orientation=1, alpha=False, turned=1)
+    Examples:
+        >>> probe(TEST_JPEG)
+        Header(format='jpeg', width=64, height=48, channels=3, progressive=False, orientation=1, alpha=False, turned=1)
     """
     view = data.data
     if len(view) == 0:
@@ -144,8 +145,9 @@ def format_of(view: memoryview) -> tuple[str, str]:
 
     The name is empty if gpuflow does not decode the format; both are if the format is unknown.
 
-    >>> format_of(TEST_JPEG.data), format_of(memoryview(b"%PDF-1.7"))
-    (('jpeg', 'JPEG'), ('', 'PDF'))
+    Examples:
+        >>> format_of(TEST_JPEG.data), format_of(memoryview(b"%PDF-1.7"))
+        (('jpeg', 'JPEG'), ('', 'PDF'))
     """
     magic = bytes(view[:12])
     name = next((name for name, test, _ in _READERS if test(magic)), None) or format_by_content(view)
@@ -385,10 +387,11 @@ class CpuDecoder:
             BadSampleError: the decoder refused the file. MemoryError: there is not enough memory for the image.
             DecoderError: the decoder fails on gpuflow's own test image too.
 
-        >>> decoder, header = CpuDecoder("rgb"), probe(TEST_JPEG)
-        >>> image, corner = decoder.decode(TEST_JPEG, header)
-        >>> image.shape, corner
-        ((48, 64, 3), (0, 0))
+        Examples:
+            >>> decoder, header = CpuDecoder("rgb"), probe(TEST_JPEG)
+            >>> image, corner = decoder.decode(TEST_JPEG, header)
+            >>> image.shape, corner
+            ((48, 64, 3), (0, 0))
         """
         try:
             decoded = self._decode(data, header, region)
@@ -581,8 +584,9 @@ _SHA256 = {
 def is_test_image(image: Bytes | None, color: str) -> bool:
     """Return True if an image equals the CPU decoders' pixels of TEST_JPEG, uint8 [TEST_HEIGHT, TEST_WIDTH, C].
 
-    >>> is_test_image(imdecode(TEST_JPEG, cv2.IMREAD_COLOR_RGB), "rgb")
-    True
+    Examples:
+        >>> is_test_image(imdecode(TEST_JPEG, cv2.IMREAD_COLOR_RGB), "rgb")
+        True
     """
     if image is None or image.shape[:2] != (TEST_HEIGHT, TEST_WIDTH):
         return False

@@ -41,9 +41,10 @@ class Header:
     whether the file may hold transparent pixels. turned: the orientation that the format's own decoder applies in any
     case.
 
-    >>> header = Header("jpeg", width=64, height=48, channels=3, orientation=6)
-    >>> header.size, header.upright_size
-    ((48, 64), (64, 48))
+    Examples:
+        >>> header = Header("jpeg", width=64, height=48, channels=3, orientation=6)
+        >>> header.size, header.upright_size
+        ((48, 64), (64, 48))
     """
 
     format: str
@@ -102,8 +103,9 @@ def upright(image: Bytes, orientation: int) -> Bytes:
 
     The result has no negative strides, which torch refuses, also where a flipped side has a single pixel.
 
-    >>> upright(np.zeros((48, 64, 3), np.uint8), orientation=6).shape
-    (64, 48, 3)
+    Examples:
+        >>> upright(np.zeros((48, 64, 3), np.uint8), orientation=6).shape
+        (64, 48, 3)
     """
     if orientation == 1:
         return np.ascontiguousarray(image)

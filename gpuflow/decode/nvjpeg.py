@@ -55,8 +55,9 @@ _OF_A_FILE, _ALLOCATION_FAILED = frozenset((3, 4, 9, 10)), 5
 def for_chunks_of(images: int, backend: str) -> str:
     """Return what `BatchedDecoder` takes for a backend of BACKENDS if at most this many images are decoded at once.
 
-    >>> for_chunks_of(8, "cuda"), for_chunks_of(64, "cuda")
-    ('cuda_few', 'cuda')
+    Examples:
+        >>> for_chunks_of(8, "cuda"), for_chunks_of(64, "cuda")
+        ('cuda_few', 'cuda')
     """
     return "cuda_few" if backend == "cuda" and images < _FEW_IMAGES else backend
 
@@ -64,11 +65,12 @@ def for_chunks_of(images: int, backend: str) -> str:
 class NvjpegError(GpuflowError, RuntimeError):
     """A call of nvJPEG failed.
 
-    >>> error = NvjpegError("nvjpegDecodeBatched", 3)
-    >>> print(error)
-    nvJPEG: nvjpegDecodeBatched returned 3 (bad JPEG)
-    >>> error.is_of_a_file
-    True
+    Examples:
+        >>> error = NvjpegError("nvjpegDecodeBatched", 3)
+        >>> print(error)
+        nvJPEG: nvjpegDecodeBatched returned 3 (bad JPEG)
+        >>> error.is_of_a_file
+        True
     """
 
     def __init__(self, call: str, status: int) -> None:

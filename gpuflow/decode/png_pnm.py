@@ -179,9 +179,10 @@ def decode_pnm(data: Bytes, header: Header) -> Bytes:
 
     Other highest levels than 255 become 255, and all levels in proportion, rounded, as Pillow has them.
 
-    >>> data = np.frombuffer(b"P2 2 1 255 0 255", np.uint8)
-    >>> decode_pnm(data, read_pnm(data.data, False, 1)).tolist()
-    [[[0], [255]]]
+    Examples:
+        >>> data = np.frombuffer(b"P2 2 1 255 0 255", np.uint8)
+        >>> decode_pnm(data, read_pnm(data.data, False, 1)).tolist()
+        [[[0], [255]]]
     """
     kind, width, height, top, start = _numbers(data.data)
     shape, count = (height, width, header.channels), height * width * header.channels

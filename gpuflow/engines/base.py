@@ -58,8 +58,9 @@ class ModelInfo:
 
         Raises ValueError for anything else.
 
-        >>> ModelInfo.from_json(ModelInfo(classes=("cat", "dog")).to_json()).classes
-        ('cat', 'dog')
+        Examples:
+            >>> ModelInfo.from_json(ModelInfo(classes=("cat", "dog")).to_json()).classes
+            ('cat', 'dog')
         """
         return cls.of(json.loads(text) if text else {})
 
@@ -164,8 +165,9 @@ def difference(replayed: torch.Tensor, plain: torch.Tensor) -> float:
     """Return the largest difference of two tensors of logits; infinite where only one of them is infinite or no
     number.
 
-    >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
-    0.5
+    Examples:
+        >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+        0.5
     """
     if replayed.shape != plain.shape:
         return float("inf")
@@ -280,8 +282,9 @@ def class_difference(classes: Sequence[str], wanted: Sequence[str] | None) -> st
 
     Empty if they are equal, or if one has no names, as labels that are numbers.
 
-    >>> class_difference(["cat"], ["cat", "dog"])
-    "got 1 where 2 are wanted, and class 1, 'dog', is missing; name all in each source: ..."
+    Examples:
+        >>> class_difference(["cat"], ["cat", "dog"])
+        "got 1 where 2 are wanted, and class 1, 'dog', is missing; name all in each source: ..."
     """
     pairs = enumerate(zip_longest(map(_readable, classes), map(_readable, wanted or ()), fillvalue=None))
     different = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)

@@ -55,8 +55,9 @@ def import_timm() -> Any:
 def known_models(like: str = "") -> list[str]:
     """Return the names of torchvision's classification models; if `like` begins with `timm:`, those of timm.
 
-    >>> [name for name in known_models() if name.startswith("squeezenet")]
-    ['squeezenet1_0', 'squeezenet1_1']
+    Examples:
+        >>> [name for name in known_models() if name.startswith("squeezenet")]
+        ['squeezenet1_0', 'squeezenet1_1']
     """
     if like.startswith(TIMM):
         return [f"{TIMM}{name}" for name in import_timm().list_models()]
@@ -74,8 +75,9 @@ def is_model(name: str) -> bool:
 def usual_sizes(arch: str) -> list[int]:
     """Return the sides in pixels of the images that the library's weights for this model were trained for, ascending.
 
-    >>> usual_sizes("vit_h_14")
-    [224, 518]
+    Examples:
+        >>> usual_sizes("vit_h_14")
+        [224, 518]
     """
     if arch.startswith(TIMM):
         return [import_timm().get_pretrained_cfg(arch.removeprefix(TIMM)).input_size[-1]]

@@ -83,8 +83,9 @@ def padded_sizes(batch: int) -> tuple[int, ...]:
     """Return the batch sizes that run on a GPU or are compiled, ascending: `batch`, half of it, and so on; at most
     eight.
 
-    >>> padded_sizes(6)
-    (1, 2, 3, 6)
+    Examples:
+        >>> padded_sizes(6)
+        (1, 2, 3, 6)
     """
     return tuple(sorted({-(-batch >> halvings) for halvings in range(_MAX_SIZES)}))
 

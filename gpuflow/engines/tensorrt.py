@@ -126,10 +126,11 @@ def cache_directory(model: ModelSpec) -> Path:
 class PlanCache:
     """Files by key: a digest of key and content, then the content. A truncated or renamed file counts as missing.
 
-    >>> cache = PlanCache(Path("engines"))
-    >>> cache.store("key", b"a built engine")
-    >>> cache.load("key"), cache.load("another key")
-    (b'a built engine', None)
+    Examples:
+        >>> cache = PlanCache(Path("engines"))
+        >>> cache.store("key", b"a built engine")
+        >>> cache.load("key"), cache.load("another key")
+        (b'a built engine', None)
     """
 
     def __init__(self, directory: Path) -> None:

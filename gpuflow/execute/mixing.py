@@ -16,8 +16,9 @@ from gpuflow.pipeline.stage import Mixture
 def soft_labels(labels: Ints, classes: int) -> NDArray[np.float32]:
     """Return class labels [N] as probabilities of the classes, [N, classes].
 
-    >>> soft_labels(np.array([2, 0]), classes=3).tolist()
-    [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    Examples:
+        >>> soft_labels(np.array([2, 0]), classes=3).tolist()
+        [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     probabilities = np.zeros((len(labels), classes), np.float32)
     probabilities[np.arange(len(labels)), labels] = 1

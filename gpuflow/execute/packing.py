@@ -20,8 +20,9 @@ def table_of(count: int, parts: Sequence[Array | int]) -> Ints:
 
     parts: each [count], [count, columns of it], or a number for a column of it.
 
-    >>> table_of(2, [np.array([1, 2]), 9]).tolist()
-    [[1, 9], [2, 9]]
+    Examples:
+        >>> table_of(2, [np.array([1, 2]), 9]).tolist()
+        [[1, 9], [2, 9]]
     """
     columns = [np.full(count, part) if isinstance(part, int) else part for part in parts]
     columns = [column[:, None] if column.ndim == 1 else column for column in columns]
@@ -46,9 +47,10 @@ def in_one_block(arrays: Sequence[Array]) -> tuple[list[int], Bytes]:
 
     The block of one contiguous array of a fitting size is the array itself.
 
-    >>> starts, block = in_one_block([np.zeros(3, np.uint8), np.zeros(2, np.int64)])
-    >>> starts, block.nbytes
-    ([0, 16], 32)
+    Examples:
+        >>> starts, block = in_one_block([np.zeros(3, np.uint8), np.zeros(2, np.int64)])
+        >>> starts, block.nbytes
+        ([0, 16], 32)
     """
     starts, size = layout(arrays)
     if len(arrays) == 1 and arrays[0].nbytes == size and arrays[0].flags.c_contiguous:

@@ -82,9 +82,10 @@ def create_loader(
     `worker_seeding` say how timm's worker processes run and change no pixel; here they are without effect, `run` in a
     YAML file says how many threads there are. What a sample draws depends on the seed, the epoch and its place alone.
 
-    >>> create_loader("photos.yaml", 224, 32, num_aug_repeats=3)
-    Traceback (most recent call last):
-    gpuflow.errors.ConfigError: timm.create_loader: num_aug_repeats must be 0, got 3; use timm's loader for it
+    Examples:
+        >>> create_loader("photos.yaml", 224, 32, num_aug_repeats=3)
+        Traceback (most recent call last):
+        gpuflow.errors.ConfigError: timm.create_loader: num_aug_repeats must be 0, got 3; use timm's loader for it
 
     Args:
         dataset: timm's dataset of a folder, an ImageFolder, or the path of a YAML file, whose `source` and `run` are

@@ -28,6 +28,7 @@ class RaggedTensor:
     values: the rows of all samples, [M, ...]. offsets: int64 [N + 1]; sample i has the rows offsets[i] to
     offsets[i + 1]. Both are on the batch's device.
 
+    Examples:
         >>> rows = RaggedTensor(torch.tensor([5, 6, 7]), torch.tensor([0, 2, 2, 3]))
         >>> [row.tolist() for row in rows]
         [[5, 6], [], [7]]
@@ -76,6 +77,7 @@ class Batch(tuple[torch.Tensor, Any]):
     fields: what the samples carry besides these, by name; `batch["boxes"]` is `batch.fields["boxes"]`. Fields of one
         size are tensors, boxes and what belongs to them are `RaggedTensor`s, texts and other objects are lists.
 
+    Examples:
         >>> batch = Batch((torch.zeros(2, 3, 8, 8), torch.tensor([4, 0])), fields={"score": torch.tensor([0.5, 1.0])})
         >>> images, labels = batch
         >>> images is batch.images, labels.tolist(), batch["score"].tolist()
@@ -135,8 +137,9 @@ class Batch(tuple[torch.Tensor, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         """Return a field, or `default` where there is none of this name.
 
-        >>> Batch((torch.zeros(1), torch.zeros(1))).get("score", "no score")
-        'no score'
+        Examples:
+            >>> Batch((torch.zeros(1), torch.zeros(1))).get("score", "no score")
+            'no score'
         """
         return self.fields.get(key, default)
 

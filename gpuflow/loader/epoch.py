@@ -41,6 +41,7 @@ class Admission:
 
     capacity: batches in flight. spare: how far `grow` can raise that.
 
+    Examples:
         >>> admission = Admission(1)
         >>> admission.acquire(0)
         True

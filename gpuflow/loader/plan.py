@@ -49,6 +49,7 @@ class Share:
         threads: that decode it.
         adapts: false leaves the part as it is.
 
+    Examples:
         >>> Share(0.25, threads=4, adapts=False).rows(32)
         8
     """

@@ -149,6 +149,7 @@ class Blocks:
 
     keep: free large blocks that are kept.
 
+    Examples:
         >>> first, second = Blocks(keep=1).pack([np.arange(2), np.ones(3)])
         >>> second.tolist(), first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
         ([1.0, 1.0, 1.0], True)

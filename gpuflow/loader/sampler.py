@@ -57,9 +57,10 @@ def drawn_candidate(candidates: int, attempt: int, *key: object) -> int:
 class ShuffledOrder:
     """Orders the whole source in one permutation an epoch. If `shuffle` is false, it keeps the source's order.
 
-    >>> order = ShuffledOrder(size=5, seed=1)
-    >>> sorted(order.indices(0, range(5)).tolist())
-    [0, 1, 2, 3, 4]
+    Examples:
+        >>> order = ShuffledOrder(size=5, seed=1)
+        >>> sorted(order.indices(0, range(5)).tolist())
+        [0, 1, 2, 3, 4]
     """
 
     digest = ""
@@ -90,6 +91,7 @@ class ShardedOrder:
         shard_sizes: samples in each shard, in the source's order.
         window: positions that are permuted among each other.
 
+    Examples:
         >>> order = ShardedOrder(shard_sizes=(3, 2), window=2)
         >>> sorted(order.indices(0, range(order.size)).tolist())
         [0, 1, 2, 3, 4]
@@ -143,6 +145,7 @@ class Steps:
         drop_last: leave out the last step where it cannot be filled.
         start: first position of the epoch that is still to come.
 
+    Examples:
         >>> steps = Steps(size=10, batch_size=4, rank=1, world_size=2)
         >>> positions, valid = steps.positions(1)  # of rank 1, wrapped around to fill the last step
         >>> len(steps), positions.tolist(), valid.tolist()
@@ -199,6 +202,7 @@ class WeightedOrder:
         weights: finite numbers >= 0, one for each index, not all of them 0.
         size: samples of an epoch; without replacement at most as many as weights are above 0.
 
+    Examples:
         >>> order = WeightedOrder(np.array([0.0, 3.0, 0.0, 1.0]), size=2, replacement=False)
         >>> sorted(order.indices(0, range(2)).tolist())
         [1, 3]
@@ -249,6 +253,7 @@ class MixedOrder:
         samples: of an epoch; with `run` above 1 they are filled up to whole runs.
         run: the number of neighbouring positions that one source gets: the batch size, if each batch is of one source.
 
+    Examples:
         >>> order = MixedOrder([ShuffledOrder(size=9), ShuffledOrder(size=2)], [9, 2], [1.0, 1.0], samples=6)
         >>> int((order.indices(0, range(6)) >= 9).sum())  # the indices of the second source follow those of the first
         3
@@ -356,8 +361,9 @@ class MixInOrder:
 def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Return whole numbers in proportion to weights, which add up to `total`. None is one or more from its exact share.
 
-    >>> apportion([1, 1, 2], 10)
-    [3, 2, 5]
+    Examples:
+        >>> apportion([1, 1, 2], 10)
+        [3, 2, 5]
     """
     whole = sum(weights)
     shares = [total * (weight / whole) for weight in weights]

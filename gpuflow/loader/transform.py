@@ -458,8 +458,9 @@ def _without_tensors(name: str, given: Any, count: int) -> list[Any]:
 def for_numpy(value: torch.Tensor) -> torch.Tensor:
     """Return the same numbers as numpy takes them: without a gradient, and float32 instead of bfloat16.
 
-    >>> for_numpy(torch.ones(2, dtype=torch.bfloat16, requires_grad=True)).numpy()
-    array([1., 1.], dtype=float32)
+    Examples:
+        >>> for_numpy(torch.ones(2, dtype=torch.bfloat16, requires_grad=True)).numpy()
+        array([1., 1.], dtype=float32)
     """
     return (value.float() if value.dtype == torch.bfloat16 else value).detach()
 

@@ -50,10 +50,11 @@ def bytes_loader(path: str | os.PathLike[str]) -> bytes:
 
     torchpipe's training integration calls it `cv2_loader`.
 
-    >>> Path("image.jpg").write_bytes(b"encoded")
-    7
-    >>> bytes_loader("image.jpg")
-    b'encoded'
+    Examples:
+        >>> Path("image.jpg").write_bytes(b"encoded")
+        7
+        >>> bytes_loader("image.jpg")
+        b'encoded'
     """
     return Path(path).read_bytes()
 
@@ -94,8 +95,9 @@ def problem(
 ) -> ConfigError:
     """Return the error of an argument of `gpuflow.wrap`, to which `path` leads.
 
-    >>> problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
-    ConfigError('gpuflow.wrap: dataloader.batch_size must be a number of samples, got null; set it')
+    Examples:
+        >>> problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
+        ConfigError('gpuflow.wrap: dataloader.batch_size must be a number of samples, got null; set it')
     """
     return ConfigError([Problem(PLACE, rule, value, action, path, code)])
 

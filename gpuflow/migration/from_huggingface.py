@@ -135,10 +135,11 @@ def read_huggingface(name: str) -> Imported:
     Raises:
         ConfigError: there is no such file, or a value is none that these processors take.
 
-    >>> Path("x.json").write_text('{"image_processor_type": "ViTImageProcessor"}')
-    45
-    >>> [entry.as_yaml for entry in read_huggingface("x.json").pipelines["val"]][:2]
-    [{'decode': {'color': 'rgb'}}, {'resize': {'height': 224, 'width': 224}}]
+    Examples:
+        >>> Path("x.json").write_text('{"image_processor_type": "ViTImageProcessor"}')
+        45
+        >>> [entry.as_yaml for entry in read_huggingface("x.json").pipelines["val"]][:2]
+        [{'decode': {'color': 'rgb'}}, {'resize': {'height': 224, 'width': 224}}]
     """
     document = processor_document(name)
     problems = list(document.unknown((), document.data, (*_KEYS, *_IGNORED), "an image processor"))

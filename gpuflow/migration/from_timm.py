@@ -55,8 +55,9 @@ _MATCHES = (
 class DataConfig:
     """Holds what timm.data.resolve_data_config gives.
 
-    >>> DataConfig(crop_pct=0.95).input_size
-    (3, 224, 224)
+    Examples:
+        >>> DataConfig(crop_pct=0.95).input_size
+        (3, 224, 224)
     """
 
     input_size: tuple[int, int, int] = (3, 224, 224)
@@ -145,11 +146,12 @@ def _resolved(keys: Mapping[str, Any]) -> DataConfig:
 def read_timm(name: str) -> Imported:
     """Return the evaluation and the training of a timm model, or of arguments of train.py in a YAML file, as entries.
 
-    >>> from pathlib import Path
-    >>> Path("model.json").write_text('{"input_size": [3, 288, 288]}')
-    29
-    >>> read_timm("model.json").pipelines["val"][1]
-    Entry(stage='resize', parameters={'shorter': 329, 'interpolation': 'bicubic'}, comment='288 / crop_pct 0.875')
+    Examples:
+        >>> from pathlib import Path
+        >>> Path("model.json").write_text('{"input_size": [3, 288, 288]}')
+        29
+        >>> read_timm("model.json").pipelines["val"][1]
+        Entry(stage='resize', parameters={'shorter': 329, 'interpolation': 'bicubic'}, comment='288 / crop_pct 0.875')
     """
     source = f"timm:{name}"
     problems: list[Problem] = []
@@ -329,8 +331,9 @@ _SECTION = re.compile(r"([^\d]*)(\d.*)")
 def policy_entry(text: str, mean: Sequence[float]) -> Entry | str:
     """Return the stage that timm's string of an AutoAugment or RandAugment names, or why there is none.
 
-    >>> policy_entry("rand-m9-mstd0.5-inc1", (0.5, 0.5, 0.5)).parameters["space"]
-    'timm_increasing'
+    Examples:
+        >>> policy_entry("rand-m9-mstd0.5-inc1", (0.5, 0.5, 0.5)).parameters["space"]
+        'timm_increasing'
     """
     name, *sections = text.split("-")
     keys: dict[str, Any] = {}

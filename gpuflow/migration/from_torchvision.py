@@ -105,11 +105,13 @@ def read_transform(
         table: the vocabulary.
         tensor: it gets uint8 tensors, not PIL images.
 
-    >>> from gpuflow.stages import STAGES
-    >>> from torchvision import transforms
-    >>> found = read_transform(transforms.Compose([transforms.Resize(256), transforms.ToTensor()]), "train:val", STAGES)
-    >>> [entry.stage for entry in found.pipelines["val"]]
-    ['decode', 'resize', 'normalize']
+    Examples:
+        >>> from gpuflow.stages import STAGES
+        >>> from torchvision import transforms
+        >>> transform = transforms.Compose([transforms.Resize(256), transforms.ToTensor()])
+        >>> found = read_transform(transform, "train:val", STAGES)
+        >>> [entry.stage for entry in found.pipelines["val"]]
+        ['decode', 'resize', 'normalize']
     """
     step = _read(transform, _State(place=source, table=table, tensor=tensor))
     if step.state.scaled and not step.floats:

@@ -79,10 +79,11 @@ _MOST_BYTES = 1 << 20
 class Document:
     """Holds the mapping of a JSON or YAML file, and the lines of its values.
 
-    >>> Path("config.json").write_text('{"size": 224}')
-    13
-    >>> read_document("config.json").error("must be above 300", "size", value=224)
-    ConfigError('config.json:1: size must be above 300, got 224')
+    Examples:
+        >>> Path("config.json").write_text('{"size": 224}')
+        13
+        >>> read_document("config.json").error("must be above 300", "size", value=224)
+        ConfigError('config.json:1: size must be above 300, got 224')
     """
 
     def __init__(self, path: str, data: Mapping[str, Any], lines: Lines) -> None:
@@ -120,8 +121,9 @@ def source_error(
 ) -> ConfigError:
     """Return the error of a source that cannot be read, with the parts of its only problem.
 
-    >>> source_error("x.toml:", "is not valid TOML", action="correct it")
-    ConfigError('x.toml: is not valid TOML; correct it')
+    Examples:
+        >>> source_error("x.toml:", "is not valid TOML", action="correct it")
+        ConfigError('x.toml: is not valid TOML; correct it')
     """
     return ConfigError([Problem(place, rule, value, action, path, code)])
 
@@ -129,8 +131,9 @@ def source_error(
 def unknown_key(place: str, path: tuple[Key, ...], value: object, known: Collection[str], owner: str) -> Problem:
     """Return the problem of a key that is not known. owner: whose key it is.
 
-    >>> print(unknown_key("x.json:", ("siz",), 224, ["size"], "a processor"))
-    x.json: siz is not a key of a processor that gpuflow knows, got 224; did you mean 'size'? it is left out with ...
+    Examples:
+        >>> print(unknown_key("x.json:", ("siz",), 224, ["size"], "a processor"))
+        x.json: siz is not a key of a processor that gpuflow knows, got 224; did you mean 'size'? ...
     """
     action = f"{suggest(path[-1], known, else_all=False)} it is left out with --partial".lstrip()
     return Problem(place, f"is not a key of {owner} that gpuflow knows", value, action, path, "import.unknown_key")
@@ -189,9 +192,10 @@ def needs(library: str, source: str) -> Any:
     Raises:
         MissingLibrary: it is not installed.
 
-    >>> needs("absent_library", "timm:resnet50")
-    Traceback (most recent call last):
-    gpuflow.migration.imported.MissingLibrary: timm:resnet50: needs absent_library, ...
+    Examples:
+        >>> needs("absent_library", "timm:resnet50")
+        Traceback (most recent call last):
+        gpuflow.migration.imported.MissingLibrary: timm:resnet50: needs absent_library, ...
     """
     try:
         return importlib.import_module(library)
@@ -271,8 +275,9 @@ IMAGENET_MEAN, IMAGENET_STD = IMAGENET["mean"], IMAGENET["std"]
 class Entry:
     """Stands for an entry of a list of stages: the stage's key in YAML, its parameters, and a comment after it.
 
-    >>> Entry("flip", {"horizontal": 0.5}).as_yaml
-    {'flip': {'horizontal': 0.5}}
+    Examples:
+        >>> Entry("flip", {"horizontal": 0.5}).as_yaml
+        {'flip': {'horizontal': 0.5}}
     """
 
     stage: str
@@ -358,8 +363,9 @@ FILTERS = ("bilinear", "bicubic")
 def filter_keys(name: str, *, antialias: bool = True) -> dict[str, Any]:
     """Return the keys of `resize` for a filter, without defaults; of the most similar filter if it has none such.
 
-    >>> filter_keys("lanczos"), filter_keys("bilinear", antialias=False)
-    ({'interpolation': 'bicubic'}, {'antialias': False})
+    Examples:
+        >>> filter_keys("lanczos"), filter_keys("bilinear", antialias=False)
+        ({'interpolation': 'bicubic'}, {'antialias': False})
     """
     keys = {"interpolation": "bicubic"} if name in ("bicubic", "lanczos") else {}
     return keys if antialias else {**keys, "antialias": False}
@@ -386,8 +392,9 @@ def normalize(
 
     named: write `imagenet` where the numbers are those of ImageNet, which is right for RGB.
 
-    >>> normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)).as_yaml
-    {'normalize': {'mean': 'imagenet', 'std': 'imagenet'}}
+    Examples:
+        >>> normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)).as_yaml
+        {'normalize': {'mean': 'imagenet', 'std': 'imagenet'}}
     """
     parameters: dict[str, Any] = {}
     for name, values in (("mean", mean), ("std", std)):
@@ -400,8 +407,9 @@ def normalize(
 def each_channel(numbers: Sequence[float], *, gray: bool) -> tuple[float, ...]:
     """Return a number for each channel, three or one; the libraries repeat a single one. gray: there is one channel.
 
-    >>> each_channel([0.5], gray=False), each_channel([0.5], gray=True)
-    ((0.5, 0.5, 0.5), (0.5,))
+    Examples:
+        >>> each_channel([0.5], gray=False), each_channel([0.5], gray=True)
+        ((0.5, 0.5, 0.5), (0.5,))
     """
     return (*numbers,) * (3 if len(numbers) == 1 and not gray else 1)
 
@@ -409,8 +417,9 @@ def each_channel(numbers: Sequence[float], *, gray: bool) -> tuple[float, ...]:
 def size_of(sides: float | Sequence[float]) -> int | list[int]:
     """Return a size as YAML has it: one number for a square, else [height, width].
 
-    >>> size_of(224), size_of((224, 224)), size_of((224, 320))
-    (224, 224, [224, 320])
+    Examples:
+        >>> size_of(224), size_of((224, 224)), size_of((224, 320))
+        (224, 224, [224, 320])
     """
     given = [int(side) for side in (sides if isinstance(sides, Sequence) else [sides])]
     height, width = given if len(given) == 2 else given * 2
@@ -420,8 +429,9 @@ def size_of(sides: float | Sequence[float]) -> int | list[int]:
 def numbers(values: Any) -> list[float | int]:
     """Return numbers, or a single one, as a list of numbers as people write them.
 
-    >>> numbers(0.5), numbers((1.0, 1 / 3))
-    ([0.5], [1, 0.3333333333])
+    Examples:
+        >>> numbers(0.5), numbers((1.0, 1 / 3))
+        ([0.5], [1, 0.3333333333])
     """
     return [number(value) for value in np.ravel(values)]
 
@@ -429,8 +439,9 @@ def numbers(values: Any) -> list[float | int]:
 def span(values: Any) -> Any:
     """Return a range as YAML has it: one number for a range around zero, else [low, high].
 
-    >>> span((-10, 10)), span((-5, 20))
-    (10, [-5, 20])
+    Examples:
+        >>> span((-10, 10)), span((-5, 20))
+        (10, [-5, 20])
     """
     low, high = numbers(values)
     return high if low == -high else [low, high]
@@ -439,8 +450,9 @@ def span(values: Any) -> Any:
 def number(value: float) -> float | int:
     """Return a number as people write it: a float32 in as few digits as it needs, others without the last digits.
 
-    >>> number(224.0), number(np.float32(0.1)), number(0.1 + 0.2)
-    (224, 0.1, 0.3)
+    Examples:
+        >>> number(224.0), number(np.float32(0.1)), number(0.1 + 0.2)
+        (224, 0.1, 0.3)
     """
     exact = float(value)
     single = np.float32(exact)

@@ -144,12 +144,13 @@ def to_yaml(found: Sequence[Imported]) -> str:
 
     Of two sources, one gives the pipeline `train` and the other `val`.
 
-    >>> resize = Entry("resize", {"shorter": 256}, "as in the paper")
-    >>> print(to_yaml([Imported(source="x", matches=(), pipelines={"val": [resize]})]))
-    # Imported by gpuflow ...
-    preprocess: &eval ...
-      - resize: {shorter: 256}                # as in the paper
-    ...
+    Examples:
+        >>> resize = Entry("resize", {"shorter": 256}, "as in the paper")
+        >>> print(to_yaml([Imported(source="x", matches=(), pipelines={"val": [resize]})]))
+        # Imported by gpuflow ...
+        preprocess: &eval ...
+          - resize: {shorter: 256}                # as in the paper
+        ...
     """
     text = "\n".join((*_header(found), *_body(found))) + "\n"
     return text.encode(errors="backslashreplace").decode()  # names of files, in comments, need not be text

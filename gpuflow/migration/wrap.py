@@ -351,8 +351,9 @@ class TensorToTensor:
 
     In `gpuflow.wrap` it stands where torchvision has ToTensor.
 
-    >>> TensorToTensor()(torch.tensor([0, 51, 255], dtype=torch.uint8)).tolist()
-    [0.0, 0.2..., 1.0]
+    Examples:
+        >>> TensorToTensor()(torch.tensor([0, 51, 255], dtype=torch.uint8)).tolist()
+        [0.0, 0.2..., 1.0]
     """
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
@@ -378,8 +379,9 @@ def cv2_resize(size: tuple[int, int]) -> Cv2Resize:
     In `transforms_cpu` of `gpuflow.wrap` it names the size that the stages of the file resize to. Those stages say with
     which pixels: `preset: torchpipe_cpu` has OpenCV's.
 
-    >>> cv2_resize((24, 32))(np.zeros((48, 48, 3), np.uint8)).shape
-    (24, 32, 3)
+    Examples:
+        >>> cv2_resize((24, 32))(np.zeros((48, 48, 3), np.uint8)).shape
+        (24, 32, 3)
     """
     height, width = size
     return Cv2Resize(height, width)

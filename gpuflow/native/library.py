@@ -51,6 +51,7 @@ def function(
     Raises:
         NativeLibraryError: the library is that of another version.
 
+    Examples:
         >>> length = function("strlen", ctypes.c_char_p, result=INTEGER, library=ctypes.CDLL(None))
         >>> length(b"four")
         4
@@ -71,6 +72,7 @@ class NativePool:
 
     Raises LoaderError if no thread can be started.
 
+    Examples:
         >>> pool = NativePool(2)
         >>> with pool.in_use() as address:  # which is passed to a call of C code
         ...     assert address
@@ -116,8 +118,9 @@ class NativePool:
 def using(pool: NativePool | None) -> AbstractContextManager[int]:
     """Give a call the pool's address, as `NativePool.in_use`; or 0, so that the calling thread does the work.
 
-    >>> with using(None) as address:
-    ...     address
-    0
+    Examples:
+        >>> with using(None) as address:
+        ...     address
+        0
     """
     return nullcontext(0) if pool is None else pool.in_use()

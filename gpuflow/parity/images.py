@@ -89,9 +89,10 @@ def own_images(
 class InMemory:
     """Offers images in memory as a source. All have the same label.
 
-    >>> source = InMemory([np.frombuffer(b"encoded", np.uint8)])
-    >>> len(source), source.path(0)
-    (1, '0')
+    Examples:
+        >>> source = InMemory([np.frombuffer(b"encoded", np.uint8)])
+        >>> len(source), source.path(0)
+        (1, '0')
     """
 
     shard_sizes = storage = None

@@ -38,10 +38,11 @@ class Levels:
 class Tally:
     """Gathers differences in constant memory.
 
-    >>> tally = Tally()
-    >>> tally.add(np.array([0, 0, 3, 1], np.uint8))
-    >>> tally.result()
-    Levels(max=3.0, mean=1.0, p999=3.0)
+    Examples:
+        >>> tally = Tally()
+        >>> tally.add(np.array([0, 0, 3, 1], np.uint8))
+        >>> tally.result()
+        Levels(max=3.0, mean=1.0, p999=3.0)
     """
 
     def __init__(self) -> None:
@@ -142,9 +143,10 @@ def differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     0 for equal values and for two NaN; infinite where only one value is NaN, or infinite.
 
-    >>> nan = math.nan
-    >>> differences(torch.tensor([1, nan, nan]), torch.tensor([3, nan, 0])).tolist()
-    [2.0, 0.0, inf]
+    Examples:
+        >>> nan = math.nan
+        >>> differences(torch.tensor([1, nan, nan]), torch.tensor([3, nan, 0])).tolist()
+        [2.0, 0.0, inf]
     """
     apart = (a.double() - b.double()).abs()
     return apart.where((a != b) & ~(a.isnan() & b.isnan()), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)

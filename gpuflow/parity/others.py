@@ -372,8 +372,9 @@ _UNKNOWN = (
 def is_library(way: str) -> bool:
     """Return True if a way's name is a source of another library.
 
-    >>> is_library("timm:resnet50.a1_in1k"), is_library("val@cuda")
-    (True, False)
+    Examples:
+        >>> is_library("timm:resnet50.a1_in1k"), is_library("val@cuda")
+        (True, False)
     """
     return ":" in way
 

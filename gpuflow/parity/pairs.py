@@ -144,10 +144,11 @@ def classifier(file: str, program: Program, *, batch: int) -> Iterator[Callable[
 class LogitTally:
     """Gathers differences of logits over images of one kind, `own` or `hostile`.
 
-    >>> tally = LogitTally()
-    >>> tally.add(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0]))
-    >>> tally.result("own")
-    Logits(kind='own', images=1, max=1.0, mean=0.75, flips=1)
+    Examples:
+        >>> tally = LogitTally()
+        >>> tally.add(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0]))
+        >>> tally.result("own")
+        Logits(kind='own', images=1, max=1.0, mean=0.75, flips=1)
     """
 
     def __init__(self) -> None:
@@ -191,8 +192,9 @@ class Rule:
     by default `library` has the sum of the stages' tolerances, and `asked` 0. Limits that no user gave grow with what a
     stage makes of a difference.
 
-    >>> Rule("ours").words(same_device=True), Rule("asked", 2).allowed([], same_device=True)
-    ('equal: both run on the same device', 2)
+    Examples:
+        >>> Rule("ours").words(same_device=True), Rule("asked", 2).allowed([], same_device=True)
+        ('equal: both run on the same device', 2)
     """
 
     kind: Literal["ours", "reference", "library", "asked", "nothing"]

@@ -318,8 +318,9 @@ def notes(report: Report) -> Iterator[str]:
 def show_levels(value: float) -> str:
     """Format a number of levels.
 
-    >>> [show_levels(value) for value in (0, 1, 12.5812, 0.0291, 0.0001)]
-    ['0', '1', '12.58', '0.029', '<0.001']
+    Examples:
+        >>> [show_levels(value) for value in (0, 1, 12.5812, 0.0291, 0.0001)]
+        ['0', '1', '12.58', '0.029', '<0.001']
     """
     if value == 0:
         return "0"
@@ -354,8 +355,9 @@ def show_allowed(row: Row) -> str:
 def show_logit(difference: float) -> str:
     """Format a difference of logits in six characters: two significant digits, or one if it is small.
 
-    >>> [show_logit(value) for value in (12.34, 0.1234, 0.0001234)]
-    ['12', '0.12', '1e-04']
+    Examples:
+        >>> [show_logit(value) for value in (12.34, 0.1234, 0.0001234)]
+        ['12', '0.12', '1e-04']
     """
     if difference >= 10:
         return f"{difference:.0f}"
@@ -454,8 +456,9 @@ def page(report: Report) -> str:
 def html_page(title: str, style: str, body: Sequence[str]) -> str:
     """Return a page without links to other files. style: CSS. body: lines of HTML.
 
-    >>> "<title>a &amp; b</title>" in html_page("a & b", "p { margin: 0; }", ["<p>text</p>"])
-    True
+    Examples:
+        >>> "<title>a &amp; b</title>" in html_page("a & b", "p { margin: 0; }", ["<p>text</p>"])
+        True
     """
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -550,8 +553,9 @@ def _picture(pair: Pair, picture: Picture) -> str:
 def data_uri(pixels: Bytes) -> str:
     """Encode RGB or gray pixels, uint8 HWC, as the data URI of a PNG.
 
-    >>> data_uri(np.zeros((2, 2, 3), np.uint8))
-    'data:image/png;base64,iVBOR...'
+    Examples:
+        >>> data_uri(np.zeros((2, 2, 3), np.uint8))
+        'data:image/png;base64,iVBOR...'
     """
     encoded = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1]
     return f"data:image/png;base64,{base64.b64encode(encoded.tobytes()).decode()}"

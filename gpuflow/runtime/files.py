@@ -51,6 +51,7 @@ def atomic_write(path: str | os.PathLike[str], *, text: bool = False, suffix: st
     Raises:
         OSError: what stands there is a device or a pipe, such as /dev/null, which root could replace.
 
+    Examples:
         >>> with atomic_write("list.txt", text=True) as file:
         ...     print("a.jpg", file=file)
         >>> Path("list.txt").read_text(), os.listdir()
@@ -113,6 +114,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another process holds the folder. OSError: files cannot be written there.
 
+    Examples:
         >>> with locked_folder(Path("run")):
         ...     os.listdir("run")
         ['.lock']

@@ -250,6 +250,7 @@ class BytePool:
 
     make: allocates a new buffer of a given number of bytes.
 
+    Examples:
         >>> pool = BytePool()
         >>> buffer = pool.acquire(100_000)
         >>> pool.release(buffer)
@@ -297,6 +298,7 @@ class SlotPool:
         keep: free batches that are kept.
         make: allocates memory of a given number of bytes.
 
+    Examples:
         >>> pool = SlotPool((4, 2), np.float32, keep=1)
         >>> slots, address = pool.acquire(4), pool.acquire(3).ctypes.data  # nothing refers to the three slots now
         >>> pool.acquire(4).ctypes.data == address, pool.acquire(5).shape

@@ -109,6 +109,7 @@ class Meter:
     ranges: marks each operation for a profiler.
     by_processor: an operation's threads are as busy as they take processor time, because others do its work.
 
+    Examples:
         >>> meter = Meter("decode", threads=2)
         >>> with meter.work(8):
         ...     meter.add(read_bytes=4096)

@@ -58,6 +58,7 @@ class Preemption:
 
         The ranks are those of an initialised `torch.distributed`, whose processes exchange one number.
 
+        Examples:
             >>> with Preemption() as preemption:
             ...     signal.raise_signal(signal.SIGTERM)
             ...     preemption.requested()

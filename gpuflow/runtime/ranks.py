@@ -47,6 +47,7 @@ class Ranks:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
         """Read torchrun's variables. One that is not set, or empty, has its default.
 
+        Examples:
             >>> Ranks.from_environment({"RANK": "3", "WORLD_SIZE": "8"})
             Ranks(rank=3, world_size=8, local_rank=None, local_world_size=1)
 
@@ -129,6 +130,7 @@ class Ranks:
 def device_named(device: str | torch.device) -> torch.device:
     """Return the device of this name, whether or not this machine has it.
 
+    Examples:
         >>> device_named("cuda:1")
         device(type='cuda', index=1)
 
@@ -177,6 +179,7 @@ def gather(values: list[Any]) -> list[Any]:
 
     Every rank calls it. pickle must know the values.
 
+    Examples:
         >>> gather(["the only rank"])
         ['the only rank']
     """

@@ -34,10 +34,11 @@ T = TypeVar("T")
 class StopFlag:
     """Is true once it is set. C code reads it at `address`, an int32_t that is not 0 then.
 
-    >>> flag = StopFlag()
-    >>> flag.set()
-    >>> bool(flag), ctypes.c_int32.from_address(flag.address).value
-    (True, 1)
+    Examples:
+        >>> flag = StopFlag()
+        >>> flag.set()
+        >>> bool(flag), ctypes.c_int32.from_address(flag.address).value
+        (True, 1)
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class DaemonPool(Executor):
     initializer: called once on each thread, before the constructor returns. If it raises, or not all threads can be
         started, so does the constructor, and no thread is left.
 
+    Examples:
         >>> with DaemonPool(2, "squares") as pool:
         ...     list(pool.map(lambda number: number**2, range(4)))
         [0, 1, 4, 9]
@@ -230,6 +232,7 @@ def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:
 
     quota: the processor time that is granted, in cores; None if it is not limited.
 
+    Examples:
         >>> share_of_cores(16, 6.5, ranks=2)
         3
     """

@@ -44,9 +44,10 @@ def lower(path: str | Path, *, device: str = "cpu", overrides: Sequence[str] = (
 
     Needs neither torchpipe nor the model file.
 
-    >>> _ = Path("x.yaml").write_text("serve: {stages: [decode: {}, resize: {height: 24, width: 32}]}")
-    >>> [(name, node["batch"]) for name, node in lower("x.yaml", overrides=["run.threads=2"]).nodes.items()]
-    [('preprocess', '16'), ('model', '16')]
+    Examples:
+        >>> _ = Path("x.yaml").write_text("serve: {stages: [decode: {}, resize: {height: 24, width: 32}]}")
+        >>> [(name, node["batch"]) for name, node in lower("x.yaml", overrides=["run.threads=2"]).nodes.items()]
+        [('preprocess', '16'), ('model', '16')]
 
     Args:
         path: the YAML file.
@@ -73,12 +74,13 @@ def load(
 ) -> Predictor:
     """Return a predictor of encoded images, as a file's block `serve` describes it.
 
-    >>> from PIL import Image
-    >>> Image.new("RGB", (64, 48)).save("black.png")
-    >>> _ = Path("x.yaml").write_text("serve: {stages: [decode: {}, resize: {height: 24, width: 32}]}")
-    >>> with load("x.yaml", model=lambda images: images.float().mean(dim=(2, 3))) as predict:
-    ...     predict("black.png").tolist()
-    [0.0, 0.0, 0.0]
+    Examples:
+        >>> from PIL import Image
+        >>> Image.new("RGB", (64, 48)).save("black.png")
+        >>> _ = Path("x.yaml").write_text("serve: {stages: [decode: {}, resize: {height: 24, width: 32}]}")
+        >>> with load("x.yaml", model=lambda images: images.float().mean(dim=(2, 3))) as predict:
+        ...     predict("black.png").tolist()
+        [0.0, 0.0, 0.0]
 
     Args:
         path: the YAML file.

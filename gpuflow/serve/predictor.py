@@ -72,9 +72,10 @@ class Prediction:
     def top(self, k: int) -> Labels:
         """Return the k most likely labels by softmax, or all if there are fewer. Without names a label is its index.
 
-        >>> prediction = Prediction(logits=torch.tensor([0.0, 2.0]), classes=("cat", "dog"))
-        >>> [(label, round(probability, 2)) for label, probability in prediction.top(1)]
-        [('dog', 0.88)]
+        Examples:
+            >>> prediction = Prediction(logits=torch.tensor([0.0, 2.0]), classes=("cat", "dog"))
+            >>> [(label, round(probability, 2)) for label, probability in prediction.top(1)]
+            [('dog', 0.88)]
 
         Raises ValueError if k is negative, PredictorError as `require_finite`.
         """
@@ -83,8 +84,9 @@ class Prediction:
     def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
         """Return the labels of `top`, with the output's index first: (index, label, probability).
 
-        >>> Prediction(logits=torch.zeros(2)).ranked(1)
-        ((0, '0', 0.5),)
+        Examples:
+            >>> Prediction(logits=torch.zeros(2)).ranked(1)
+            ((0, '0', 0.5),)
         """
         if k < 0:
             raise ValueError(f"k must be >= 0, got {k}")
@@ -98,9 +100,10 @@ class Prediction:
     def require_finite(self) -> None:
         """Raise PredictorError if the logits have no probabilities: one is NaN or infinite, or all are -infinite.
 
-        >>> Prediction(logits=torch.tensor([0.0, math.nan])).require_finite()
-        Traceback (most recent call last):
-        gpuflow.errors.PredictorError: the model gave logits that are not finite numbers
+        Examples:
+            >>> Prediction(logits=torch.tensor([0.0, math.nan])).require_finite()
+            Traceback (most recent call last):
+            gpuflow.errors.PredictorError: the model gave logits that are not finite numbers
         """
         if not math.isfinite(self.logits.max()):  # of NaN and others, NaN
             raise PredictorError(NOT_FINITE)

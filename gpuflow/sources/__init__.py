@@ -108,12 +108,13 @@ def source_spec(**keys: Any) -> SourceSpec:
 
     Raises ConfigError with all problems.
 
-    >>> source_spec(tar="shards/{000..012}.tar", window=1000).kind
-    'tar'
-    >>> source_spec(tar="shards/{000..012}.tar", windw=1000)
-    Traceback (most recent call last):
-        ...
-    gpuflow.errors.ConfigError: source.windw is not a key here; did you mean 'window'?
+    Examples:
+        >>> source_spec(tar="shards/{000..012}.tar", window=1000).kind
+        'tar'
+        >>> source_spec(tar="shards/{000..012}.tar", windw=1000)
+        Traceback (most recent call last):
+            ...
+        gpuflow.errors.ConfigError: source.windw is not a key here; did you mean 'window'?
     """
     spec, problems = spec_class(keys, all_kinds())
     if spec is None or problems:
@@ -125,12 +126,13 @@ def source_spec(**keys: Any) -> SourceSpec:
 def open_source(spec: SourceSpec) -> Source:
     """Index the whole source that `spec` describes, see `SourceSpec.open`.
 
-    >>> from pathlib import Path
-    >>> Path("list.csv").write_text("1.jpg,cat\\n2.jpg,dog\\n3.jpg,cat\\n")
-    30
-    >>> source = open_source(source_spec(listing="list.csv"))
-    >>> source.classes, source.labels.tolist(), source.path(1)
-    (('cat', 'dog'), [0, 1, 0], '2.jpg')
+    Examples:
+        >>> from pathlib import Path
+        >>> Path("list.csv").write_text("1.jpg,cat\\n2.jpg,dog\\n3.jpg,cat\\n")
+        30
+        >>> source = open_source(source_spec(listing="list.csv"))
+        >>> source.classes, source.labels.tolist(), source.path(1)
+        (('cat', 'dog'), [0, 1, 0], '2.jpg')
     """
     return spec.open()
 

@@ -68,8 +68,9 @@ def is_read_remotely(source: Source) -> bool:
 def spread(total: int, count: int) -> list[int]:
     """Choose at most `count` of the numbers below `total`, spread evenly from the first to the last, ascending.
 
-    >>> spread(100, 3)
-    [0, 49, 99]
+    Examples:
+        >>> spread(100, 3)
+        [0, 49, 99]
     """
     return sorted({int(i) for i in np.linspace(0, max(total - 1, 0), min(total, count))})
 
@@ -189,8 +190,9 @@ def names_of(paths: Sequence[str]) -> bytes:
 def relative(paths: Sequence[str]) -> list[str]:
     """Remove from paths the folder that all of them begin with.
 
-    >>> relative(["photos/cat/1.jpg", "photos/dog/2.jpg"])
-    ['cat/1.jpg', 'dog/2.jpg']
+    Examples:
+        >>> relative(["photos/cat/1.jpg", "photos/dog/2.jpg"])
+        ['cat/1.jpg', 'dog/2.jpg']
     """
     first, last = min(paths), max(paths)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))

@@ -106,10 +106,11 @@ def label_field(declared: FieldPairs, classes: GivenClasses) -> tuple[str, Field
 
     classes: those of the source, by default also of the label.
 
-    >>> declared = pairs_of_fields({"kind": {"type": "label", "column": "species"}})
-    >>> column, _, classes = label_field(declared, 3)
-    >>> column, classes
-    ('species', 3)
+    Examples:
+        >>> declared = pairs_of_fields({"kind": {"type": "label", "column": "species"}})
+        >>> column, _, classes = label_field(declared, 3)
+        >>> column, classes
+        ('species', 3)
     """
     for name, field in declared:
         if field.type == "label":
@@ -120,8 +121,9 @@ def label_field(declared: FieldPairs, classes: GivenClasses) -> tuple[str, Field
 def pairs_of_fields(given: Fields) -> FieldPairs:
     """Return the fields as pairs of name and spec, each with its type where the name says it.
 
-    >>> [(name, spec.type) for name, spec in pairs_of_fields({"label": None, "crop": {"type": "boxes"}})]
-    [('label', 'label'), ('crop', 'boxes')]
+    Examples:
+        >>> [(name, spec.type) for name, spec in pairs_of_fields({"label": None, "crop": {"type": "boxes"}})]
+        [('label', 'label'), ('crop', 'boxes')]
     """
     items: Iterable[tuple[str, Any]] = given.items() if isinstance(given, Mapping) else given
     pairs = []

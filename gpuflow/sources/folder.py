@@ -44,10 +44,11 @@ def images_below(directory: Path) -> list[Path]:
     """Find all images below a directory, found by suffix and sorted. Empty if there is no such
     directory.
 
-    >>> Path("photos/cat").mkdir(parents=True)
-    >>> Path("photos/cat/1.JPG").touch()
-    >>> images_below(Path("photos"))
-    [PosixPath('photos/cat/1.JPG')]
+    Examples:
+        >>> Path("photos/cat").mkdir(parents=True)
+        >>> Path("photos/cat/1.JPG").touch()
+        >>> images_below(Path("photos"))
+        [PosixPath('photos/cat/1.JPG')]
     """
     return sorted(path for path in directory.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
 

@@ -24,9 +24,10 @@ _MAX_INFERRED = 1_000_000
 class Codes(dict[object, int]):
     """Numbers distinct values in order of first use: `codes[value]` assigns the next number to a new value.
 
-    >>> codes = Codes()
-    >>> [codes[name] for name in ("dog", "cat", "dog")]
-    [0, 1, 0]
+    Examples:
+        >>> codes = Codes()
+        >>> [codes[name] for name in ("dog", "cat", "dog")]
+        [0, 1, 0]
     """
 
     def __missing__(self, value: object) -> int:
@@ -55,8 +56,9 @@ def resolve_labels(
         locate: returns the place where `values[i]` first occurs, for messages.
         place: the place of the whole source, for messages.
 
-    >>> resolve_labels(["dog", "cat"], None, lambda i: f"list.csv:{i + 1}", "list.csv")
-    (('cat', 'dog'), array([1, 0]))
+    Examples:
+        >>> resolve_labels(["dog", "cat"], None, lambda i: f"list.csv:{i + 1}", "list.csv")
+        (('cat', 'dog'), array([1, 0]))
     """
     numeric = _integer(values[0]) is not None
     if isinstance(classes, tuple):
@@ -233,8 +235,9 @@ def loses_digits(numbers: Array) -> Bools:
 
     Python's numbers, in an array of objects, are compared as they are: float64 may round one to a number of float32.
 
-    >>> loses_digits(np.array([1.5, 2**24, 2**24 + 1]))
-    array([False, False,  True])
+    Examples:
+        >>> loses_digits(np.array([1.5, 2**24, 2**24 + 1]))
+        array([False, False,  True])
     """
     rounded = numbers.astype(np.float64)
     with np.errstate(over="ignore"):
@@ -248,8 +251,9 @@ def loses_digits(numbers: Array) -> Bools:
 def names_in(text: str, separator: str) -> list[str]:
     """Split a text such as `cat|dog` to labels; an empty one has none.
 
-    >>> names_in("cat | dog", "|")
-    ['cat', 'dog']
+    Examples:
+        >>> names_in("cat | dog", "|")
+        ['cat', 'dog']
     """
     return [name.strip() for name in text.split(separator)] if text.strip() else []
 

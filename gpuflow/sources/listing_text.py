@@ -83,11 +83,12 @@ def csv_lines(data: bytes) -> Any:
 def csv_rows(data: bytes, place: str, lines: MutableSequence[int]) -> Iterator[list[str]]:
     """Yield each row of CSV that is not empty. Appends the line on which it starts. Raises SourceError at a faulty one.
 
-    >>> lines = []
-    >>> list(csv_rows(b'a.jpg,cat\\n\\nb.jpg,"a\\ndog"\\nc.jpg,cat\\n', "list.csv", lines))
-    [['a.jpg', 'cat'], ['b.jpg', 'a\\ndog'], ['c.jpg', 'cat']]
-    >>> lines
-    [1, 3, 5]
+    Examples:
+        >>> lines = []
+        >>> list(csv_rows(b'a.jpg,cat\\n\\nb.jpg,"a\\ndog"\\nc.jpg,cat\\n', "list.csv", lines))
+        [['a.jpg', 'cat'], ['b.jpg', 'a\\ndog'], ['c.jpg', 'cat']]
+        >>> lines
+        [1, 3, 5]
     """
     reader = csv_lines(data)
     start = 1
@@ -112,8 +113,9 @@ def column_of(name: str, header: Sequence[str], here: str) -> int:
 
     Raises SourceError, for a header that stands `here`, if there is none, or if there are several.
 
-    >>> column_of("label", ["path", "Label"], "list.csv:1")
-    1
+    Examples:
+        >>> column_of("label", ["path", "Label"], "list.csv:1")
+        1
     """
     same = [i for i, other in enumerate(header) if other == name]
     alike = same or [i for i, other in enumerate(header) if other.lower() == name.lower()]
@@ -136,8 +138,9 @@ def parsed_number(text: str) -> int | float:
 
     Whole numbers keep all their digits, as in JSON, unless float64 has none of their size.
 
-    >>> parsed_number("3"), parsed_number("2.5")
-    (3, 2.5)
+    Examples:
+        >>> parsed_number("3"), parsed_number("2.5")
+        (3, 2.5)
     """
     if "_" in text or not text.isascii():
         raise ValueError(f"no number: {text!r}")

@@ -417,8 +417,9 @@ def run_lengths(text: str) -> Ints:
     A character holds 5 bits of a number, lowest first, and whether more follow; the last one's highest bit is the sign.
     From the fourth number on, each is the difference to the one two places before it.
 
-    >>> run_lengths("52203")
-    array([5, 2, 2, 2, 5])
+    Examples:
+        >>> run_lengths("52203")
+        array([5, 2, 2, 2, 5])
     """
     if not text:
         return np.zeros(0, np.int64)

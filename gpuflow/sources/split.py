@@ -188,13 +188,14 @@ def divide(source: Source, spec: SourceSpec, known: Sequence[str] = ()) -> Divis
 
     Raises SourceError: a value of a column or a file is wrong, or there are fewer groups than folds.
 
-    >>> from pathlib import Path
-    >>> from gpuflow.sources import source_spec
-    >>> Path("list.csv").write_text("path,label,part\\n1.jpg,cat,train\\n2.jpg,dog,val\\n3.jpg,cat,\\n")
-    57
-    >>> spec = source_spec(listing="list.csv", split={"column": "part"})
-    >>> print(divide(spec.open(), spec))
-    train 1, val 1; 1 in no part
+    Examples:
+        >>> from pathlib import Path
+        >>> from gpuflow.sources import source_spec
+        >>> Path("list.csv").write_text("path,label,part\\n1.jpg,cat,train\\n2.jpg,dog,val\\n3.jpg,cat,\\n")
+        57
+        >>> spec = source_spec(listing="list.csv", split={"column": "part"})
+        >>> print(divide(spec.open(), spec))
+        train 1, val 1; 1 in no part
     """
     asked = spec, tuple(known)
     try:
@@ -479,8 +480,9 @@ def split_counts(class_sizes: Ints, fractions: Sequence[float]) -> Ints:
         int64 of shape (C, S + 1); the last column counts samples that are in no split. Rows sum to `class_sizes`; the
         first s columns together hold round(sum(fractions[:s]) * n) of all n samples.
 
-    >>> split_counts(np.array([10, 5]), [0.8, 0.2]).tolist()
-    [[8, 2, 0], [4, 1, 0]]
+    Examples:
+        >>> split_counts(np.array([10, 5]), [0.8, 0.2]).tolist()
+        [[8, 2, 0], [4, 1, 0]]
     """
     total = int(class_sizes.sum())
     shares = np.append(fractions, max(0.0, 1.0 - sum(fractions)))

@@ -170,8 +170,9 @@ _KEYS = frozenset(field.name for field in fields(SplitSpec)) - {TEST}
 def is_rule(block: Any) -> bool:
     """Return True if a block `split` is a `SplitSpec`, False if it has the fraction of each part by name.
 
-    >>> is_rule({"train": 0.9, "files": 0.1}), is_rule({"folds": 5, "fold": 0}), is_rule({"column": "part"})
-    (False, True, True)
+    Examples:
+        >>> is_rule({"train": 0.9, "files": 0.1}), is_rule({"folds": 5, "fold": 0}), is_rule({"column": "part"})
+        (False, True, True)
     """
     if not isinstance(block, Mapping):
         return isinstance(block, SplitSpec)

@@ -125,8 +125,9 @@ def expand_braces(pattern: str) -> list[str]:
     """Expand a pattern to paths: `{08..11}` counts with leading zeros, `{0..11}` without, `{a,b}` lists names; several
     braces combine.
 
-    >>> expand_braces("shards/{08..10}.tar")
-    ['shards/08.tar', 'shards/09.tar', 'shards/10.tar']
+    Examples:
+        >>> expand_braces("shards/{08..10}.tar")
+        ['shards/08.tar', 'shards/09.tar', 'shards/10.tar']
     """
     parts = _BRACES.split(pattern)
     if any("{" in text or "}" in text for text in parts[::2]):

@@ -49,8 +49,9 @@ def key_of(name: str) -> tuple[str, str]:
     """Return the key that a sample's members share, which is the path up to the first dot of the file's name, and a
     member's suffix; an empty key or suffix for a member of no sample.
 
-    >>> key_of("train/0001.mask.PNG")
-    ('train/0001', 'mask.png')
+    Examples:
+        >>> key_of("train/0001.mask.PNG")
+        ('train/0001', 'mask.png')
     """
     directory, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")

@@ -30,15 +30,16 @@ def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
     Raises:
         SourceError: there is not one finite weight >= 0 for each sample of the whole source, or all of the part are 0.
 
-    >>> from gpuflow.sources import source_spec
-    >>> Path("list.csv").write_text("path,label,weight\\n1.jpg,cat,1\\n2.jpg,dog,0.5\\n")
-    44
-    >>> spec = source_spec(listing="list.csv", weights={"column": "weight"})
-    >>> weights_of(spec, spec.open())
-    array([1. , 0.5])
-    >>> spec = source_spec(listing="list.csv", weights={"balance": "class"})
-    >>> weights_of(spec, spec.open())
-    array([1., 1.])
+    Examples:
+        >>> from gpuflow.sources import source_spec
+        >>> Path("list.csv").write_text("path,label,weight\\n1.jpg,cat,1\\n2.jpg,dog,0.5\\n")
+        44
+        >>> spec = source_spec(listing="list.csv", weights={"column": "weight"})
+        >>> weights_of(spec, spec.open())
+        array([1. , 0.5])
+        >>> spec = source_spec(listing="list.csv", weights={"balance": "class"})
+        >>> weights_of(spec, spec.open())
+        array([1., 1.])
     """
     if not isinstance(spec, Samples) or spec.weights is None:
         return None

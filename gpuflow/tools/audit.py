@@ -103,10 +103,11 @@ def audit(lines: Iterable[dict[str, Any]]) -> list[EpochAudit]:
     A loop that begins at a position delivers the epoch anew from there: the state that it restored knows nothing of
     what was delivered beyond, nor of later epochs.
 
-    >>> line = {"pipeline": "train", "epoch": 0, "begun": 1, "rank": 0, "step": 0, "drawn": False, "bad": []}
-    >>> line |= {"steps": Steps(size=3, batch_size=3), "positions": [0, 3], "indices": np.array([2, 0, 2])}
-    >>> print(*audit([line]))
-    train epoch 0: 3 of 3 samples; missing samples 1; repeated samples 2
+    Examples:
+        >>> line = {"pipeline": "train", "epoch": 0, "begun": 1, "rank": 0, "step": 0, "drawn": False, "bad": []}
+        >>> line |= {"steps": Steps(size=3, batch_size=3), "positions": [0, 3], "indices": np.array([2, 0, 2])}
+        >>> print(*audit([line]))
+        train epoch 0: 3 of 3 samples; missing samples 1; repeated samples 2
     """
     epochs: dict[tuple[str, int], EpochAudit] = {}
     last: dict[str, EpochAudit] = {}

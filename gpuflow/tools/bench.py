@@ -139,8 +139,9 @@ def _cpu_times() -> CpuTimes:
 def share_of_others(begin: CpuTimes, end: CpuTimes, *, cores: int) -> float:
     """Return the share of all cores that other processes used from `begin` to `end`, 0 to 1.
 
-    >>> share_of_others(CpuTimes(0.0, 5.0, 1.0), CpuTimes(10.0, 20.0, 11.0), cores=2)
-    0.25
+    Examples:
+        >>> share_of_others(CpuTimes(0.0, 5.0, 1.0), CpuTimes(10.0, 20.0, 11.0), cores=2)
+        0.25
     """
     seconds, busy, own = (after - before for before, after in zip(begin, end, strict=True))
     return min(max(0.0, (busy - own) / (seconds * cores)), 1.0)  # times are counted in ticks, now and then late
@@ -335,8 +336,9 @@ def _arm(name: str) -> Callable[[Job], Iterable[int]]:
 def names_of(option: str, text: str, known: Collection[str]) -> list[str]:
     """Return the names in a text, separated by commas. Raise ConfigError for one that is unknown or named twice.
 
-    >>> names_of("--against", "spdl, dataloader", ARMS)
-    ['spdl', 'dataloader']
+    Examples:
+        >>> names_of("--against", "spdl, dataloader", ARMS)
+        ['spdl', 'dataloader']
     """
     names = [word.strip() for word in text.split(",") if word.strip()]
     for i, name in enumerate(names):
@@ -423,8 +425,9 @@ def row(arm: str, workload: str, metric: str, values: Sequence[float], unit: str
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Return the median of `values`, the lowest, the highest, and how many there are.
 
-    >>> spread([120.0, 100.0, 90.0])
-    {'value': '100', 'low': '90', 'high': '120', 'repeats': 3}
+    Examples:
+        >>> spread([120.0, 100.0, 90.0])
+        {'value': '100', 'low': '90', 'high': '120', 'repeats': 3}
     """
     numbers = {"value": statistics.median(values), "low": min(values), "high": max(values)}
     texts = {key: f"{number:.5g}" if abs(number) < 1000 else f"{number:.0f}" for key, number in numbers.items()}

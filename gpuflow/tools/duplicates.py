@@ -97,10 +97,11 @@ class Contents:
     hashes: uint64 [n, 8], the perceptual hashes of the image and of its mirrored and rotated forms.
     frequencies: float16 [n, 9, 9] of length 1; zeros for an image that is not known, or too smooth to be compared.
 
-    >>> contents = Contents(1)
-    >>> contents.add(0, np.zeros(9, np.uint8), np.zeros((40, 50, 3), np.uint8))
-    >>> bool(contents.digests[0]), contents.frequencies.any()
-    (True, np.False_)
+    Examples:
+        >>> contents = Contents(1)
+        >>> contents.add(0, np.zeros(9, np.uint8), np.zeros((40, 50, 3), np.uint8))
+        >>> bool(contents.digests[0]), contents.frequencies.any()
+        (True, np.False_)
     """
 
     def __init__(self, count: int) -> None:

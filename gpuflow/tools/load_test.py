@@ -86,8 +86,9 @@ class Load:
     def target(self) -> str:
         """Return the path and query of the requests.
 
-        >>> Load(url="http://127.0.0.1:8888", clients=4).target
-        '/predict'
+        Examples:
+            >>> Load(url="http://127.0.0.1:8888", clients=4).target
+            '/predict'
         """
         parts = urlsplit(self.url)
         path = "/predict" if parts.path in ("", "/") else parts.path
@@ -116,8 +117,9 @@ class Latency:
     def of(cls, milliseconds: Sequence[float]) -> Self | None:
         """Summarise latencies; return None where no request was answered.
 
-        >>> Latency.of([10.0, 20.0, 30.0, 100.0])
-        Latency(mean_ms=40.0, tp50_ms=20.0, tp90_ms=100.0, tp99_ms=100.0)
+        Examples:
+            >>> Latency.of([10.0, 20.0, 30.0, 100.0])
+            Latency(mean_ms=40.0, tp50_ms=20.0, tp90_ms=100.0, tp99_ms=100.0)
         """
         if not milliseconds:
             return None

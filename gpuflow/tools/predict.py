@@ -225,8 +225,9 @@ def source_of(data: str) -> SourceSpec:
 
     It is a folder of images at any depth, a CSV or JSON-lines file with the column path, tar shards, or Parquet files.
 
-    >>> [type(source_of(data)).__name__ for data in ("photos", "list.csv", "https://host/{0..9}.tar")]
-    ['Folder', 'Listing', 'Tar']
+    Examples:
+        >>> [type(source_of(data)).__name__ for data in ("photos", "list.csv", "https://host/{0..9}.tar")]
+        ['Folder', 'Listing', 'Tar']
     """
     name = PurePath(data.lower().partition("?")[0])
     kind = "tar" if ".tar" in name.name else _KINDS.get(name.suffix, "folder")

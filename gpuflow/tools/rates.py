@@ -257,8 +257,9 @@ def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:
 def filesystem_of(path: str, mounts: Sequence[tuple[str, str]] | None = None) -> str:
     """Return the kind of file system that a path is on; `unknown` where no mount holds it.
 
-    >>> filesystem_of("/data/photos/1.jpg", [("/", "ext4"), ("/data", "nfs4")])
-    'nfs4'
+    Examples:
+        >>> filesystem_of("/data/photos/1.jpg", [("/", "ext4"), ("/data", "nfs4")])
+        'nfs4'
 
     Args:
         mounts: directory and kind of each mounted file system, in the order of mounting; by default this machine's.

@@ -71,8 +71,9 @@ class Finding:
     def row(self) -> dict[str, Any]:
         """Return the finding as a JSON object.
 
-        >>> Finding(3, "3.jpg", "unreadable", True, "no such file").row()
-        {'index': 3, 'path': '3.jpg', 'kind': 'unreadable', 'bad': True, 'reason': 'no such file'}
+        Examples:
+            >>> Finding(3, "3.jpg", "unreadable", True, "no such file").row()
+            {'index': 3, 'path': '3.jpg', 'kind': 'unreadable', 'bad': True, 'reason': 'no such file'}
         """
         return {key: value for key, value in asdict(self).items() if value not in ("", None)}
 

@@ -101,8 +101,9 @@ class Graph:
 
         prefix: of the node names, which are global to a process and never freed.
 
-        >>> Graph(nodes={"preprocess": {}, "model": {}}, origin="x.yaml", preprocessing="").as_dict("a.")
-        {'a.preprocess': {'next': 'a.model'}, 'a.model': {}}
+        Examples:
+            >>> Graph(nodes={"preprocess": {}, "model": {}}, origin="x.yaml", preprocessing="").as_dict("a.")
+            {'a.preprocess': {'next': 'a.model'}, 'a.model': {}}
         """
         nodes = {prefix + name: dict(node) for name, node in self.nodes.items()}
         for node, following in zip(nodes.values(), [*nodes][1:], strict=False):

@@ -440,9 +440,10 @@ def callers(requests: Sequence[Request]) -> int:
 def joined(parts: Sequence[Sequence[Request]], batch: int) -> list[list[Request]]:
     """Return batches of whole parts, in order, none larger than `batch`.
 
-    >>> first, second, third = (Request(b"", print, wrap=unchanged) for _ in range(3))
-    >>> [len(batch) for batch in joined([[first], [second, third]], 2)]
-    [1, 2]
+    Examples:
+        >>> first, second, third = (Request(b"", print, wrap=unchanged) for _ in range(3))
+        >>> [len(batch) for batch in joined([[first], [second, third]], 2)]
+        [1, 2]
     """
     batches: list[list[Request]] = []
     for part in parts:

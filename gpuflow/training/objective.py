@@ -39,8 +39,9 @@ class Objective:
     def measures(self) -> tuple[str, ...]:
         """Return the names of the measures. The first one decides which epoch is the best.
 
-        >>> Objective(labels="class", loss="bce", outputs=10).measures
-        ('accuracy', 'top5')
+        Examples:
+            >>> Objective(labels="class", loss="bce", outputs=10).measures
+            ('accuracy', 'top5')
         """
         if self.labels == "class":
             return ("accuracy", "top5") if self.outputs > _TOP else ("accuracy",)

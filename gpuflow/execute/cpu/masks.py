@@ -150,8 +150,9 @@ def _other_size(got: tuple[int, ...], size: tuple[int, int]) -> str:
 def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
     """Return why an instance's mask does not belong to an image of this size; None if it does.
 
-    >>> mask_fault(np.zeros((2, 3), np.uint8), size=(3, 2))
-    'has 2x3 pixels, and its image 3x2'
+    Examples:
+        >>> mask_fault(np.zeros((2, 3), np.uint8), size=(3, 2))
+        'has 2x3 pixels, and its image 3x2'
     """
     if isinstance(mask, np.ndarray):
         return None if mask.shape == size else _other_size(mask.shape, size)
@@ -200,10 +201,11 @@ class MaskMap:
     and the column of each column. A warp makes a place for each pixel, its number in the mask, and of these places two
     vectors choose again. A negative row, column or place lies outside the mask.
 
-    >>> flipped = MaskMap(1, 3)
-    >>> flipped.move(s.Flip(np.array([True]), np.array([False])), 0)
-    >>> flipped.apply(np.array([[1, 0, 2]], np.uint8)).tolist()
-    [[2, 0, 1]]
+    Examples:
+        >>> flipped = MaskMap(1, 3)
+        >>> flipped.move(s.Flip(np.array([True]), np.array([False])), 0)
+        >>> flipped.apply(np.array([[1, 0, 2]], np.uint8)).tolist()
+        [[2, 0, 1]]
     """
 
     def __init__(self, height: int, width: int) -> None:

@@ -182,9 +182,10 @@ def create_app(
 def check_origins(cors: Sequence[str]) -> None:
     """Raise ValueError for a value of `--cors` that browsers would never send as an origin.
 
-    >>> check_origins(["https://example.org", "example.org"])
-    Traceback (most recent call last):
-    ValueError: --cors: must be an origin without a path, such as https://example.org, or *, got 'example.org'
+    Examples:
+        >>> check_origins(["https://example.org", "example.org"])
+        Traceback (most recent call last):
+        ValueError: --cors: must be an origin without a path, such as https://example.org, or *, got 'example.org'
     """
     for origin in cors:
         if origin != "*" and not re.fullmatch(r"https?://[^/?#\s@]+", origin):

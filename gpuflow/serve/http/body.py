@@ -215,8 +215,9 @@ def error_content(kind: str, reason: str, **more: str) -> dict[str, Any]:
 def error_at(path: str, kind: str, reason: str) -> dict[str, Any]:
     """Return the content of an error's answer on this path: below /v2 that of the Open Inference Protocol.
 
-    >>> error_at("/predict", "timeout", "no answer"), error_at("/v2/models/m/infer", "timeout", "no answer")
-    ({'error': {'kind': 'timeout', 'reason': 'no answer'}}, {'error': 'no answer'})
+    Examples:
+        >>> error_at("/predict", "timeout", "no answer"), error_at("/v2/models/m/infer", "timeout", "no answer")
+        ({'error': {'kind': 'timeout', 'reason': 'no answer'}}, {'error': 'no answer'})
     """
     return {"error": reason} if path.startswith("/v2") else error_content(kind, reason)
 

@@ -94,8 +94,9 @@ class Refused(HTTPException):
 def busy(kind: str, reason: str, seconds: float = 1.0) -> Refused:
     """Return a 503 that says to try again after this time, in whole seconds.
 
-    >>> busy("queue_full", "the queue is full", 1.2).headers
-    {'Retry-After': '2'}
+    Examples:
+        >>> busy("queue_full", "the queue is full", 1.2).headers
+        {'Retry-After': '2'}
     """
     return Refused(503, kind, reason, {"Retry-After": str(max(1, math.ceil(seconds)))})
 
@@ -105,8 +106,9 @@ def allowed_seconds(values: Sequence[str]) -> float:
 
     Raises Refused.
 
-    >>> allowed_seconds(["1500"]), allowed_seconds([])
-    (1.5, inf)
+    Examples:
+        >>> allowed_seconds(["1500"]), allowed_seconds([])
+        (1.5, inf)
     """
     if not values:
         return math.inf

@@ -113,8 +113,9 @@ def _bad(reason: str) -> Refused:
 def describe_model(name: str, classes: int) -> dict[str, Any]:
     """Return the metadata of the model. -1 stands for any size, and for an unknown number of classes.
 
-    >>> describe_model("pets", 2)["outputs"][0]
-    {'name': 'logits', 'datatype': 'FP32', 'shape': (-1, 2)}
+    Examples:
+        >>> describe_model("pets", 2)["outputs"][0]
+        {'name': 'logits', 'datatype': 'FP32', 'shape': (-1, 2)}
     """
     return {
         "name": name,

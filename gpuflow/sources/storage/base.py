@@ -59,8 +59,9 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
     A size below 0, of damaged data, has no bytes. Such a sample lies in no other one's place, and `Payload` refuses it.
 
-    >>> lay_out([100, 0, 50])
-    ([0, 116, 132], 198)
+    Examples:
+        >>> lay_out([100, 0, 50])
+        ([0, 116, 132], 198)
     """
     *offsets, end = accumulate([size + SPARE_BYTES if size > 0 else SPARE_BYTES for size in sizes], initial=0)
     return offsets, end
@@ -104,9 +105,10 @@ class Payload:
 
         files: the bytes of each, or why it cannot be read.
 
-        >>> payload = Payload.of([b"abc", "no such file"])
-        >>> payload.sample(0).tobytes(), payload.errors
-        (b'abc', [None, 'no such file'])
+        Examples:
+            >>> payload = Payload.of([b"abc", "no such file"])
+            >>> payload.sample(0).tobytes(), payload.errors
+            (b'abc', [None, 'no such file'])
         """
         found = [b"" if isinstance(file, str) else file for file in files]
         sizes = list(map(len, found))
@@ -123,8 +125,9 @@ class Payload:
     def take(self, rows: Sequence[int]) -> Payload:
         """Select some of the samples, in the same buffer.
 
-        >>> Payload.of([b"abc", b"de"]).take([1]).sample(0).tobytes()
-        b'de'
+        Examples:
+            >>> Payload.of([b"abc", b"de"]).take([1]).sample(0).tobytes()
+            b'de'
         """
         return Payload(
             buffer=self.buffer,
@@ -261,11 +264,12 @@ class PathTable:
 class PathTableBuilder:
     """Builds a table from blocks of paths. has_absolute: whether any path starts with a slash or is a URL.
 
-    >>> builder = PathTableBuilder()
-    >>> builder.add(["a/1.jpg", "b/2.jpg"])
-    >>> table = builder.build("photos/")
-    >>> table[1], list(table.take([0]))
-    ('photos/b/2.jpg', [b'photos/a/1.jpg'])
+    Examples:
+        >>> builder = PathTableBuilder()
+        >>> builder.add(["a/1.jpg", "b/2.jpg"])
+        >>> table = builder.build("photos/")
+        >>> table[1], list(table.take([0]))
+        ('photos/b/2.jpg', [b'photos/a/1.jpg'])
     """
 
     def __init__(self) -> None:
@@ -339,8 +343,9 @@ class Storage(Protocol):
 def is_remote(path: str) -> bool:
     """Return True if a path is a URL, such as s3://bucket/key.
 
-    >>> is_remote("s3://bucket/1.jpg"), is_remote("photos/1.jpg")
-    (True, False)
+    Examples:
+        >>> is_remote("s3://bucket/1.jpg"), is_remote("photos/1.jpg")
+        (True, False)
     """
     return "://" in path
 
@@ -353,7 +358,8 @@ def is_over_http(path: str) -> bool:
 def parent_of(path: str) -> str:
     """Return the directory of a path or URL, with its last slash; nothing for a bare name.
 
-    >>> parent_of("s3://bucket/photos/1.jpg"), parent_of("1.jpg")
-    ('s3://bucket/photos/', '')
+    Examples:
+        >>> parent_of("s3://bucket/photos/1.jpg"), parent_of("1.jpg")
+        ('s3://bucket/photos/', '')
     """
     return path[: path.rfind("/") + 1]

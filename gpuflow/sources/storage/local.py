@@ -270,8 +270,9 @@ def retry(action: Callable[[], T], permanent: Callable[[Exception], bool], delay
     """Call `action` until it succeeds, at most once for each delay. Exceptions of which `permanent` is true are raised
     immediately, others after the last attempt.
 
-    >>> retry(lambda: 3, permanent=lambda fault: False, delays=[0])
-    3
+    Examples:
+        >>> retry(lambda: 3, permanent=lambda fault: False, delays=[0])
+        3
     """
     results: list[T] = []
     faults: list[Exception] = []
@@ -463,9 +464,10 @@ def missing_path(path: str) -> str:
     """Return a clause for a local path that does not exist: suggests a similar name, or says where relative paths
     start.
 
-    >>> os.mkdir("photos")
-    >>> missing_path("photoz/cat")
-    "; did you mean 'photos/cat'?"
+    Examples:
+        >>> os.mkdir("photos")
+        >>> missing_path("photoz/cat")
+        "; did you mean 'photos/cat'?"
     """
     if "$" in path:
         return "; variables such as $HOME are not replaced, write the path itself"
