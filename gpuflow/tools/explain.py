@@ -291,7 +291,7 @@ def _source(config: Config, name: str) -> _SourceFacts:
     headers = {} if remote else _headers(source, decoder)
     facts = {
         "source": redacted(text),
-        "lacking": lacking,
+        "parts": lacking,
         "fields": _fields(config, source),
         "classes": _counts(source.classes, source.labels) if has_one_class(source) else "",
         "drawn": _drawn(config, name, source),

@@ -64,7 +64,7 @@ def test_a_class_that_a_part_lacks_is_named(run: Run, config: Path) -> None:
     first, _, third = sorted(path.name for path in Path("photos").iterdir())
     text = f"train lacks 1 of 3 classes: {third}, val lacks 2 of 3 classes: {first}, {third}"
     assert f"source.split: train 10, val 2; 12 in no part; {text}\n" in run("check", config, lists).out
-    assert f"  classes        {text}\n" in run("explain", config, lists).out
+    assert f"  parts          {text}\n" in run("explain", config, lists).out
     folds = "source.split={folds: 3, fold: 0, group: {path: '^([^/]+)/'}, stratify: label}"
     with pytest.warns(UserWarning, match="^source.split: group "):
         done = run("check", config, folds)

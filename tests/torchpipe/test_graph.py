@@ -26,7 +26,7 @@ STAGES_JSON = (
     '"max_pixels": 179000000, "max_scans": 100, "background": null, "formats": []}], '
     '["resize", {"height": null, "width": null, "shorter": 32, "longer": null, "max_size": null, '
     '"interpolation": "bilinear", "antialias": true, "rounding": "down"}], '
-    '["center_crop", {"size": 24, "rounding": "nearest"}], '
+    '["center_crop", {"size": 24, "rounding": "nearest", "border": "constant"}], '
     '["normalize", {"mean": "imagenet", "std": "imagenet", "dtype": "float32", "layout": "nchw"}]]'
 )
 PYTHON = {"torchvision": {"name": "Grayscale", "num_output_channels": 3}}
