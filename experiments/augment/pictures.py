@@ -43,6 +43,7 @@ PICTURES: dict[str, dict[str, Parameters]] = {
     "center_crop": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "random_crop": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "random_resized_crop": {f"scale {n}": {"size": SIDE, "scale": (n, n)} for n in (0.6, 0.3, 0.08)},
+    "cover_resize": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "flip": {
         "horizontal": {"horizontal": 1.0},
         "vertical": {"horizontal": 0.0, "vertical": 1.0},
@@ -74,6 +75,11 @@ PICTURES: dict[str, dict[str, Parameters]] = {
         "5%, one level": {"probability": 1.0, "scale": (0.05, 0.05), "value": 0},
         "20%, mean": {"probability": 1.0, "scale": (0.2, 0.2), "value": "imagenet"},
         "40%, random": {"probability": 1.0, "scale": (0.4, 0.4), "value": "random"},
+    },
+    "noise_erasing": {
+        "5%, pixel": {"probability": 1.0, "scale": (0.05, 0.05)},
+        "20%, box": {"probability": 1.0, "scale": (0.2, 0.2), "noise": "box"},
+        "40%, three": {"probability": 1.0, "scale": (0.4, 0.4), "count": 3},
     },
     "brightness": {f"factor {n}": {"amount": (n, n)} for n in (0.5, 1.5, 2.5)},
     "contrast": {f"factor {n}": {"amount": (n, n)} for n in (0.3, 1.5, 3.0)},
