@@ -29,8 +29,8 @@ from gpuflow.tools.samples import load_photos
 
 SIDE = 96
 """The photograph's side in pixels."""
-UNCHANGING = ("decode", "normalize", "torchvision")
-"""Stages without a picture: they read images, change their type, or are torchvision's."""
+UNCHANGING = ("decode", "normalize", "torchvision", "cover_resize")
+"""Stages without a picture: they read images, change their type, are torchvision's, or give images of any size."""
 
 Pixels = NDArray[np.uint8]
 Parameters = Mapping[str, Any]
@@ -43,7 +43,6 @@ PICTURES: dict[str, dict[str, Parameters]] = {
     "center_crop": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "random_crop": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "random_resized_crop": {f"scale {n}": {"size": SIDE, "scale": (n, n)} for n in (0.6, 0.3, 0.08)},
-    "cover_resize": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "flip": {
         "horizontal": {"horizontal": 1.0},
         "vertical": {"horizontal": 0.0, "vertical": 1.0},
