@@ -376,6 +376,7 @@ def check(
         notes.append(f"files that are added move samples between parts; not with split: {{parts: {{{text}}}}}")
     notes += [note] if (note := _order_note(config)) else []
     parts = parts_text(config)
+    found = _leaks_of(config, max_requests, notes) if leaks else []
     if as_json:
         pipelines = {
             name: {
@@ -393,10 +394,9 @@ def check(
             for name, several in views.items()
         }
         ctx.obj |= {"file": str(path), "pipelines": pipelines, "parts": parts, "notes": notes}
-        if leaks:
-            ctx.obj["leaks"] = _leaks_of(config, max_requests, notes)
-            if ctx.obj["leaks"]:
-                raise typer.Exit(ExitCode.FAILED)
+        ctx.obj |= {"leaks": found} if leaks else {}
+        if found:
+            raise typer.Exit(ExitCode.FAILED)
         return
     for name, several in views.items():
         for view, count, one in several:
@@ -406,7 +406,6 @@ def check(
         _print(f"source.split: {parts}")
     for name in config.pipelines:
         _print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
-    found = _leaks_of(config, max_requests, notes) if leaks else []
     for leak in found:
         _say("leak", leak, _out)
     for note in notes:
@@ -420,22 +419,22 @@ def check(
 
 def _leaks_of(config: Config, max_requests: int, notes: list[str]) -> list[str]:
     """Return a line for each sample with the bytes of one in an earlier part. Adds what was not compared to `notes`."""
-    from gpuflow.loader.assemble import open_parts, open_whole
-    from gpuflow.tools.duplicates import Parts, find_leaks
+    from gpuflow.loader.assemble import division_of, open_whole
+    from gpuflow.tools.duplicates import find_leaks
 
-    if not config.source.part_names:
+    if not config.part_names:
         rule = "needs parts of the source, got none; add source.split or source.splits"
         raise ConfigError([Problem(f"{config.path}: --leaks", rule)])
     with closing(open_whole(config)) as source, _bar() as bar:
-        parts = Parts.of(source, open_parts(config, source))
+        division = division_of(config, source)
         task = bar.add_task("samples", total=None, note="", visible=False)
         found = find_leaks(
             source,
-            parts,
+            division,
             max_requests=max_requests,
             progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
         )
-        lines = [f"{parts.describe(pair.index)} {pair.describe(source, parts)}" for pair in found.pairs]
+        lines = [f"{division.describe(pair.index)} {pair.describe(source, division)}" for pair in found.pairs]
     if found.unread:
         notes.append(f"samples that cannot be read, which gpuflow scan names: {found.unread:,}")
     if found.skipped:
@@ -886,10 +885,10 @@ def scan(
     """
     from gpuflow.config.models import require_record_fields
     from gpuflow.config.resources import threads_of
-    from gpuflow.loader.assemble import open_parts, open_whole
+    from gpuflow.loader.assemble import division_of, open_whole
     from gpuflow.loader.records import TURNED_REMEDY, target_mapper
     from gpuflow.sources import fields_of
-    from gpuflow.tools.duplicates import Contents, Parts
+    from gpuflow.tools.duplicates import Contents
     from gpuflow.tools.scan import Duplicates
     from gpuflow.tools.scan import scan as findings
     from gpuflow.tools.show import page
@@ -897,7 +896,7 @@ def scan(
     config = _read(path, overrides)
     _check_output("--out", out)
     source = open_whole(config)
-    parts, contents = Parts.of(source, open_parts(config, source)), Contents(len(source))
+    division, contents = division_of(config, source), Contents(len(source))
     first = next(iter(config.pipelines))
     program = config.any_program(first)
     require_record_fields(config, first, source)
@@ -926,7 +925,7 @@ def scan(
             else:
                 _out.print(json.dumps(finding.row()), soft_wrap=True)
             bar.update(task, note=f"{bad} bad")
-        duplicates = Duplicates.of(source, parts, contents, near)
+        duplicates = Duplicates.of(source, division, contents, near)
         for finding in duplicates.findings():
             if as_json:
                 rows.append(finding.row())

@@ -34,10 +34,12 @@ from gpuflow.pipeline.rng import key64
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.sources import (
+    Division,
     Mix,
     MixSource,
     Source,
     SourceSpec,
+    divide,
     fields_of,
     has_one_class,
     is_read_remotely,
@@ -153,10 +155,15 @@ def open_whole(config: Config) -> Source:
         return open_source(config.source)
 
 
-def open_parts(config: Config, whole: Source) -> dict[str, Source]:
-    """Return all named parts of the opened source. Errors name the file."""
+def division_of(config: Config, whole: Source) -> Division:
+    """Return the part of each sample of the opened source, all in one without a name if it has no parts.
+
+    Errors name the file.
+    """
+    if not config.part_names:
+        return Division(("",), np.zeros(len(whole), np.int64))
     with _naming_file(config):
-        return {name: subset(whole, config.source, name) for name in config.source.part_names}
+        return divide(whole, config.source, config.part_names)
 
 
 @contextmanager

@@ -173,6 +173,15 @@ class Division:
             texts = [f"{text} (+- {sd:.1f})" for text, sd in zip(texts, self.deviations, strict=True)]
         return ", ".join(texts) + (f"; {sizes['']:,} in no part" if sizes[""] else "")
 
+    def describe(self, index: int) -> str:
+        """Name a sample and its part.
+
+        Examples:
+            >>> Division(("train", "val"), np.array([0, 1, 0])).describe(1), Division(("",), np.array([0])).describe(0)
+            ('sample 1 of val', 'sample 0')
+        """
+        return f"sample {index} of {self.names[self.parts[index]]}".removesuffix(" of ")
+
     def lacking(self, source: Source) -> dict[str, list[str]]:
         """Return the classes of a source of which a part has no sample, by the name of the part."""
         if not has_one_class(source):

@@ -10,7 +10,7 @@ seldom do by chance.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.arrays import Array, Bools, Bytes, Floats, Ints
-from gpuflow.sources import MixSource, Source, Subset, is_read_remotely
+from gpuflow.sources import Division, MixSource, Source, is_read_remotely
 from gpuflow.sources.record_table import Members
 
 Hashes = NDArray[np.uint64]
@@ -37,36 +37,6 @@ _SIZE, _TAIL, _WHOLE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The part of each sample: `numbers`, int64 [n], are places in `names`, and -1 for a sample of no part."""
-
-    names: tuple[str, ...]
-    numbers: Ints
-
-    @classmethod
-    def of(cls, source: Source, parts: Mapping[str, Source]) -> Parts:
-        """Return the parts of a source by their names; of a source without parts, one without a name."""
-        numbers = np.full(len(source), -1 if parts else 0, np.int64)
-        for number, part in enumerate(parts.values()):
-            numbers[_indices(part, source)] = number
-        return cls(tuple(parts) or ("",), numbers)
-
-    def describe(self, index: int) -> str:
-        """Name a sample and its part."""
-        return f"sample {index} of {self.names[self.numbers[index]]}".removesuffix(" of ")
-
-
-def _indices(part: Source, whole: Source) -> Ints:
-    """Return the samples of a part by their indices in the whole source."""
-    if isinstance(part, MixSource) and isinstance(whole, MixSource):
-        firsts = np.cumsum([0, *map(len, whole.parts)])
-        return np.concatenate(
-            [first + _indices(*pair) for first, *pair in zip(firsts, part.parts, whole.parts, strict=False)]
-        )
-    return part.indices if isinstance(part, Subset) else np.arange(len(whole))
-
-
-@dataclass(frozen=True, slots=True)
 class Pair:
     """Two samples with equal bytes, or similar images.
 
@@ -79,9 +49,9 @@ class Pair:
     bits: int | None = None
     turned: bool = False
 
-    def describe(self, source: Source, parts: Parts) -> str:
+    def describe(self, source: Source, division: Division) -> str:
         """Say what the sample has in common with the other one."""
-        other = f"{parts.describe(self.other)}, {source.path(self.other)}"
+        other = f"{division.describe(self.other)}, {source.path(self.other)}"
         if self.bits is None:
             return f"has the bytes of {other}"
         return f"looks like {other}: {self.bits} of 64 bits differ{', mirrored or rotated' * self.turned}"
@@ -147,34 +117,34 @@ def _turned(frequencies: Array, turn: int) -> Array:
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 
-def equal_pairs(digests: Hashes, parts: Parts) -> tuple[list[Pair], int]:
+def equal_pairs(digests: Hashes, division: Division) -> tuple[list[Pair], int]:
     """Find samples with equal bytes.
 
     Returns:
         Each sample whose bytes an earlier part has, with the first sample there; and the number of samples that repeat
         one of their own part.
     """
-    order = np.lexsort((parts.numbers, digests))
-    order = order[(digests[order] != 0) & (parts.numbers[order] >= 0)]
+    order = np.lexsort((division.parts, digests))
+    order = order[(digests[order] != 0) & (division.parts[order] >= 0)]
     _, first, group = np.unique(digests[order], return_index=True, return_inverse=True)
-    leaders, own = order[first][group], parts.numbers[order]
-    leaks = np.flatnonzero(own != parts.numbers[leaders])
+    leaders, own = order[first][group], division.parts[order]
+    leaks = np.flatnonzero(own != division.parts[leaders])
     repeated = (np.diff(group) == 0) & (np.diff(own) == 0)
     pairs = sorted(zip(order[leaks].tolist(), leaders[leaks].tolist(), strict=True))
     return [Pair(*pair) for pair in pairs], int(repeated.sum())
 
 
-def near_pairs(contents: Contents, parts: Parts, max_bits: int) -> tuple[list[Pair], list[Pair]]:
+def near_pairs(contents: Contents, division: Division, max_bits: int) -> tuple[list[Pair], list[Pair]]:
     """Find similar images, those with equal bytes, too.
 
     Returns:
         Each sample that is similar to one of an earlier part, with the most similar one; and the same for samples that
         are similar to one of a lower index in their own part.
     """
-    samples = np.flatnonzero(contents.frequencies.any(axis=(1, 2)) & (parts.numbers >= 0))
-    keys = np.stack([parts.numbers[samples].astype(np.uint64), contents.hashes[samples, 0]])
+    samples = np.flatnonzero(contents.frequencies.any(axis=(1, 2)) & (division.parts >= 0))
+    keys = np.stack([division.parts[samples].astype(np.uint64), contents.hashes[samples, 0]])
     _, first, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    best = _nearest(contents, parts, samples[first], max_bits)[:, group]
+    best = _nearest(contents, division, samples[first], max_bits)[:, group]
     repeats = samples != samples[first][group]
     best[1, repeats] = samples[first][group][repeats]
     across, within = (
@@ -192,12 +162,12 @@ _NOTHING = np.iinfo(np.int64).max
 _INDEX = (1 << 40) - 1
 
 
-def _nearest(contents: Contents, parts: Parts, samples: Ints, max_bits: int) -> Ints:
+def _nearest(contents: Contents, division: Division, samples: Ints, max_bits: int) -> Ints:
     """Return for each sample a key of the most similar one in an earlier part, and in its own part: int64 [2, n].
 
     A key has the number of bits that differ, whether one image is turned, and the other sample, highest bits first.
     """
-    hashes, own = contents.hashes[samples], parts.numbers[samples]
+    hashes, own = contents.hashes[samples], division.parts[samples]
     best = np.full((2, len(samples)), _NOTHING, np.int64)
     for a, b, turn in _candidates(hashes, max_bits):
         turned = _turned(contents.frequencies[samples[a]].astype(np.float32), turn)
@@ -250,7 +220,7 @@ class Leaks:
 
 def find_leaks(
     source: Source,
-    parts: Parts,
+    division: Division,
     *,
     max_requests: int,
     progress: Callable[[int, int], object] = lambda done, count: None,
@@ -267,7 +237,7 @@ def find_leaks(
     sources = list(source.parts) if isinstance(source, MixSource) else [source]
     firsts = np.cumsum([0, *map(len, sources)]).tolist()
     for step in (_SIZE, _TAIL, _WHOLE):
-        shared = np.flatnonzero(_in_two_parts(keys, parts))
+        shared = np.flatnonzero(_in_two_parts(keys, division))
         known = np.zeros(len(source), np.uint64)
         asked = done = 0
         for one, (first, end) in zip(sources, pairwise(firsts), strict=True):
@@ -282,14 +252,14 @@ def find_leaks(
                 progress(done := done + len(chunk), len(shared))
             unread += int(np.count_nonzero(known[own] == 0))
         keys = known
-    return Leaks(equal_pairs(keys, parts)[0], unread, skipped)
+    return Leaks(equal_pairs(keys, division)[0], unread, skipped)
 
 
-def _in_two_parts(keys: Hashes, parts: Parts) -> Bools:
+def _in_two_parts(keys: Hashes, division: Division) -> Bools:
     """Mark the samples whose key another part has, too. A key of 0 is not known."""
-    known = (keys != 0) & (parts.numbers >= 0)
+    known = (keys != 0) & (division.parts >= 0)
     _, group = np.unique(keys[known], return_inverse=True)
-    in_parts = np.bincount(np.unique(np.stack([group, parts.numbers[known]]), axis=1)[0])
+    in_parts = np.bincount(np.unique(np.stack([group, division.parts[known]]), axis=1)[0])
     known[known] = in_parts[group] > 1
     return np.asarray(known)
 

@@ -21,8 +21,8 @@ from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.pipeline.records import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
-from gpuflow.sources import Source, left_out_of, records_of
-from gpuflow.tools.duplicates import Contents, Pair, Parts, equal_pairs, near_pairs
+from gpuflow.sources import Division, Source, left_out_of, records_of
+from gpuflow.tools.duplicates import Contents, Pair, equal_pairs, near_pairs
 from gpuflow.tools.show import Shown
 
 _CHUNK = 32
@@ -133,28 +133,28 @@ class Duplicates:
     """
 
     source: Source
-    parts: Parts
+    division: Division
     leaks: list[Pair]
     repeated: int
     across: list[Pair]
     within: list[Pair]
 
     @classmethod
-    def of(cls, source: Source, parts: Parts, contents: Contents, max_bits: int) -> Duplicates:
+    def of(cls, source: Source, division: Division, contents: Contents, max_bits: int) -> Duplicates:
         """Compare all samples. max_bits: how many of 64 bits differ at most between the hashes of similar images."""
-        leaks, repeated = equal_pairs(contents.digests, parts)
+        leaks, repeated = equal_pairs(contents.digests, division)
         leaked = {pair.index for pair in leaks}
         across, within = (
             sorted((pair for pair in pairs if pair.index not in leaked), key=lambda pair: (pair.bits, pair.index))
-            for pairs in near_pairs(contents, parts, max_bits)
+            for pairs in near_pairs(contents, division, max_bits)
         )
-        return cls(source, parts, leaks, repeated, across, within)
+        return cls(source, division, leaks, repeated, across, within)
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each sample that is in an earlier part, or looks like one there."""
         for kind, pairs in (("leak", self.leaks), ("near", self.across)):
             for pair in pairs:
-                reason = pair.describe(self.source, self.parts)
+                reason = pair.describe(self.source, self.division)
                 yield Finding(pair.index, self.source.path(pair.index), kind, False, reason, other=pair.other)
 
     def notes(self) -> Iterator[str]:
@@ -173,8 +173,8 @@ class Duplicates:
         for pair in [*self.across, *self.within][:_PICTURES]:
             samples = [pair.index, pair.other]
             payload = self.source.read(samples, lambda size: np.empty(size, np.uint8))
-            images = {self.parts.describe(one): _small(decoder, payload.sample(i)) for i, one in enumerate(samples)}
-            text, path = pair.describe(self.source, self.parts), self.source.path(pair.index)
+            images = {self.division.describe(one): _small(decoder, payload.sample(i)) for i, one in enumerate(samples)}
+            text, path = pair.describe(self.source, self.division), self.source.path(pair.index)
             shown.append(Shown(index=pair.index, path=path, label=text, valid=True, images=images))
         return shown
 

@@ -11,8 +11,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from gpuflow.sources import Source, SourceSpec, Subset, open_source, source_spec, subset
-from gpuflow.tools.duplicates import Parts, find_leaks
+from gpuflow.sources import Division, Source, SourceSpec, Subset, divide, open_source, source_spec, subset
+from gpuflow.tools.duplicates import find_leaks
 from tests.datasets import MemorySource
 from tests.laws import test_container_laws as containers
 from tests.laws.test_container_laws import CONTAINERS, COUNT
@@ -61,15 +61,15 @@ def check(spec: SourceSpec) -> int:
     """Returns how many samples leak."""
     source = open_source(spec)
     parts = parts_of(source, spec)
-    numbers = Parts.of(source, parts)
+    division = divide(source, spec)
     for number, part in enumerate(parts.values()):
-        own = np.flatnonzero(numbers.numbers == number)
+        own = np.flatnonzero(division.parts == number)
         assert [source.path(i) for i in own] == [part.path(i) for i in range(len(part))]
     seen: list[tuple[int, int]] = []
-    found = find_leaks(source, numbers, max_requests=1000, progress=lambda *steps: seen.append(steps))
+    found = find_leaks(source, division, max_requests=1000, progress=lambda *steps: seen.append(steps))
     assert [(pair.index, pair.other) for pair in found.pairs] == leaks_of(source, parts)
     assert all(done <= count for done, count in seen) and seen[0][1] <= len(source)
-    in_parts = np.flatnonzero(numbers.numbers >= 0)
+    in_parts = np.flatnonzero(division.parts >= 0)
     empty = [i for i, (_, data) in enumerate(contents_of(source)) if not data and i in in_parts]
     assert (found.unread, found.skipped) == (len(empty), 0)
     source.close()
@@ -111,7 +111,7 @@ def test_all_leaks_are_found_in_a_source_that_reads_whole_samples_only() -> None
     source = MemorySource([None if i == 4 else encoded(i) for i in range(COUNT)])
     halves = np.split(np.arange(COUNT), 2)
     parts: dict[str, Source] = {name: Subset(source, half) for name, half in zip(("train", "val"), halves, strict=True)}
-    found = find_leaks(source, Parts.of(source, parts), max_requests=1)
+    found = find_leaks(source, Division(("train", "val"), np.repeat([0, 1], list(map(len, halves)))), max_requests=1)
     assert [(pair.index, pair.other) for pair in found.pairs] == leaks_of(source, parts) != []
     assert (found.unread, found.skipped) == (1, 0)
 
@@ -133,7 +133,6 @@ def test_behind_urls_all_leaks_are_found_unless_there_is_a_limit(source: dict[st
     spec = source_spec(**source, split={"train": 0.5, "val": 0.5})
     assert check(spec) > 0
     opened = open_source(spec)
-    parts = Parts.of(opened, parts_of(opened, spec))
-    found = find_leaks(opened, parts, max_requests=3)
+    found = find_leaks(opened, divide(opened, spec), max_requests=3)
     assert found.skipped >= COUNT - 3 if "folder" in source else found.skipped > 0
     assert {(pair.index, pair.other) for pair in found.pairs} <= set(leaks_of(opened, parts_of(opened, spec)))

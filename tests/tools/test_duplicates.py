@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from gpuflow.sources import Division
 from gpuflow.stages import STAGES
-from gpuflow.tools.duplicates import Contents, Pair, Parts, _turned, equal_pairs, near_pairs
+from gpuflow.tools.duplicates import Contents, Pair, _turned, equal_pairs, near_pairs
 from gpuflow.tools.samples import load_photos
 from gpuflow.tools.scan import scan
 from tests.commands import Run, command_here
@@ -108,8 +109,8 @@ def joined(*parts: Contents) -> Contents:
     return contents
 
 
-def parts_of(*sizes: int) -> Parts:
-    return Parts(tuple(f"part {i}" for i in range(len(sizes))), np.repeat(np.arange(len(sizes)), sizes))
+def parts_of(*sizes: int) -> Division:
+    return Division(tuple(f"part {i}" for i in range(len(sizes))), np.repeat(np.arange(len(sizes)), sizes))
 
 
 def test_of_a_thousand_unrelated_crops_none_is_taken_for_another() -> None:
@@ -153,14 +154,14 @@ def test_similar_images_are_those_that_a_comparison_of_all_pairs_finds() -> None
         image = np.clip(base[i % 60] + rng.normal(0, 5 * (i // 60), (32, 32, 1)), 0, 255).astype(np.uint8)
         turned = np.rot90(image, i % 3).copy()
         contents.add(i, turned.ravel(), turned if i % 7 else None, "gray")
-    parts = Parts(("a", "b", "c"), rng.integers(-1, 3, count))
-    compared = [int(i) for i in np.flatnonzero(contents.frequencies.any(axis=(1, 2)) & (parts.numbers >= 0))]
+    parts = Division(("a", "b", "c"), rng.integers(-1, 3, count))
+    compared = [int(i) for i in np.flatnonzero(contents.frequencies.any(axis=(1, 2)) & (parts.parts >= 0))]
     for max_bits in (0, 3, 6, 10):
         best: list[dict[int, int]] = [{}, {}]
         for i, j in itertools.permutations(compared, 2):
-            late = (parts.numbers[i], i) > (parts.numbers[j], j)
+            late = (parts.parts[i], i) > (parts.parts[j], j)
             if late and (bits := difference(contents, i, j)) <= max_bits:
-                own = best[int(parts.numbers[i] == parts.numbers[j])]
+                own = best[int(parts.parts[i] == parts.parts[j])]
                 own[i] = min(bits, own.get(i, bits))
         found = near_pairs(contents, parts, max_bits)
         assert [{pair.index: pair.bits for pair in pairs} for pairs in found] == best
@@ -181,7 +182,7 @@ def difference(contents: Contents, i: int, j: int) -> int:
 
 def test_equal_bytes_are_leaks_in_two_parts_and_counted_in_one() -> None:
     digests = np.array([5, 7, 5, 0, 7, 5, 0, 5, 8, 8], np.uint64)
-    parts = Parts(("a", "b", "c"), np.array([1, 0, 0, 0, 0, 1, 1, 2, -1, 0]))
+    parts = Division(("a", "b", "c"), np.array([1, 0, 0, 0, 0, 1, 1, 2, -1, 0]))
     assert equal_pairs(digests, parts) == ([Pair(0, 2), Pair(5, 2), Pair(7, 2)], 2)
 
 
@@ -278,6 +279,16 @@ def test_check_finds_leaks_without_decoding(gpuflow: Run, config: Path) -> None:
     done = gpuflow("check", config, "--leaks")
     assert done.code == 0 and "samples with the bytes of one in an earlier part: 0" in done.out
     assert "earlier part" not in gpuflow("check", config).out
+
+
+def test_leaks_are_found_where_a_column_names_the_parts(gpuflow: Run, config: Path) -> None:
+    paths = sorted(path.relative_to("photos") for path in Path("photos").rglob("*.jpg"))
+    rows = [f"{path},{path.parts[1]},{path.parts[0]}" for path in paths]
+    Path("list.csv").write_text("\n".join(["path,label,part", *rows]))
+    source = "source={listing: list.csv, root: photos, split: {column: part}}"
+    assert "has the bytes of sample 0 of train, " in gpuflow("check", config, "--leaks", source).out
+    done = gpuflow("scan", config, source)
+    assert (done.code, [json.loads(line)["kind"] for line in done.out.splitlines()]) == (1, ["leak", "near"])
 
 
 def test_check_of_leaks_needs_parts(gpuflow: Run, config: Path) -> None:
