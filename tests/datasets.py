@@ -372,6 +372,18 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def one_torch_thread(seconds: float) -> Iterator[None]:
+    """Compute with one thread of PyTorch, for a limited time: on busy cores, several threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with deadline(seconds):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def open_things(*, collect: bool = True) -> tuple[set[int], dict[int, str], set[str]]:
     """What a loader might leave behind in this process: threads, file descriptors, mapped files of shared memory."""
     if collect:

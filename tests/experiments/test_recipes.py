@@ -16,7 +16,7 @@ from gpuflow.errors import StateError
 from gpuflow.execute.cpu import runner as cpu_runner
 from gpuflow.execute.cpu.native_chunk import run_chunk
 from gpuflow.tools.bench import COLUMNS
-from tests.datasets import deadline, make_photos
+from tests.datasets import make_photos, one_torch_thread
 from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +26,8 @@ SMALL: dict[str, Any] = {"size": 32, "batch": 4, "epochs": 1}
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with deadline(300):
+    with one_torch_thread(seconds=300):
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from gpuflow.pipeline.records import Ragged
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.targets import moves_of
 from gpuflow.sources import records_of
-from tests.datasets import deadline
+from tests.datasets import one_torch_thread
 from tests.masks import instance_mask
 from tests.records import torchvision_moves
 
@@ -30,12 +30,8 @@ RUN = runpy.run_path(str(HERE / "run.py"))
 
 @pytest.fixture(autouse=True)
 def _in_time() -> Iterator[None]:
-    """With one thread of PyTorch: on cores that others keep busy, several wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with deadline(240):
+    with one_torch_thread(seconds=240):
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

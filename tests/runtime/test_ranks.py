@@ -16,7 +16,7 @@ from gpuflow.errors import ConfigError, GpuflowError, LoaderError
 from gpuflow.runtime.ranks import Group, Ranks, process_group
 from gpuflow.stages import STAGES
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents, _model
-from tests.datasets import deadline, make_photos, nothing_left_behind, truncate, write_config
+from tests.datasets import make_photos, nothing_left_behind, one_torch_thread, truncate, write_config
 from tests.forking import Interpreter
 from tests.ranks import Notes, Seen, forked, reports, sample_of, torchrun, without_dropout
 
@@ -27,11 +27,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with deadline(100):
+    with one_torch_thread(seconds=100):
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

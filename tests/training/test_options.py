@@ -24,7 +24,7 @@ from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, StateError
 from gpuflow.stages import STAGES
 from gpuflow.training.objective import Objective
 from gpuflow.training.trainer import Trainer, TrainerEvents
-from tests.datasets import deadline, make_photos, write_config
+from tests.datasets import make_photos, one_torch_thread, write_config
 from tests.texts import outline
 
 STEPS = 6
@@ -39,11 +39,8 @@ LABELS: dict[str, list[Any]] = {
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with deadline(300):
+    with one_torch_thread(seconds=300):
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

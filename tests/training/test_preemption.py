@@ -20,7 +20,7 @@ from gpuflow.config import read_config
 from gpuflow.stages import STAGES
 from gpuflow.tools.audit import EpochAudit, audit, read_lines
 from gpuflow.training.trainer import Trainer, TrainerEvents
-from tests.datasets import deadline, make_photos, write_config
+from tests.datasets import make_photos, one_torch_thread, write_config
 
 STEPS = 6
 """Of an epoch, of two. A step has 8 samples, on any number of ranks."""
@@ -44,11 +44,8 @@ REQUESTED, ENTER = "requested", "__enter__"
 
 @pytest.fixture(autouse=True)
 def _in_time() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes have
-    with deadline(300):
+    with one_torch_thread(seconds=300):
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

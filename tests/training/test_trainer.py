@@ -23,7 +23,7 @@ from gpuflow.sources import Subset
 from gpuflow.stages import STAGES
 from gpuflow.training.objective import Objective
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents, _PassTotals
-from tests.datasets import deadline, make_photos, nothing_left_behind, write_config
+from tests.datasets import make_photos, nothing_left_behind, one_torch_thread, write_config
 from tests.texts import outline
 
 STEPS = 6
@@ -32,11 +32,8 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with deadline(300):
+    with one_torch_thread(seconds=300):
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
