@@ -866,7 +866,7 @@ def scan(
     path: ConfigFile,
     overrides: Overrides = None,
     near: Annotated[
-        int, typer.Option(min=0, max=10, help="Images are similar if at most so many of 64 bits of a hash differ.")
+        int, typer.Option(min=0, max=10, help="The most bits, of 64, in which the hashes of similar images differ.")
     ] = 6,
     out: Annotated[Path, typer.Option(help="The page of similar images to write, if there are any.")] = Path(
         "runs/scan.html"

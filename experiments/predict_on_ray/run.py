@@ -32,12 +32,12 @@ from gpuflow.tools.bench import append_log, commit, machine, read_log, versions,
 HERE = Path(__file__).parent
 PHOTOS = HERE.parent / "real_data" / "photos.py"
 ARMS = {"without Ray": 0, "one node": 1, "two nodes": 2}
-"""How many nodes of Ray an arm has."""
+"""Arms by name, with their number of nodes of Ray."""
 NAMES = 10
-"""Each photograph stands in its folder under so many names, so that making them takes less time."""
+"""Hard links to each photograph, because making that many photographs would take longer than predicting them."""
 SECONDS = 1800
 RAY = {"RAY_AUTH_MODE": "disabled"}
-"""Where `~/.ray` has a token, a head of Ray 2.60 asks for it, and a driver sends it only with another setting."""
+"""Ray 2.60 asks for the token that `~/.ray` may hold. These nodes are on one machine, so they go without."""
 
 Record = dict[str, Any]
 
