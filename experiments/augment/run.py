@@ -29,6 +29,7 @@ import torch
 
 import gpuflow
 from gpuflow.config import read_config
+from gpuflow.execute.gpu import repeated_passes
 from gpuflow.stages import STAGES, RandomErasing
 from gpuflow.tools.bench import COLUMNS, row, write_results
 from gpuflow.tools.samples import make_samples
@@ -68,6 +69,22 @@ def of_gpuflow(recipe: str, device: torch.device) -> Run:
         return result
 
     return run
+
+
+def of_gpuflow_without_replay(recipe: str, device: torch.device) -> Run:
+    """Draw for each batch alone, and launch its kernels one by one."""
+    run = of_gpuflow(recipe, device)
+
+    def first(images: Images) -> torch.Tensor:
+        can_be_repeated = repeated_passes._can_be_repeated
+        repeated_passes._can_be_repeated = lambda passes: False
+        try:
+            return run(images)  # the first call of a stream makes its passes
+        finally:
+            repeated_passes._can_be_repeated = can_be_repeated
+
+    calls = itertools.chain([first], itertools.repeat(run))
+    return lambda images: next(calls)(images)
 
 
 def torchvision_transforms(recipe: str) -> list[Any]:
@@ -232,6 +249,7 @@ def of_dali(recipe: str, device: torch.device) -> Run:
 
 ARMS: dict[str, Make] = {
     "gpuflow": of_gpuflow,
+    "gpuflow-without-replay": of_gpuflow_without_replay,
     "torchvision-loop": of_torchvision_loop,
     "torchvision-batch": of_torchvision_batch,
     "cvcuda-loop": functools.partial(of_cvcuda, batched=False),

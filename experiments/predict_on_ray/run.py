@@ -1,4 +1,5 @@
-"""Measures `gpuflow predict` without Ray, on one node of Ray and on two, each with some cores of this machine.
+"""Measures `gpuflow predict` without Ray, on one node of Ray and on two, each with some cores of this machine, and the
+model alone.
 
     python experiments/predict_on_ray/run.py                # nodes of half of this machine's cores
     python experiments/predict_on_ray/run.py --count 400 --photos data/predict_on_ray     # to see that it runs
@@ -33,6 +34,9 @@ HERE = Path(__file__).parent
 PHOTOS = HERE.parent / "real_data" / "photos.py"
 ARMS = {"without Ray": 0, "one node": 1, "two nodes": 2}
 """Arms by name, with their number of nodes of Ray."""
+MODEL_ALONE = "model alone"
+BATCH, BATCHES = 32, 20
+"""The size of the batches of photos.yaml, and how many the model alone is measured with."""
 NAMES = 10
 """Hard links to each photograph, because making that many photographs would take longer than predicting them."""
 SECONDS = 1800
@@ -57,17 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = {(record["arm"], record["repeat"]) for record in records}
     for repeat, arm in itertools.product(range(options.repeats), options.arms):
         if (arm, repeat) not in done:
-            seconds = measured(arm, photos, model, options.cores)
-            records.append(record_of(arm, repeat, seconds, options))
+            if arm == MODEL_ALONE:
+                speed = model_alone(model, options.cores)
+            else:
+                speed = options.count / measured(arm, photos, model, options.cores)
+            records.append(record_of(arm, repeat, speed, options))
             append_log(log, records[-1])
-            print(f"{arm}: {options.count / seconds:,.0f} images/s", flush=True)
+            print(f"{arm}: {speed:,.0f} images/s", flush=True)
     write_results(options.out / "results.csv", rows_of(records))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     half = max(1, len(os.sched_getaffinity(0)) // 2)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, MODEL_ALONE], default=[MODEL_ALONE, *ARMS])
     parser.add_argument("--cores", type=int, default=half, help="of a node, and of the run without Ray")
     parser.add_argument("--count", type=int, default=100_000, help="photographs")
     parser.add_argument("--repeats", type=int, default=1)
@@ -97,6 +104,26 @@ def measured(arm: str, photos: Path, model: Path, cores: int) -> float:
             on_cores(0, cores, command), check=True, timeout=SECONDS, stdout=subprocess.DEVNULL, env=os.environ | RAY
         )
         return time.perf_counter() - begin
+
+
+def model_alone(model: Path, cores: int) -> float:
+    """Return the images/s of the model on batches that are in memory, in a process on the cores of the first node."""
+    command = on_cores(0, cores, [sys.executable, str(Path(__file__).resolve()), MODEL_ALONE, str(model)])
+    done = subprocess.run(command, check=True, timeout=SECONDS, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout)
+
+
+def run_model(path: str) -> float:
+    """Return the images/s of the model in this process."""
+    model = torch.export.load(path).module()
+    images = torch.rand(BATCH, 3, 224, 224)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(images)
+        begin = time.perf_counter()
+        for _ in range(BATCHES):
+            model(images)
+    return BATCH * BATCHES / (time.perf_counter() - begin)
 
 
 def on_cores(node: int, cores: int, command: list[str]) -> list[str]:
@@ -132,9 +159,9 @@ def cluster(nodes: int, cores: int) -> Iterator[str]:
         )
 
 
-def record_of(arm: str, repeat: int, seconds: float, options: argparse.Namespace) -> Record:
+def record_of(arm: str, repeat: int, speed: float, options: argparse.Namespace) -> Record:
     workload = f"ResNet-18; {options.count} photographs; {options.cores} cores a node"
-    record = {"arm": arm, "repeat": repeat, "workload": workload, "images_per_s": options.count / seconds}
+    record = {"arm": arm, "repeat": repeat, "workload": workload, "images_per_s": speed}
     origin = {"machine": machine(), "versions": versions(), "commit": commit()}
     return {**record, **origin, "date": datetime.date.today().isoformat()}
 
@@ -164,4 +191,7 @@ def row(record: Record, metric: str, unit: str, values: Sequence[float], repeats
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [MODEL_ALONE]:
+        print(run_model(sys.argv[2]))
+    else:
+        main()
