@@ -589,7 +589,12 @@ def linked(path: Path) -> set[Path]:
     return {(path.parent / link).resolve() for link in found}
 
 
-EXPERIMENTS = sorted(path.parent for path in (ROOT / "experiments").rglob("results.csv"))
+EXPERIMENTS = sorted(
+    {
+        path.parent if (path.parent / "README.md").exists() else path.parents[1]
+        for path in (ROOT / "experiments").rglob("results.csv")
+    }
+)
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda path: path.relative_to(ROOT / "experiments").as_posix())
