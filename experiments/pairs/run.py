@@ -26,8 +26,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-CPU = {"threads": ["run.threads=2", "run.processes=0"], "processes": ["run.threads=2", "run.processes=2"]}
-GPU: dict[str, list[str]] = {"alone": [], "resnet18": []}
+CPU = {"threads": "run.processes=0", "processes": "run.processes={threads}"}
+GPU = ("alone", "resnet18")
 SECONDS, LIMIT_SECONDS = 5.0, 180
 
 
@@ -36,22 +36,25 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU, and processes; default: %(default)s")
+    parser.add_argument("--workloads", nargs="+", choices=[*CPU, *GPU], help="default: all of the device")
     parser.add_argument("--pairs", type=int, choices=range(1, 100), default=5, metavar="N")
     options = parser.parse_args()
     from gpuflow.tools.bench import row, write_results
 
-    workloads = GPU if options.gpu else CPU
+    workloads = options.workloads or list(GPU if options.gpu else CPU)
+    device = "gpu" if options.gpu else f"cpu {options.threads}"
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in workloads}
     for number in range(options.pairs):
         for name in workloads:
             trees = {"old": options.old.resolve(), "new": ROOT}
             order = ["old", "new"] if number % 2 == 0 else ["new", "old"]
-            rates = {arm: measured(trees[arm], options.folder.resolve(), name, options.gpu) for arm in order}
+            rates = {arm: measured(trees[arm], options.folder.resolve(), name, options) for arm in order}
             found[name].append((rates["old"], rates["new"]))
             print(f"{name:12} old {rates['old']:8.0f}  new {rates['new']:8.0f}  {rates['new'] / rates['old']:.3f}")
     rows: list[dict[str, Any]] = []
     for name, pairs in found.items():
-        workload = f"{'gpu' if options.gpu else 'cpu'} {name}"
+        workload = f"{device} {name}"
         for arm, values in zip(("old", "new"), zip(*pairs, strict=True), strict=True):
             rows.append(row(arm, workload, "images_per_s", values, "images/s"))
         rows.append(row("new / old", workload, "ratio", [new / old for old, new in pairs], "ratio"))
@@ -68,23 +71,28 @@ def rows_of_others(workloads: set[str]) -> list[dict[str, Any]]:
         return [row for row in csv.DictReader(file) if row["workload"] not in workloads]
 
 
-def measured(tree: Path, folder: Path, name: str, gpu: bool) -> float:
+def measured(tree: Path, folder: Path, name: str, options: argparse.Namespace) -> float:
     """Images a second of one checkout, in a separate process."""
-    command = [sys.executable, __file__, "measure", str(tree), str(folder), name, str(int(gpu))]
+    threads = 0 if options.gpu else options.threads
+    command = [sys.executable, __file__, "measure", str(tree), str(folder), name, str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False, cwd=ROOT)
     if done.returncode != 0:
         raise SystemExit(f"{tree}: {done.stderr.strip()[-2000:]}")
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
-def measure(tree: str, folder: str, name: str, gpu: bool) -> float:
+def measure(tree: str, folder: str, name: str, threads: int) -> float:
+    """Return the images a second of one checkout; on a GPU if `threads` is 0."""
+    gpu = not threads
     sys.path.insert(0, tree)
     import torch
 
     import gpuflow
 
     assert str(gpuflow.__file__).startswith(tree), gpuflow.__file__
-    overrides = [f"source.folder={folder}", *(GPU if gpu else CPU)[name]]
+    overrides = [f"source.folder={folder}"]
+    if not gpu:
+        overrides += [f"run.threads={threads}", CPU[name].format(threads=threads)]
     config = HERE.parent / ("gpu_path" if gpu else "pairs") / "photos.yaml"
     loader = gpuflow.load(config, device="cuda" if gpu else None, overrides=overrides)
 
@@ -136,7 +144,7 @@ def training_step(iterator: Iterator[Any]) -> Callable[[], object]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        tree, folder, name, on_gpu = sys.argv[2:]
-        print(json.dumps(measure(tree, folder, name, gpu=on_gpu == "1")))
+        tree, folder, name, threads = sys.argv[2:]
+        print(json.dumps(measure(tree, folder, name, int(threads))))
     else:
         main()
