@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for repeat, arm in itertools.product(range(options.repeats), options.arms):
         if (arm, repeat) not in done:
             if arm == MODEL_ALONE:
-                speed = model_alone(model, options.cores)
+                speed = model_alone(options.cores)
             else:
                 speed = options.count / measured(arm, photos, model, options.cores)
             records.append(record_of(arm, repeat, speed, options))
@@ -83,12 +83,17 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def save_model(path: Path) -> None:
-    """Save a ResNet-18 with random weights for batches of any size."""
+def new_model() -> torch.nn.Module:
+    """Return a ResNet-18 with random weights."""
     torch.manual_seed(0)
-    network = torchvision.models.resnet18(num_classes=14).eval()
+    model: torch.nn.Module = torchvision.models.resnet18(num_classes=14)
+    return model.eval()
+
+
+def save_model(path: Path) -> None:
+    """Save the model for batches of any size."""
     sizes = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(network, (torch.zeros(2, 3, 224, 224),), dynamic_shapes=sizes), path)
+    torch.export.save(torch.export.export(new_model(), (torch.zeros(2, 3, 224, 224),), dynamic_shapes=sizes), path)
 
 
 def measured(arm: str, photos: Path, model: Path, cores: int) -> float:
@@ -106,17 +111,16 @@ def measured(arm: str, photos: Path, model: Path, cores: int) -> float:
         return time.perf_counter() - begin
 
 
-def model_alone(model: Path, cores: int) -> float:
+def model_alone(cores: int) -> float:
     """Return the images/s of the model on batches that are in memory, in a process on the cores of the first node."""
-    command = on_cores(0, cores, [sys.executable, str(Path(__file__).resolve()), MODEL_ALONE, str(model)])
+    command = on_cores(0, cores, [sys.executable, str(Path(__file__).resolve()), MODEL_ALONE])
     done = subprocess.run(command, check=True, timeout=SECONDS, stdout=subprocess.PIPE, text=True)
     return float(done.stdout)
 
 
-def run_model(path: str) -> float:
+def run_model() -> float:
     """Return the images/s of the model in this process."""
-    model = torch.export.load(path).module()
-    images = torch.rand(BATCH, 3, 224, 224)
+    model, images = new_model(), torch.rand(BATCH, 3, 224, 224)
     with torch.inference_mode():
         for _ in range(3):
             model(images)
@@ -192,6 +196,6 @@ def row(record: Record, metric: str, unit: str, values: Sequence[float], repeats
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [MODEL_ALONE]:
-        print(run_model(sys.argv[2]))
+        print(run_model())
     else:
         main()
