@@ -306,4 +306,5 @@ def test_check_of_leaks_behind_urls_says_what_the_limit_left_out(gpuflow: Run, c
     done = gpuflow("check", config, "--leaks", "--max-requests", 4, where)
     fs.store.clear()
     skipped = re.search(r"note: samples behind URLs that were not compared: (\d+); raise --max-requests, or ", done.out)
-    assert skipped is not None and int(skipped[1]) >= 11
+    assert skipped is not None, done
+    assert int(skipped[1]) >= 11
