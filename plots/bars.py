@@ -10,7 +10,8 @@ epoch_time   the time of whole trainings as a share of DataLoader's; dashed: wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -35,13 +36,10 @@ def _rates(results_path: Path, out_stem: Path, heading: str, baseline: str, *, o
     results = style.read_results(results_path, metric="images_per_s")
     arms = style.arms_of(results)
     panels = style.table(results_path, results, lambda one: (one.workload, one.arm))
-    counts = [len(panel) for panel in panels.values()]
-    bar, between, top, bottom = 0.52, 0.5 if one_scale else 1.0, 0.95 if len(panels) == 1 else 1.15, 1.15  # inches
-    height = top + bottom + bar * sum(counts) + between * (len(counts) - 1)
-    with style.new_figure(9, height) as figure:
-        left = style.text_width(arm.label for arm in arms.values()) + 0.2
-        right = style.text_width(["12,345   1.2x"]) + 0.1
-        column = stacked(figure, counts, left=left, right=right, top=top, bar=bar, between=between)
+    sides = style.text_width(arm.label for arm in arms.values()) + 0.2, style.text_width(["12,345   1.2x"]) + 0.1
+    ends = 0.95 if len(panels) == 1 else 1.15, 1.15
+    between = 0.5 if one_scale else 1.0
+    with _stacked(9, list(map(len, panels.values())), sides, ends, bar=0.52, between=between) as (figure, column):
         for axes, (workload, panel) in zip(column, panels.items(), strict=True):
             ranked = sorted(panel.values(), key=lambda one: one.value, reverse=True)
             reference = panel[baseline].value if baseline in panel else None
@@ -51,7 +49,7 @@ def _rates(results_path: Path, out_stem: Path, heading: str, baseline: str, *, o
             axes.set_xlim(0, 1.02 * max(one.high for one in (results if one_scale else ranked)))
             axes.tick_params(axis="x", labelbottom=not one_scale or axes is column[-1])
             if len(panels) > 1:
-                axes.set_title(workload, loc="left", fontsize=11, color=style.GRAY, pad=6)
+                axes.set_title(workload, fontsize=11)
         column[-1].set_xlabel("images per second")
         subtitle = f"ratios (x) to {arms[baseline].label}" if baseline in arms else ""
         if len(panels) == 1:
@@ -94,14 +92,12 @@ def gpu_path(results_path: Path, out_stem: Path) -> list[Path]:
             panels.append((heading, form, rows))
     results = [row for _, _, rows in panels for row in rows]
     arms = style.arms_of(results)
-    bar, between, top, bottom = 0.42, 0.62, 0.72, 0.75  # inches
-    with style.new_figure(9, top + bottom + between * len(panels) + bar * len(results)) as figure:
-        left = style.text_width(arm.label for arm in arms.values()) + 0.2
-        counts = [len(rows) for *_, rows in panels]
-        column = stacked(figure, counts, left=left, right=1.2, top=top + between, bar=bar, between=between)
+    sides = style.text_width(arm.label for arm in arms.values()) + 0.2, 1.2
+    counts = [len(rows) for *_, rows in panels]
+    with _stacked(9, counts, sides, (1.34, 0.75), bar=0.42, between=0.62) as (figure, column):
         for axes, (heading, form, rows) in zip(column, panels, strict=True):
             style.bars(axes, rows, arms, [form.format(row.value) for row in rows], height=0.7, capsize=3, gap=9)
-            axes.set_title(heading, loc="left", fontsize=12, color=style.GRAY, pad=5)
+            axes.set_title(heading, pad=5)
             axes.set_xlim(0, max(row.high for row in rows))
             style.without_x(axes)
         return style.finish(figure, out_stem, results, "Loading on a GPU", results[0].workload)
@@ -115,15 +111,13 @@ def epoch_time(results_path: Path, out_stem: Path) -> list[Path]:
     )
     results = [one for panel in shares.values() for one in panel.values()]
     arms = style.arms_of(results)
-    counts = [len(panel) for panel in shares.values()]
-    bar, between, top, bottom = 0.42, 0.65, 1.05, 1.1  # inches
-    with style.new_figure(11, top + bottom + bar * sum(counts) + between * (len(counts) - 1)) as figure:
-        column = stacked(figure, counts, left=2.2, right=3.4, top=top, bar=bar, between=between)
+    counts = list(map(len, shares.values()))
+    with _stacked(11, counts, (2.2, 3.4), (1.05, 1.1), bar=0.42, between=0.65) as (figure, column):
         for axes, (workload, panel) in zip(column, shares.items(), strict=True):
             names = [name for name in arms if name in panel]
             for place, name in enumerate(names):
                 one, run, right = panel[name], seconds[workload][name], accuracy[workload][name]
-                spread = [[one.value - one.low], [one.high - one.value]]
+                spread = style.ranges([one])
                 axes.barh(place, one.value, 0.66, xerr=spread, capsize=4, color=arms[name].color, ecolor=style.INK)
                 text = f"{one.value:.0%}   {run.value:,.1f} s   accuracy {right.value:.1%}"
                 axes.annotate(text, (1, place), (8, 0), ("axes fraction", "data"), "offset points", va="center")
@@ -132,7 +126,7 @@ def epoch_time(results_path: Path, out_stem: Path) -> list[Path]:
             axes.set_ylim(len(names) - 0.5, -0.5)
             axes.set_xlim(0, 1.05 * max(one.high for one in panel.values()))
             axes.xaxis.set_major_formatter(PercentFormatter(1))
-            axes.set_title(workload, loc="left", fontsize=12, color=style.GRAY, pad=6)
+            axes.set_title(workload)
         note = (
             "first epoch included; medians and all repeats; dashed: 80%, published by the guide to DALI, other hardware"
         )
@@ -140,27 +134,35 @@ def epoch_time(results_path: Path, out_stem: Path) -> list[Path]:
         return style.finish(figure, out_stem, results, title, note)
 
 
-def stacked(
-    figure: Figure, counts: Sequence[int], *, left: float, right: float, top: float, bar: float, between: float
-) -> list[Axes]:
-    """Add a panel below the other for each number of bars, and return them. All lengths are in inches.
+@contextmanager
+def _stacked(
+    width: float,
+    counts: Sequence[int],
+    sides: tuple[float, float],
+    ends: tuple[float, float],
+    *,
+    bar: float,
+    between: float,
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Give a figure with a panel below the other for each number of bars, and these panels. All lengths are in inches.
 
     Args:
-        figure: to add the panels to.
+        width: of the figure.
         counts: the number of bars in each panel.
-        left: the space left of all panels; `right` and `top` are those on the other sides.
+        sides: the space left and right of all panels.
+        ends: the space above and below them.
         bar: the height of one bar with its space.
         between: the space between two panels.
     """
-    width, height = figure.get_size_inches()
-    column = []
-    bottom = height - top
-    for count in counts:
-        tall = bar * count
-        bottom -= tall
-        column.append(figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, tall / height)))
-        bottom -= between
-    return column
+    (left, right), (top, bottom) = sides, ends
+    height = top + bottom + bar * sum(counts) + between * (len(counts) - 1)
+    with style.new_figure(width, height) as figure:
+        column, place = list[Axes](), height - top
+        for tall in (bar * count for count in counts):
+            place -= tall
+            column.append(figure.add_axes((left / width, place / height, 1 - (left + right) / width, tall / height)))
+            place -= between
+        yield figure, column
 
 
 if __name__ == "__main__":

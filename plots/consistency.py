@@ -99,7 +99,7 @@ def _panel(axes: Axes, series: Series, ways: list[str], *, is_published: bool) -
         axes.errorbar(
             [result.value for result in found],
             [place + shift for place in places],
-            xerr=[[one.value - one.low for one in found], [one.high - one.value for one in found]],
+            xerr=style.ranges(found),
             color=color,
             marker=marker,
             markersize=5.5,
@@ -123,7 +123,7 @@ def _legend(figure: Figure, height: float) -> None:
         Line2D([], [], color=style.GRAY, linestyle="--", linewidth=1.4, label="published for GPU decode, on other data")
     )
     place = (0.015, 0.48 / height)
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=3, frameon=False, fontsize=12)
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=3)
 
 
 if __name__ == "__main__":

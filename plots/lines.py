@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from . import style
 
@@ -26,21 +26,11 @@ Series = dict[str, dict[int, style.Result]]
 
 def _panels(path: Path, results: list[style.Result], setting: str) -> dict[str, Series]:
     """Return the lines of each workload, whose number has the name `setting`."""
-
-    def keys(result: style.Result) -> tuple[str, str, int]:
-        workload, count = style.count_of(path, result, setting)
-        return workload, result.arm, count
-
-    return style.table(path, results, keys)
+    return style.table(path, results, lambda result: style.keys_of(path, result, setting))
 
 
 def _points(series: Series) -> list[style.Result]:
     return [point for points in series.values() for point in points.values()]
-
-
-def _last(points: dict[int, style.Result]) -> float:
-    """Return the value for the largest number."""
-    return points[max(points)].value
 
 
 # --- images per second by number of workers ---------------------------------------------------------------------------
@@ -67,7 +57,7 @@ def worker_scaling(results_path: Path, out_stem: Path) -> list[Path]:
     width = 11.0 if columns > 1 else 8.2
     labels = {name: arm.label for name, arm in arms.items()}
     for series in panels.values() if len(panels) == 1 else ():
-        labels = {name: f"{label}  {_last(series[name]):,.0f}" for name, label in labels.items()}
+        labels = {name: f"{label}  {series[name][max(series[name])].value:,.0f}" for name, label in labels.items()}
     labels[_IDEAL] = _IDEAL
     in_line = max(1, int(width / (0.8 * style.text_width(labels.values()) + 0.8)))
     bottom = 0.65 + footer + 0.29 * -(-len(labels) // in_line)
@@ -82,7 +72,7 @@ def worker_scaling(results_path: Path, out_stem: Path) -> list[Path]:
             lines |= _scaling(axes, {name: arm for name, arm in arms.items() if name in series}, series, counts)
             kind, colon, rest = workload.partition(":")
             text = textwrap.fill(f"{_TITLES.get(kind, kind)}{colon}{rest}", 50)
-            axes.set_title(text, loc="left", fontsize=12, color=style.GRAY, pad=6)
+            axes.set_title(text)
         for axes in grid[len(panels) :]:
             axes.remove()
         for axes in grid[max(0, len(panels) - columns) : len(panels)]:
@@ -96,8 +86,6 @@ def worker_scaling(results_path: Path, out_stem: Path) -> list[Path]:
             loc="lower left",
             bbox_to_anchor=(0.01, footer / height),
             ncols=in_line,
-            frameon=False,
-            fontsize=12,
         )
         note = "medians; the bars end at the lowest and highest value; both axes are logarithmic"
         return style.finish(figure, out_stem, results, "Images per second by number of workers", note)
@@ -117,11 +105,10 @@ def _scaling(axes: Axes, arms: dict[str, style.Arm], series: Series, counts: lis
     lines: dict[str, Any] = {}
     for name, arm in arms.items():
         points = [series[name][count] for count in sorted(series[name])]
-        spread = [[point.value - point.low for point in points], [point.high - point.value for point in points]]
         bars = axes.errorbar(
             sorted(series[name]),
             [point.value for point in points],
-            yerr=spread,
+            yerr=style.ranges(points),
             color=arm.color,
             marker=arm.marker,
             markeredgecolor="white",
@@ -183,7 +170,7 @@ def load_test(results_path: Path, out_stem: Path) -> list[Path]:
             for axes in (rate, latency):
                 axes.set_xlim(counts[0] - margin, counts[-1] + margin)
                 axes.set_xticks(counts)
-            rate.set_title(workload, loc="left", fontsize=12, color=style.GRAY, pad=9)
+            rate.set_title(workload, pad=9)
         for axes, name in zip(grid[0], ("requests per second", "latency in milliseconds"), strict=True):
             figure.text(axes.get_position().x0, 1 - 1.1 / height, name, fontweight="bold", va="center")
         for axes in grid[-1]:
@@ -227,7 +214,6 @@ def _latencies(axes: Axes, arms: dict[str, style.Arm], metrics: dict[str, Series
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if least <= tick <= most]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _milliseconds(value)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.grid(True)
     _label(axes, ends, [math.log(value / least) / math.log(most / least) for *_, value in ends])
 
@@ -235,18 +221,8 @@ def _latencies(axes: Axes, arms: dict[str, style.Arm], metrics: dict[str, Series
 def _label(axes: Axes, ends: Ends, places: list[float]) -> None:
     """Label each line at its end, to the right of the panel; places are fractions of its height, moved apart here."""
     for (arm, text, _), place in zip(ends, style.spread_apart(places, gap=0.085, lowest=0), strict=True):
-        axes.annotate(
-            text,
-            xy=(1, place),
-            xycoords="axes fraction",
-            xytext=(8, 0),
-            textcoords="offset points",
-            color=arm.color,
-            fontweight="bold",
-            fontsize=12,
-            va="center",
-            annotation_clip=False,
-        )
+        how: Any = {"color": arm.color, "fontweight": "bold", "fontsize": 12, "va": "center"}
+        axes.annotate(text, (1, place), (8, 0), "axes fraction", "offset points", **how)
 
 
 def _milliseconds(value: float) -> str:

@@ -33,12 +33,17 @@ _STYLE: Any = {
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.titlecolor": GRAY,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
     "figure.dpi": 100,
     "figure.facecolor": "white",
     "font.family": "DejaVu Sans",  # part of matplotlib, so it is the same on every machine
     "font.size": 13,
     "grid.color": _RULE,
     "grid.linewidth": 0.8,
+    "legend.fontsize": 12,
+    "legend.frameon": False,
     "lines.linewidth": 2.6,
     "lines.markersize": 7,
     "savefig.dpi": 160,
@@ -122,7 +127,6 @@ def read_results(path: Path, *, metric: str, may_lack: bool = False) -> list[Res
         ValueError: a column or the metric is missing, or a number cannot be read.
     """
     names = [field.name for field in fields(Result)]
-    texts = [name for name in names if name not in ("value", "low", "high", "repeats")]
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         if missing := [name for name in names if name not in (reader.fieldnames or [])]:
@@ -133,10 +137,9 @@ def read_results(path: Path, *, metric: str, may_lack: bool = False) -> list[Res
     results = []
     for line, row in rows:
         try:
-            value = float(row["value"])
-            low, high = (float(row[side]) if row[side] else value for side in ("low", "high"))
-            words = {name: row[name] for name in texts}
-            results.append(Result(value=value, low=low, high=high, repeats=int(row["repeats"]), **words))
+            numbers = {name: float(row[name] or row["value"]) for name in ("value", "low", "high")}
+            values: Any = {name: row[name] for name in names} | numbers
+            results.append(Result(**values | {"repeats": int(row["repeats"])}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}:{line} value, low, high and repeats must be numbers: {error}") from error
     return results
@@ -149,8 +152,8 @@ def split_workload(workload: str) -> tuple[str, dict[str, str]]:
     return "; ".join(part for part in parts if "=" not in part), settings
 
 
-def count_of(path: Path, result: Result, setting: str) -> tuple[str, int]:
-    """Return a result's workload without a setting that is a number, and that number.
+def keys_of(path: Path, result: Result, setting: str) -> tuple[str, str, int]:
+    """Return a result's workload without a setting that is a number, its arm, and that number.
 
     Raises:
         ValueError: the workload has no such setting.
@@ -159,7 +162,8 @@ def count_of(path: Path, result: Result, setting: str) -> tuple[str, int]:
     count = settings.pop(setting, "")
     if not count.isdecimal():
         raise ValueError(f"{path} workload must end in `; {setting}=N`, got {result.workload!r}")
-    return "; ".join(filter(None, [text, *(f"{key}={value}" for key, value in settings.items())])), int(count)
+    workload = "; ".join(filter(None, [text, *(f"{key}={value}" for key, value in settings.items())]))
+    return workload, result.arm, int(count)
 
 
 def table(path: Path, results: Iterable[Result], keys: Callable[[Result], Sequence[Hashable]]) -> dict[Any, Any]:
@@ -236,10 +240,14 @@ def without_x(axes: Axes) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
+def ranges(results: Sequence[Result]) -> list[list[float]]:
+    """Return how far the repeats of results are below and above their values, as matplotlib takes it: [2, N]."""
+    return [[max(0.0, one.value - one.low) for one in results], [max(0.0, one.high - one.value) for one in results]]
+
+
 def spread(axes: Axes, result: Result, place: float, color: str, capsize: float = 3) -> None:
     """Draw the range of a result's repeats as a horizontal line at `place`."""
-    ranges = [[max(0.0, result.value - result.low)], [max(0.0, result.high - result.value)]]
-    axes.errorbar(result.value, place, xerr=ranges, color=color, linewidth=1.3, capsize=capsize)
+    axes.errorbar(result.value, place, xerr=ranges([result]), color=color, linewidth=1.3, capsize=capsize)
 
 
 def bars(
@@ -268,16 +276,8 @@ def bars(
     for place, (result, text) in enumerate(zip(results, texts, strict=True)):
         axes.barh(place, result.value, height=height, color=arms[result.arm].color)
         spread(axes, result, place, INK, capsize)
-        axes.annotate(
-            text,
-            xy=(result.high, place),
-            xytext=(gap, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=fontsize,
-            fontweight="bold",
-            annotation_clip=False,
-        )
+        how: Any = {"va": "center", "fontsize": fontsize, "fontweight": "bold", "annotation_clip": False}
+        axes.annotate(text, (result.high, place), (gap, 0), "data", "offset points", **how)
     axes.set_yticks(range(len(results)), [arms[result.arm].label for result in results], fontsize=fontsize)
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -318,10 +318,10 @@ def finish(figure: Figure, stem: Path, results: Sequence[Result], heading: str, 
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write stem.svg and stem.png, byte for byte the same for the same figure, and return their paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    metadata: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "png": {"Software": None}}
-    paths = [stem.with_name(f"{stem.name}.{ending}") for ending in metadata]
-    for path, values in zip(paths, metadata.values(), strict=True):
-        figure.savefig(path, metadata=values)
+    varying = {"svg": "Date", "png": "Software"}
+    paths = [stem.with_name(f"{stem.name}.{ending}") for ending in varying]
+    for path, key in zip(paths, varying.values(), strict=True):
+        figure.savefig(path, metadata={key: None})
     return paths
 
 
@@ -332,14 +332,14 @@ Draw = Callable[[Path, Path], list[Path]]
 def main(prog: str, *figures: Draw, arguments: Sequence[str] | None = None) -> None:
     """Run the command line of a module: RESULTS OUT_STEM, with a figure's name before them if there are several."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description="Draw results.csv as OUT_STEM.svg and .png.")
+    named = {draw.__name__: draw for draw in figures}
     if len(figures) > 1:
-        parser.add_argument("figure", choices=[draw.__name__ for draw in figures], help="which figure")
+        parser.add_argument("figure", choices=named, help="which figure")
     parser.add_argument("results", type=Path, help="a results.csv")
     parser.add_argument("out_stem", type=Path, help="where to write, without the ending")
     parsed = parser.parse_args(arguments)
-    draw = next(draw for draw in figures if draw.__name__ == getattr(parsed, "figure", draw.__name__))
     try:
-        paths = draw(parsed.results, parsed.out_stem)
+        paths = named.get(getattr(parsed, "figure", ""), figures[0])(parsed.results, parsed.out_stem)
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
     print(*paths, sep="\n")
