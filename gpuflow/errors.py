@@ -26,6 +26,7 @@ from __future__ import annotations
 import difflib
 import enum
 import errno
+import json
 import math
 import os
 import re
@@ -437,9 +438,8 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 def near_word(word: str, known: Collection[str]) -> str:
     """Return a clause with the closest known word, or with all known words if they are few; else an empty text."""
-    if len(known) > 20:
-        known = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return did_you_mean(word, known) if known else ""
+    text = suggest(word, known, else_all=len(known) <= 20) if known else ""
+    return f"; {text}" if text else ""
 
 
 def dotted(path: Iterable[Key]) -> str:
@@ -459,9 +459,8 @@ def show(value: object) -> str:
         >>> show((1, None)), show(True), show("x" * 99)[-5:]
         ('[1, None]', 'true', 'xx...')
     """
-    value = _lists(value)
-    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
-    return _cut(redacted(text or repr(value)))
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(_lists(value))
+    return _cut(redacted(text))
 
 
 def json_value(value: Any) -> Any:
