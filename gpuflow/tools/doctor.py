@@ -469,22 +469,19 @@ class _Section:
     width: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        first = len("problem")
-        narrow = options.max_width < first + self.width + 2 * _GAP + _LEAST_TEXT
-        table = Table.grid(padding=(0, _GAP, 0, 0))
-        table.add_column(width=first)
-        table.add_column(width=self.width)
-        table.add_column(overflow="fold")
-        for topic, same in groupby(self.findings, lambda finding: finding.topic):
-            for i, finding in enumerate(same):
-                status = Text(finding.status, style=_COLOURS[finding.status])
-                if narrow:
-                    yield Text.assemble(status, f" {topic}", overflow="fold")
-                    yield Padding(_words(finding), (0, 0, 0, _GAP))
-                else:
-                    table.add_row(status, Text("" if i else topic), _words(finding))
-        if not narrow:
-            yield table
+        first, topic = len("problem"), ""
+        for finding in self.findings:
+            status = Text(finding.status, style=_COLOURS[finding.status])
+            if options.max_width < first + self.width + 2 * _GAP + _LEAST_TEXT:
+                yield Text.assemble(status, f" {finding.topic}", overflow="fold")
+                yield Padding(_words(finding), (0, 0, 0, _GAP))
+                continue
+            row = Table.grid(padding=(0, _GAP, 0, 0))
+            for width in (first, self.width, None):
+                row.add_column(width=width, overflow="fold")
+            row.add_row(status, Text("" if finding.topic == topic else finding.topic), _words(finding))
+            yield row
+            topic = finding.topic
 
 
 def _words(finding: Finding) -> RenderableType:

@@ -35,7 +35,7 @@ from gpuflow.pipeline.program import (
     WarpStep,
 )
 from gpuflow.pipeline.records import GEOMETRIC
-from gpuflow.pipeline.stage import Decoder, Policy
+from gpuflow.pipeline.stage import Decoder, ImageSpec, Policy
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, named_programs, slot_bytes_of
 from gpuflow.sources import (
     BalanceSpec,
@@ -86,10 +86,8 @@ class Explanation:
                         "name": view,
                         "count": count,
                         "stages": [
-                            {"stage": repr(stage), "gives": asdict(spec), "runs_as": runs_as}
-                            for stage, spec, runs_as in zip(
-                                one.pipeline.stages, one.specs[1:], _runs_as(one), strict=True
-                            )
+                            {"stage": stage, "gives": asdict(spec), "runs_as": runs_as}
+                            for stage, spec, runs_as in _rows(one)
                         ],
                     }
                     for view, count, one in named_programs(program)
@@ -129,11 +127,10 @@ class _Stages:
     program: Program
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        gives = [str(spec) for spec in self.program.specs[1:]]
-        rows = list(zip(map(repr, self.program.pipeline.stages), gives, _runs_as(self.program), strict=True))
+        rows = [(stage, str(spec), runs_as) for stage, spec, runs_as in _rows(self.program)]
         words = (word for stage, _, _ in rows for word in stage.split())
-        columns = max(map(len, words)), max(map(len, gives)), max(len(runs_as) for _, _, runs_as in rows)
-        if sum(columns) + 3 * _GAP > options.max_width:
+        columns = words, *([row[column] for row in rows] for column in (1, 2))
+        if sum(max(map(len, column)) + _GAP for column in columns) > options.max_width:
             for stage, result, runs_as in rows:
                 yield Text(f" {stage}")
                 yield Padding(Text(f"gives {result}, runs as {runs_as}"), (0, 0, 0, 2 * _GAP))
@@ -146,8 +143,9 @@ class _Stages:
         yield table
 
 
-def _runs_as(program: Program) -> list[str]:
-    """Return for each stage the number and kind of the step that runs it; for a policy, the numbers of its steps."""
+def _rows(program: Program) -> list[tuple[str, ImageSpec, str]]:
+    """Return for each stage its text, what it gives, and the number and kind of the step that runs it; for a policy,
+    the numbers of its steps."""
     words, begun = ["1 decode"], 1
     last = {end: number for number, end in enumerate(program.ends, start=2)}
     for number, (step, end) in enumerate(zip(program.steps, program.ends, strict=True), start=2):
@@ -159,7 +157,7 @@ def _runs_as(program: Program) -> list[str]:
                 words.append(f"{number} {_step_words(step, len(stages))}")
         begun = end
     words += [f"{number} on whole batches" for number, _ in enumerate(program.mixings, start=len(program.steps) + 2)]
-    return words
+    return list(zip(map(repr, program.pipeline.stages), program.specs[1:], words, strict=True))
 
 
 def _step_words(step: Step, stages: int) -> str:

@@ -222,9 +222,7 @@ def _measured(
     readers = readers or (gpu_readers_of(threads) if machine.gpus else threads)
     decoders = rates.cpu_decoders()
     disk, files, error, unmeasured = tuple[rates.DiskRate, ...](), list[Bytes](), None, None
-    local = source is not None and not is_remote(source.folder_of_images)
-    if local:
-        assert source is not None
+    if source is not None and not is_remote(source.folder_of_images):
         progress("reading images")
         try:
             disk, files = rates.disk_rates(source, readers=sorted({readers, max(readers, rates.MANY_READERS)}))

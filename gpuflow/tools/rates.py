@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ _SEARCH_SECONDS, _DROP_SECONDS, _READ_SECONDS, _DECODE_SECONDS = 1.0, 0.8, 0.8, 
 _PATIENCE_SECONDS = 10.0
 """After this time a measurement ends with an error: the storage does not answer."""
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe must not wait for its writer
-_ENGINE_BATCH, _DECODED_BYTES, _ALIGN = 256, 1 << 30, 256
+_ENGINE_BATCH, _DECODED_BYTES = 256, 1 << 30
 
 T = TypeVar("T")
 
@@ -112,16 +113,6 @@ class JpegEngines:
 # --- the disk ---------------------------------------------------------------------------------------------------------
 
 
-class _Read(NamedTuple):
-    """The images that one thread read. cached: those from the page cache, None if the file system does not say."""
-
-    files: list[Bytes]
-    images: int
-    bytes: int
-    cached: int | None
-    unreadable: int
-
-
 def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskRate, ...], list[Bytes]]:
     """Read images of a local source in random order, once for each number of threads in `readers`.
 
@@ -147,17 +138,17 @@ def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskR
         keep = _KEPT_IMAGES // len(shares) + 1, _KEPT_BYTES // len(shares)
         done = at_once([partial(_read, share, deadline, keep) for share in shares], spec.where)
         seconds = time.perf_counter() - start
-        cached = [part.cached for part in done if part.cached is not None]
-        files += [file for part in done for file in part.files]
+        files += [file for kept, _ in done for file in kept]
+        counts = sum((counts for _, counts in done), Counter[str]())
         rates.append(
             DiskRate(
                 filesystem=filesystem_of(extents[0].path),
                 readers=count,
-                images=sum(part.images for part in done),
-                images_per_s=sum(part.images for part in done) / seconds,
-                bytes_per_s=sum(part.bytes for part in done) / seconds,
-                cached=sum(cached) if len(cached) == len(done) else None,
-                unreadable=sum(part.unreadable for part in done),
+                images=counts["images"],
+                images_per_s=counts["images"] / seconds,
+                bytes_per_s=counts["bytes"] / seconds,
+                cached=None if counts["unknown"] else counts["cached"],
+                unreadable=counts["unreadable"],
             )
         )
     return tuple(rates), files[:_KEPT_IMAGES]
@@ -209,11 +200,11 @@ def _dropped(extents: Sequence[Extent], deadline: float) -> list[Extent]:
     return list(extents)
 
 
-def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> _Read:
-    """Read until the deadline. Returns the first images as well. keep: the most images and bytes to return."""
+def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> tuple[list[Bytes], Counter[str]]:
+    """Read until the deadline. Returns the first images, and the numbers of `images`, their `bytes`, those that were
+    `cached`, those of which that is `unknown`, and the `unreadable` ones. keep: the most images and bytes to return."""
     files: list[Bytes] = []
-    images = total = cached = unreadable = 0
-    cache_readable, room = True, keep[1]
+    counts, room = Counter[str](), keep[1]
     buffer = memoryview(bytearray(1 << 20))
     for path, start, size in extents:
         if time.perf_counter() > deadline:
@@ -231,15 +222,13 @@ def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> 
             finally:
                 os.close(descriptor)
         except OSError:
-            unreadable += 1
+            counts["unreadable"] += 1
             continue
-        images, total = images + 1, total + got
-        cache_readable = cache_readable and ready is not None
-        cached += ready == size
+        counts.update(images=1, bytes=got, cached=ready == size, unknown=ready is None)
         if len(files) < keep[0] and got <= room:
             room -= got
             files.append(np.frombuffer(bytes(buffer[:got]), np.uint8))
-    return _Read(files, images, total, cached if cache_readable else None, unreadable)
+    return files, counts
 
 
 def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:
@@ -375,7 +364,7 @@ def _engine_batch(images: Sequence[ProbedImage]) -> list[tuple[Bytes, int, int]]
     suited = [(image.data, image.header) for image in images if image.header is not None and image.for_engines]
     batch, room = [], _DECODED_BYTES
     for data, header in islice(cycle(suited), _ENGINE_BATCH):
-        room -= 3 * header.height * header.width + _ALIGN
+        room -= 3 * header.height * header.width
         if room < 0:
             break
         batch.append((data, header.height, header.width))
@@ -388,16 +377,11 @@ def _gpu_rate(batch: Sequence[tuple[Bytes, int, int]], backend: str) -> DecodeRa
 
     from gpuflow.decode.nvjpeg import BatchedDecoder, find_nvjpeg
 
-    lengths = np.array([data.size for data, _, _ in batch], np.uint64)
-    starts = np.cumsum(lengths) - lengths
-    pinned = torch.empty(int(lengths.sum()), dtype=torch.uint8, device="cpu", pin_memory=True)
-    np.concatenate([data for data, _, _ in batch], out=pinned.numpy())
-    rows = np.array([(height, 3 * width) for _, height, width in batch], np.uint64)
-    sizes = (rows[:, 0] * rows[:, 1] + np.uint64(_ALIGN - 1)) // np.uint64(_ALIGN) * np.uint64(_ALIGN)
-    pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cuda")
+    files = [torch.from_numpy(data).pin_memory() for data, _, _ in batch]
+    pixels = [torch.empty((height, 3 * width), dtype=torch.uint8, device="cuda") for _, height, width in batch]
+    lengths, addresses = np.array([(len(file), file.data_ptr()) for file in files], np.uint64).T.copy()
     images = np.zeros((len(batch), 8), np.uint64)
-    images[:, 0], images[:, 4] = np.uint64(pixels.data_ptr()) + np.cumsum(sizes) - sizes, rows[:, 1]
-    addresses = np.uint64(pinned.data_ptr()) + starts
+    images[:, [0, 4]] = [(image.data_ptr(), image.shape[1]) for image in pixels]
     engines, stream = BatchedDecoder(find_nvjpeg(), "rgb", backend), torch.cuda.current_stream()
 
     def decode() -> int:

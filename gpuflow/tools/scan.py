@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from gpuflow.arrays import Bytes
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.optional_formats import LABELS
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.cpu.runner import header_of
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.pipeline.records import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
@@ -102,7 +103,9 @@ def scan(
         progress: called with the number of samples that were finished since the last call.
     """
     starts = iter(range(0, len(source), _CHUNK))
-    scanner, waiting = _Scanner(source, decoder, threads, record_values, mapper, contents), list[_Chunk]()
+    scanner, waiting = _Scanner(source, decoder, record_values, mapper, contents), list[_Chunk]()
+    for _ in range(threads):
+        scanner.add_thread()
     try:
         while True:
             for start in itertools.islice(starts, max(0, 2 * threads + 1 - len(waiting))):
@@ -184,8 +187,7 @@ def _small(decoder: Decoder, data: Bytes) -> Bytes:
     if decoder.library is not None:
         image = decoder.decode(data)
     else:
-        header = probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, formats=decoder.formats)
-        image, _ = CpuDecoder(decoder.color, background=decoder.background).decode(data, header)
+        image, _ = CpuDecoder(decoder.color, background=decoder.background).decode(data, header_of(data, decoder))
     scale = min(1, _PICTURE_SIDE / max(image.shape[:2]))
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     small = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA), np.uint8)
@@ -195,14 +197,14 @@ def _small(decoder: Decoder, data: Bytes) -> Bytes:
 class _Chunk:
     """Samples that one thread scans, in order. `lock` guards all fields.
 
-    stage: what the thread does, since the time `since`, for the sample at `place`; for all of them while it reads.
+    stage: what the thread does, since the time `since`, for the next sample; for all of them while it reads.
     findings, count: of the samples that are done. over: set when no more follow. late: the thread is given up.
     """
 
     def __init__(self, indices: Sequence[int]) -> None:
         self.indices = indices
         self.lock, self.over = threading.Lock(), threading.Event()
-        self.stage, self.place, self.since = "read", 0, math.inf
+        self.stage, self.since = "read", math.inf
         self.findings: list[Finding] = []
         self.count = 0
         self.error: BaseException | None = None
@@ -211,10 +213,10 @@ class _Chunk:
     def is_late(self, seconds: float) -> bool:
         return not self.over.is_set() and time.monotonic() - self.since > seconds
 
-    def begin(self, stage: str, place: int) -> bool:
+    def begin(self, stage: str) -> bool:
         """Note what the thread does next. False if the chunk is over, because the thread took too long."""
         with self.lock:
-            self.stage, self.place, self.since = stage, place, time.monotonic()
+            self.stage, self.since = stage, time.monotonic()
             return not self.over.is_set()
 
     def end(self, findings: Sequence[Finding], count: int, error: BaseException | None = None) -> None:
@@ -227,28 +229,23 @@ class _Chunk:
                     self.over.set()
 
 
+@dataclass(eq=False)
 class _Scanner:
     """Threads that scan chunks. One that hangs is given up, and another one takes its place."""
 
-    def __init__(
-        self,
-        source: Source,
-        decoder: Decoder,
-        threads: int,
-        record_values: Sequence[RecordValue],
-        mapper: TargetMapper | None,
-        contents: Contents | None,
-    ) -> None:
-        self._source, self._decoder, self._record_values, self._mapper = source, decoder, record_values, mapper
-        self._contents = contents
-        self._left_out = left_out_of(source)
-        self._work: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        self._threads = 0
-        self._closing = False
-        for _ in range(threads):
-            self._add_thread()
+    source: Source
+    decoder: Decoder
+    record_values: Sequence[RecordValue]
+    mapper: TargetMapper | None
+    contents: Contents | None
 
-    def _add_thread(self) -> None:
+    def __post_init__(self) -> None:
+        self._left_out = left_out_of(self.source)
+        self._tagged = self.mapper is not None and self.mapper.leaves_orientation_open
+        self._work: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._threads, self._closing = 0, False
+
+    def add_thread(self) -> None:
         threading.Thread(target=self._serve, name=f"gpuflow_scan_{self._threads}", daemon=True).start()
         self._threads += 1
 
@@ -274,18 +271,18 @@ class _Scanner:
             if chunk.stage == "read" and len(indices) > 1:
                 rest = [_Chunk([index]) for index in indices]
             else:
-                index = indices[chunk.place]
+                index = indices[chunk.count]
                 reason = f"the stage {chunk.stage!r} did not end within {seconds:g} s"
-                chunk.findings.append(Finding(index, self._source.path(index), "timeout", True, reason))
+                chunk.findings.append(Finding(index, self.source.path(index), "timeout", True, reason))
                 chunk.count += 1
-                rest = [_Chunk(after)] if (after := indices[chunk.place + 1 :]) else []
-        self._add_thread()
+                rest = [_Chunk(after)] if (after := indices[chunk.count :]) else []
+        self.add_thread()
         for other in rest:
             self.submit(other)
         return rest
 
     def _serve(self) -> None:
-        decoder = CpuDecoder(self._decoder.color, background=self._decoder.background)
+        decoder = CpuDecoder(self.decoder.color, background=self.decoder.background)
         while (chunk := self._work.get()) is not None and not self._closing:
             try:
                 self._scan(chunk, decoder)
@@ -295,29 +292,29 @@ class _Scanner:
                 return  # another thread has taken its place
 
     def _scan(self, chunk: _Chunk, decoder: CpuDecoder) -> None:
-        chunk.begin("read", 0)
-        payload = self._source.read(chunk.indices, lambda size: np.empty(size, np.uint8))
-        records = records_of(self._source, chunk.indices)
-        _, errors = values_of(self._record_values, records)
+        chunk.begin("read")
+        payload = self.source.read(chunk.indices, lambda size: np.empty(size, np.uint8))
+        records = records_of(self.source, chunk.indices)
+        _, errors = values_of(self.record_values, records)
         for i, index in enumerate(chunk.indices):
-            if not chunk.begin("decode", i) or self._closing:
+            if not chunk.begin("decode") or self._closing:
                 return
             findings, size = self._look(index, payload.errors[i], payload.sample(i), decoder)
             if left_out := self._left_out.get(index):
                 text = f"{left_out.instances} instance(s) left out; the first: {left_out.reason}"
-                findings.append(Finding(index, self._source.path(index), "incomplete", False, text))
+                findings.append(Finding(index, self.source.path(index), "incomplete", False, text))
             reason = errors[i]
-            if reason is None and size is not None and self._mapper is not None:
-                (reason,) = self._mapper.check(records.take(np.array([i])), np.array([size], np.int64))
+            if reason is None and size is not None and self.mapper is not None:
+                (reason,) = self.mapper.check(records.take(np.array([i])), np.array([size], np.int64))
             if reason is not None and not any(finding.bad for finding in findings):
-                findings.append(Finding(index, self._source.path(index), "record", True, reason))
+                findings.append(Finding(index, self.source.path(index), "record", True, reason))
             chunk.end(findings, 1)
 
     def _look(
         self, index: int, error: str | None, data: Bytes, cpu_decoder: CpuDecoder
     ) -> tuple[list[Finding], tuple[int, int] | None]:
         """Return what is wrong or odd about one sample, and the height and width of its image, if they are known."""
-        decoder, path = self._decoder, self._source.path(index)
+        decoder, path, tag = self.decoder, self.source.path(index), 1
         if error is not None:
             return [Finding(index, path, "unreadable", True, error)], None
         image: Bytes | None = None
@@ -325,34 +322,26 @@ class _Scanner:
             if decoder.library is not None:
                 image = decoder.decode(data)
                 return [], None
-            header, tag = self._probe(data, decoder.formats)
+            header = header_of(data, decoder, orientation=self._tagged)
+            if self._tagged:
+                header, tag = header.untagged()
             image, _ = cpu_decoder.decode(data, header)
         except BadSampleError as fault:
             if fault.code == "sample.format":
                 return [self._unnamed(index, path, data, fault)], None
             return [Finding(index, path, _KINDS.get(fault.code, "corrupt"), True, fault.reason)], None
         finally:
-            if self._contents is not None:
-                self._contents.add(index, data, image, decoder.color)
+            if self.contents is not None:
+                self.contents.add(index, data, image, decoder.color)
         turned = f"EXIF orientation {tag}, which decode ignores by default; the annotations may be of the upright image"
         findings = [Finding(index, path, "turned", False, turned)] if tag != 1 else []
         return [*_odd(index, path, header), *findings], header.upright_size
 
-    def _probe(self, data: Bytes, formats: Collection[str]) -> tuple[Header, int]:
-        decoder, tagged = self._decoder, self._mapper is not None and self._mapper.leaves_orientation_open
-        header = probe(
-            data,
-            max_pixels=decoder.max_pixels,
-            max_scans=decoder.max_scans,
-            formats=formats,
-            orientation=tagged or decoder.orientation == "apply",
-        )
-        return header.untagged() if tagged else (header, 1)
-
     def _unnamed(self, index: int, path: str, data: Bytes, fault: BadSampleError) -> Finding:
         """Return the finding of a format that `decode.formats` does not name, or of its header if that is bad, too."""
         try:
-            needs = self._probe(data, LABELS)[0].format
+            decoder = self.decoder
+            needs = probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, formats=LABELS).format
         except BadSampleError as other:
             return Finding(index, path, _KINDS.get(other.code, "corrupt"), True, other.reason)
         return Finding(index, path, "format", True, fault.reason, needs)

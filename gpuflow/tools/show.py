@@ -16,9 +16,9 @@ from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.parity.measure import Scale
 from gpuflow.parity.report import data_uri, html_page
-from gpuflow.pipeline.records import Field
-from gpuflow.pipeline.stage import ImageSpec
-from gpuflow.pipeline.views import AnyProgram, View, ViewsProgram
+from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.records import GEOMETRIC, Field
+from gpuflow.pipeline.views import named_programs
 from gpuflow.sources import fields_of, has_labels
 
 _NAMED_CLASSES = 3
@@ -75,7 +75,7 @@ def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device:
     whole = spec.model_copy(update={"batch": spec.batch.model_copy(update={"drop_last": False})})
     config = replace(config, pipelines={**config.pipelines, name: whole})
     with build_loader(config, name, rank=0, world_size=1, device=device) as loader:
-        views = _views(config.any_program(name))
+        views = [(*view, Scale.of(view[2])) for view in named_programs(config.any_program(name))]
         labelled, fields = has_labels(loader.dataset), fields_of(loader.dataset)
         loader.set_epoch(epoch)
         loader.audited = False
@@ -88,8 +88,8 @@ def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device:
                         path=loader.dataset.path(index),
                         label=_label(batch.labels, i, loader.classes) if labelled else "",
                         valid=bool(batch.valid[i]),
-                        images={title: image for view in views for title, image in view.pictures(batch, i)},
-                        targets=_targets(batch, i, fields),
+                        images=dict(picture for view in views for picture in _pictures(*view, batch, i)),
+                        targets=list(_targets(batch, i, fields)),
                         notes=_notes(batch, i, fields),
                     )
                 )
@@ -98,66 +98,43 @@ def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device:
     return shown
 
 
-@dataclass(frozen=True, slots=True)
-class _Pictures:
-    """Turns the images of one view into pictures. view: None for a pipeline without views."""
-
-    view: View | None
-    scale: Scale
-    result: ImageSpec
-
-    def pictures(self, batch: Batch, i: int) -> Iterator[tuple[str, Bytes]]:
-        """Yield each image of sample i with its title."""
-        if self.view is None:
-            yield "", _rgb(self.scale.levels(batch.images[i]), self.result.color)
-            return
-        for number, images in enumerate(batch.views[self.view.name], start=1):
-            title = self.view.name if self.view.count == 1 else f"{self.view.name} {number}"
-            yield title, _rgb(self.scale.levels(images[i]), self.result.color)
+def _pictures(
+    view: str, count: int, program: Program, scale: Scale, batch: Batch, i: int
+) -> Iterator[tuple[str, Bytes]]:
+    """Yield each image of a view of sample i as a picture with its title. view: empty without views."""
+    for number, images in enumerate(batch.views[view] if view else [batch.images], start=1):
+        levels = scale.levels(images[i])
+        image = np.ascontiguousarray(levels[..., ::-1]) if program.result.color == "bgr" else levels
+        yield view if count == 1 else f"{view} {number}", image
 
 
-def _views(program: AnyProgram) -> list[_Pictures]:
-    if not isinstance(program, ViewsProgram):
-        return [_Pictures(None, Scale.of(program), program.result)]
-    pairs = zip(program.pipeline.views, program.programs, strict=True)
-    return [_Pictures(view, Scale.of(one), one.result) for view, one in pairs]
+def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> Iterator[Target]:
+    """Yield what is drawn on sample i: boxes, each class of masks of levels, masks of instances, and keypoints.
 
-
-def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> list[Target]:
-    """Return what is drawn on sample i: each class of its masks of levels, then each object.
-
-    Masks of instances and keypoints belong to the first field of boxes; without one, each row of them is an object. Of
-    several fields of masks, or of keypoints, all are drawn, in the object's colour.
+    Masks of instances and keypoints have the colours of the first field of boxes; without one, a colour a row.
     """
-    classes, objects, others = [], list[Target](), list[Target]()
-    owner = next((one for one in fields if one.type == "boxes"), None)
-    for one in sorted(fields, key=lambda one: one is not owner):
+    colours: list[int] = []
+    for one in sorted(fields, key=lambda one: one.type != "boxes"):
+        if one.type not in GEOMETRIC:
+            continue
+        values = batch.fields[one.name][i].cpu().numpy()
         if one.type == "boxes":
-            boxes = [_box(batch, i, one, number) for number in range(len(batch.fields[one.name][i]))]
-            (objects if one is owner else others).extend(boxes)
+            boxes = [_box(batch, i, one, number) for number in range(len(values))]
+            colours = colours or [box.colour for box in boxes]
+            yield from boxes
         elif one.type == "mask" and not one.instances:
-            levels = batch.fields[one.name][i].cpu().numpy()
-            classes += [Target(colour=int(k) - 1, mask=levels == k) for k in np.unique(levels) if k > 0]
-        elif one.type in ("mask", "keypoints"):
-            for number, row in enumerate(batch.fields[one.name][i].cpu().numpy()):
-                if number == len(objects):
-                    objects.append(Target(colour=number))
-                each = objects[number]
-                known, value = (each.mask, row > 0) if one.type == "mask" else (each.keypoints, row)
-                if known is None:
-                    objects[number] = replace(each, **{one.type: value})
-                else:  # another field of this type has it
-                    others.append(Target(colour=each.colour, **{one.type: value}))
-    return [*classes, *objects, *others]
+            yield from (Target(colour=int(k) - 1, mask=values == k) for k in np.unique(values) if k > 0)
+        else:
+            for number, row in enumerate(values):
+                drawn = {one.type: row > 0 if one.type == "mask" else row}
+                yield Target(colour=colours[number] if colours else number, **drawn)
 
 
 def _box(batch: Batch, i: int, boxes: Field, number: int) -> Target:
     """Return a box; its colour is that of its class if it has one."""
     x1, y1, x2, y2 = batch.fields[boxes.name][i][number].tolist()
-    if not boxes.labels:
-        return Target(colour=number, box=(x1, y1, x2, y2))
-    label = int(batch.fields[boxes.labels][i][number])
-    name = boxes.classes[label] if label < len(boxes.classes) else str(label)
+    label = int(batch.fields[boxes.labels][i][number]) if boxes.labels else number
+    name = "" if not boxes.labels else boxes.classes[label] if label < len(boxes.classes) else str(label)
     return Target(name=name, colour=label, box=(x1, y1, x2, y2))
 
 
@@ -167,22 +144,16 @@ def _notes(batch: Batch, i: int, fields: Sequence[Field]) -> list[str]:
     return [f"{name}: {value.item() if isinstance(value, torch.Tensor) else value}" for name, value in values]
 
 
-def _rgb(image: Bytes, color: str) -> Bytes:
-    return np.ascontiguousarray(image[..., ::-1]) if color == "bgr" else image
-
-
 def _label(labels: Any, i: int, classes: Sequence[str]) -> str:
     """Return a sample's label in words: a class, the classes with the largest weights, or numbers."""
     label = labels[i]
     if not label.is_floating_point() and label.ndim == 0:
         return classes[int(label)] if int(label) < len(classes) else str(int(label))
-    if label.ndim == 0:
-        return f"{float(label):g}"
-    if len(label) == len(classes):
-        weights = sorted(((float(weight), name) for weight, name in zip(label, classes, strict=True)), reverse=True)
+    if label.ndim == 1 and len(label) == len(classes):
+        weights = sorted(zip(label.tolist(), classes, strict=True), reverse=True)
         named = [(weight, name) for weight, name in weights[:_NAMED_CLASSES] if weight > 0]
         return ", ".join(name if weight == 1 else f"{name} {weight:.2f}" for weight, name in named) or "none"
-    return ", ".join(f"{float(value):g}" for value in label)
+    return ", ".join(f"{value:g}" for value in label.reshape(-1).tolist())
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -185,13 +185,14 @@ def test_boxes_and_masks_of_a_batch_are_drawn_where_the_shapes_are(tmp_path: Pat
     seen = 0
     for sample in shown:
         assert sample.label == ""
-        for target in sample.targets:
-            assert target.box is not None and target.mask is not None and target.mask.shape == (128, 128)
+        boxes, masks = sample.targets[: len(sample.targets) // 2], sample.targets[len(sample.targets) // 2 :]
+        for target, masked in zip(boxes, masks, strict=True):
+            assert target.box is not None and masked.mask is not None and masked.mask.shape == (128, 128)
             x1, y1, x2, y2 = target.box
-            rows, columns = np.nonzero(target.mask)
+            rows, columns = np.nonzero(masked.mask)
             assert x1 - 1 <= columns.min() and columns.max() <= x2 and y1 - 1 <= rows.min() and rows.max() <= y2
-            colour = np.median(sample.images[""][target.mask], axis=0)
-            assert (colour.argmax(), target.colour) == (colours[target.name], colours[target.name])
+            colour = np.median(sample.images[""][masked.mask], axis=0)
+            assert (colour.argmax(), target.colour, masked.colour) == (colours[target.name],) * 3
             seen += 1
     assert seen >= 8
     text = page("x", "", shown)
