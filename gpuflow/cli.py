@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from gpuflow.loader.loader import Loader
     from gpuflow.pipeline.views import AnyProgram
     from gpuflow.tools.predict import RowPredictor
+    from gpuflow.tools.scan import Finding
 
 
 _out = Console(highlight=False, markup=False, emoji=False)
@@ -142,6 +144,12 @@ Overrides = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the results as one JSON document, with the errors if there are any.")
 ]
+"""`_Commands` looks for the option, and the commands at the document that it begins."""
+WhichPipeline = Annotated[str, typer.Option("--pipeline", help="Which pipeline to run.")]
+SourcePart = Annotated[str, typer.Option("--pipeline", help="The pipeline whose part of the source is read.")]
+ModelDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if there is one.")]
+OtherImages = Annotated[Path | None, typer.Option(metavar="DIR", help="Images in place of those of the source.")]
+Seconds = Annotated[float, typer.Option(min=0.1, max=1e6, help="Length of a measurement.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -213,9 +221,32 @@ def _text_of(error: Exception) -> str:
 _STYLES = {"error": "red", "valid": "green"}
 
 
-def _say(label: str, text: str, console: Console = _err) -> None:
-    """Print a text behind a coloured label."""
-    _print(Text.assemble((f"{label}:", _STYLES.get(label, "yellow")), " ", text), console)
+def _labelled(label: str, text: str) -> Text:
+    """Return a text behind a coloured label."""
+    return Text.assemble((f"{label}:", _STYLES.get(label, "yellow")), " ", text)
+
+
+def _say(label: str, text: str) -> None:
+    _print_err(_labelled(label, text))
+
+
+def _show(ctx: typer.Context, *contents: RenderableType, **values: Any) -> None:
+    """Print results, or add them as values to the document of --json."""
+    if ctx.obj is not None:
+        ctx.obj |= values
+        return
+    for content in contents:
+        _print(content)
+
+
+def _show_written(ctx: typer.Context, *files: Path | str) -> None:
+    _show(ctx, *(f"wrote {file}" for file in files), files=list(map(str, files)))
+
+
+def _fail_if(failed: object) -> None:
+    """End a command that has shown its results with the exit code of a check that did not pass."""
+    if failed:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _order_note(config: Config) -> str:
@@ -234,20 +265,18 @@ def _check_output(option: str, path: Path, *, folder: bool = False) -> None:
     """
     from gpuflow.runtime.files import replaced_file
 
-    def error(rule: str) -> ConfigError:
-        return ConfigError([Problem(f"{option}:", f"{path} {rule}")])
-
-    if not folder and path.is_dir():
-        raise error("must be a file, and is a directory")
-    if not folder and path.exists() and not path.is_file():
-        raise error("must be a file, and is a device or a pipe")
     place = path if folder else replaced_file(path).parent
     while not place.exists():
         place = place.parent
-    if not place.is_dir():
-        raise error("must be a directory" if place == path else f"must be in a directory, and {place} is none")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise error(f"must be in a directory that can be written to, and {place} cannot")
+    broken = {
+        "must be a file, and is a directory": not folder and path.is_dir(),
+        "must be a file, and is a device or a pipe": not folder and path.exists() and not path.is_file(),
+        "must be a directory": place == path and not path.is_dir(),
+        f"must be in a directory, and {place} is none": not place.is_dir(),
+        f"must be in a directory that can be written to, and {place} cannot": not os.access(place, os.W_OK | os.X_OK),
+    }
+    for rule in (rule for rule, is_broken in broken.items() if is_broken):
+        raise ConfigError([Problem(f"{option}:", f"{path} {rule}")])
 
 
 def _write(path: Path, text: str) -> None:
@@ -300,6 +329,14 @@ def _bar(*, quiet: bool = False) -> Iterator[Progress]:
             raise
 
 
+@contextmanager
+def _task(description: str, total: int | None = None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Show a bar for one task. Give what updates it: `completed` or `advance`, `total`, `note`."""
+    with _bar(quiet=quiet) as bar:
+        task = bar.add_task(description, total=total, note="", visible=total is not None)
+        yield partial(bar.update, task, visible=True)
+
+
 @_command(_DATA, "gpuflow samples data/photos -n 2000")
 def samples(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put them: one directory a class.")],
@@ -321,9 +358,8 @@ def samples(
 
     _check_output("DIR", directory, folder=True)
     make = make_detection_samples if kind == "detection" else make_samples
-    with _bar() as bar:
-        task = bar.add_task("photographs", total=count, note="")
-        summary = make(directory, count, seed=seed, progress=lambda done, _: bar.update(task, completed=done))
+    with _task("photographs", count) as update:
+        summary = make(directory, count, seed=seed, progress=update)
     _print(str(summary))
 
 
@@ -354,67 +390,43 @@ def check(
     from gpuflow.tools.parts import parts_text
 
     config = _read(path, overrides)
-    weights = [one.weights for one in config.sources if one.weights is not None]
+    notes = [f"the source is not on this machine: {hint}" for one in config.sources if (hint := one.missing())]
     problems = []
-    for each in weights:
+    for weights in (one.weights for one in config.sources if one.weights is not None):
         try:
-            check_weights_file(each)
+            check_weights_file(weights)
         except SourceError as error:
             problems.append(Problem(f"{path}:", str(error)))
+        if weights.file is not None and (hint := missing_file(weights.file)):
+            notes.append(f"source.weights.file is not on this machine: {hint}")
     if problems:
         raise ConfigError(problems)
-    programs: dict[str, AnyProgram] = {**config.programs, **config.views}
-    views = {name: named_programs(program) for name, program in programs.items()}
-    notes = [f"the source is not on this machine: {hint}" for one in config.sources if (hint := one.missing())]
-    notes += [
-        f"source.weights.file is not on this machine: {hint}"
-        for each in weights
-        if each.file is not None and (hint := missing_file(each.file))
-    ]
     if config.source_block is not None and (shares := dict(config.source_block.fractions)):
         text = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
         notes.append(f"files that are added move samples between parts; not with split: {{parts: {{{text}}}}}")
     notes += [note] if (note := _order_note(config)) else []
-    parts = parts_text(config)
-    found = _leaks_of(config, max_requests, notes) if leaks else []
-    if as_json:
-        pipelines = {
-            name: {
-                "views": [
-                    {
-                        "name": view,
-                        "count": count,
-                        "stages": list(map(repr, one.pipeline.stages)),
-                        "gives": asdict(one.result),
-                    }
-                    for view, count, one in several
-                ],
-                "on_error": config.on_error_of(name) if name in config.pipelines else None,
-            }
-            for name, several in views.items()
-        }
-        ctx.obj |= {"file": str(path), "pipelines": pipelines, "parts": parts, "notes": notes}
-        ctx.obj |= {"leaks": found} if leaks else {}
-        if found:
-            raise typer.Exit(ExitCode.FAILED)
-        return
-    for name, several in views.items():
-        for view, count, one in several:
+    pipelines: dict[str, Any] = {}
+    lines: list[RenderableType] = []
+    programs: dict[str, AnyProgram] = {**config.programs, **config.views}
+    for name, program in programs.items():
+        on_error = config.on_error_of(name) if name in config.pipelines else None
+        pipelines[name] = {"views": [], "on_error": on_error}
+        for view, count, one in named_programs(program):
+            stages = list(map(repr, one.pipeline.stages))
+            pipelines[name]["views"] += [{"name": view, "count": count, "stages": stages, "gives": asdict(one.result)}]
             place, times = (f"{name}.{view}", f"{count} x ") if view else (name, "")
-            _print(f"{place}: {repr(one.pipeline).partition(': ')[2]}  gives {times}{one.result}")
-    if parts:
-        _print(f"source.split: {parts}")
-    for name in config.pipelines:
-        _print(f"{name}: on_error {' '.join(config.on_error_choice(name))}")
-    for leak in found:
-        _say("leak", leak, _out)
-    for note in notes:
-        _say("note", note, _out)
-    if leaks:
-        _print(f"samples with the bytes of one in an earlier part: {len(found):,}")
-    _say("valid", str(path), _out)
-    if found:
-        raise typer.Exit(ExitCode.FAILED)
+            lines.append(f"{place}: {' -> '.join(stages)}  gives {times}{one.result}")
+    parts = parts_text(config)
+    lines += [f"source.split: {parts}"] if parts else []
+    lines += [f"{name}: on_error {' '.join(config.on_error_choice(name))}" for name in config.pipelines]
+    found = _leaks_of(config, max_requests, notes) if leaks else []
+    lines += [_labelled("leak", leak) for leak in found]
+    lines += [_labelled("note", note) for note in notes]
+    lines += [f"samples with the bytes of one in an earlier part: {len(found):,}"] if leaks else []
+    values = {"leaks": found} if leaks else {}
+    valid = _labelled("valid", str(path))
+    _show(ctx, *lines, valid, file=str(path), pipelines=pipelines, parts=parts, notes=notes, **values)
+    _fail_if(found)
 
 
 def _leaks_of(config: Config, max_requests: int, notes: list[str]) -> list[str]:
@@ -425,15 +437,9 @@ def _leaks_of(config: Config, max_requests: int, notes: list[str]) -> list[str]:
     if not config.part_names:
         rule = "needs parts of the source, got none; add source.split or source.splits"
         raise ConfigError([Problem(f"{config.path}: --leaks", rule)])
-    with closing(open_whole(config)) as source, _bar() as bar:
+    with closing(open_whole(config)) as source, _task("samples") as update:
         division = division_of(config, source)
-        task = bar.add_task("samples", total=None, note="", visible=False)
-        found = find_leaks(
-            source,
-            division,
-            max_requests=max_requests,
-            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
-        )
+        found = find_leaks(source, division, max_requests=max_requests, progress=update)
         lines = [f"{division.describe(pair.index)} {pair.describe(source, division)}" for pair in found.pairs]
     if found.unread:
         notes.append(f"samples that cannot be read, which gpuflow scan names: {found.unread:,}")
@@ -502,10 +508,7 @@ def explain(ctx: typer.Context, path: ConfigFile, overrides: Overrides = None, a
     from gpuflow.tools.explain import explain as explanation
 
     found = explanation(_read(path, overrides))
-    if as_json:
-        ctx.obj |= {"file": str(path), "pipelines": found.as_dict()}
-    else:
-        _print(found)
+    _show(ctx, found, file=str(path), pipelines=found.as_dict())
     if found.error is not None:
         raise found.error
 
@@ -543,7 +546,7 @@ def show(
     path: ConfigFile,
     overrides: Overrides = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many samples.")] = 16,
-    pipeline: Annotated[str, typer.Option(help="Which pipeline to run.")] = "train",
+    pipeline: WhichPipeline = "train",
     epoch: Annotated[int, typer.Option(min=0, help="Another epoch has another order and other draws.")] = 0,
     device: Annotated[str, typer.Option(help="Where images are decoded and transformed: cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/show.html"),
@@ -588,20 +591,15 @@ def doctor(
     with _err.status(Text("looking around")) as status:
         config = _read(path, None) if path is not None and not broken_modules() else None
         source = Folder(folder=str(data)) if data is not None else config.source_block if config is not None else None
-        threads, readers = (config.run.threads, config.run.readers) if config is not None else ("auto", "auto")
+        run = {} if config is None else {"threads": config.run.threads, "readers": config.run.readers}
         machine = gather(
             source=source,
-            threads=None if threads == "auto" else threads,
-            readers=None if readers == "auto" else readers,
             progress=lambda text: status.update(Text(text)),
+            **{name: count for name, count in run.items() if count != "auto"},
         )
     findings = judge(machine)
-    if as_json:
-        ctx.obj |= {"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}
-    else:
-        _print(report(findings))
-    if any(finding.status == "problem" for finding in findings):
-        raise typer.Exit(ExitCode.FAILED)
+    _show(ctx, report(findings), machine=asdict(machine), findings=list(map(asdict, findings)))
+    _fail_if(any(finding.status == "problem" for finding in findings))
 
 
 class _TrainCommand(TyperCommand):
@@ -624,7 +622,7 @@ def train(
         typer.Option(help="Go on from the checkpoint in train.out; auto: if there is one."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start anew, over a checkpoint in train.out.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    device: ModelDevice = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics there; rank r of a host at port + r.")
     ] = None,
@@ -717,7 +715,9 @@ def train(
 
 @_command(_TRAIN, "gpuflow audit runs/demo/audit-0.jsonl")
 def audit(
+    ctx: typer.Context,
     logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="The files of all ranks, of all restarts.")],
+    as_json: AsJson = False,
 ) -> None:
     """Prove from the files of run.audit that a training got each sample of each epoch exactly once.
 
@@ -730,9 +730,8 @@ def audit(
     for place in damaged:
         _say("note", f"{place} is incomplete, as a kill leaves it, and was left out")
     epochs = audits.audit(lines)
-    _print("\n".join(map(str, epochs)))
-    if any(epoch.faults for epoch in epochs):
-        raise typer.Exit(ExitCode.FAILED)
+    _show(ctx, *map(str, epochs), epochs=[epoch.as_dict() for epoch in epochs], damaged=damaged)
+    _fail_if(any(epoch.faults for epoch in epochs))
 
 
 @_command(_MEASURE, "gpuflow bench configs/demo.yaml --workers 1,2,4 --against dataloader,spdl")
@@ -752,9 +751,9 @@ def bench(
             "transfer: these copied to the GPU. By default all that this machine and the pipeline allow."
         ),
     ] = "",
-    pipeline: Annotated[str, typer.Option(help="Which pipeline to run.")] = "train",
+    pipeline: WhichPipeline = "train",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each point; the median counts.")] = 3,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a measurement.")] = 4.0,
+    seconds: Seconds = 4.0,
     out: Annotated[Path, typer.Option(help="Where to write worker_scaling.csv, .png and .svg.")] = Path("plots/out"),
     as_json: AsJson = False,
 ) -> None:
@@ -796,12 +795,10 @@ def bench(
         if not problem
     ]
     busy: dict[b.Job, float] = {}
-    with _bar() as bar:
-        task = bar.add_task("measurements", total=repeats * len(jobs), note="")
+    with _task("measurements", repeats * len(jobs)) as update:
 
         def note(job: b.Job, rate: float) -> None:
-            text = f"{job.workload}, {job.arm}, {job.workers} worker(s): {rate:,.0f} images/s"
-            bar.update(task, advance=1, note=text)
+            update(advance=1, note=f"{job.workload}, {job.arm}, {job.workers} worker(s): {rate:,.0f} images/s")
 
         def warn(job: b.Job, share: float) -> None:
             if not busy:
@@ -820,27 +817,20 @@ def bench(
     results = out / "worker_scaling.csv"
     b.write_results(results, rows)
     figures = b.figures(rates, busy)
-    if as_json:
-        where = {key: rows[0][key] for key in ("machine", "versions", "commit", "date")}
-        ctx.obj |= {"file": str(path), "pipeline": pipeline, "results": list(map(asdict, figures)), "notes": notes}
-        ctx.obj |= {**where, "files": [str(results)]}
-        ctx.obj["files"] += _plot("lines", "worker_scaling", results)
-        return
     for name in dict.fromkeys(job.workload for job in jobs):
-        _print(f"{titles[name]}: {source}")
-        _print(b.table([figure for figure in figures if figure.workload == name], busy=bool(busy)))
-    _print_written(results, *_plot("lines", "worker_scaling", results))
+        table = b.table([figure for figure in figures if figure.workload == name])
+        _show(ctx, f"{titles[name]}: {source}", table)
+    where = {key: rows[0][key] for key in ("machine", "versions", "commit", "date")}
+    _show(ctx, file=str(path), pipeline=pipeline, results=list(map(asdict, figures)), notes=notes, **where)
+    _show_written(ctx, results, *_plot("lines", "worker_scaling", results))
 
 
 def _counts(option: str, text: str) -> list[int]:
     """Return the numbers in a text such as `1,2,4`."""
     counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
-    if min(counts) < 1:
-        raise ConfigError(
-            [Problem(f"{option}:", "must be numbers >= 1 separated by commas", text, code="config.range")]
-        )
-    if len(set(counts)) < len(counts):
-        raise ConfigError([Problem(f"{option}:", "must name each number once", text, code="config.conflict")])
+    rule = "must be numbers >= 1 separated by commas, each once"
+    if min(counts) < 1 or len(set(counts)) < len(counts):
+        raise ConfigError([Problem(f"{option}:", rule, text, code="config.range")])
     return counts
 
 
@@ -853,11 +843,6 @@ def _plot(module: str, function: str, results: Path) -> list[str]:
     except ImportError as error:
         raise MissingExtra("the plot", "matplotlib", "plots") from error
     return list(map(str, draw(results, results.with_suffix(""))))
-
-
-def _print_written(*files: Path | str) -> None:
-    for file in files:
-        _print(f"wrote {file}")
 
 
 @_command(_DATA, "gpuflow scan configs/demo.yaml --json")
@@ -901,10 +886,15 @@ def scan(
     program = config.any_program(first)
     require_record_fields(config, first, source)
     threads = threads_of(config.run)
-    bad, needed, turned = 0, dict[str, int](), 0
     rows: list[dict[str, Any]] = []
-    with _bar() as bar:
-        task = bar.add_task("samples", total=len(source), note="")
+    bad = 0
+
+    def add(finding: Finding) -> None:
+        rows.append(finding.row())
+        if ctx.obj is None:
+            _out.print(json.dumps(rows[-1]), soft_wrap=True)
+
+    with _task("samples", len(source)) as update:
         found = findings(
             source,
             program.decoder,
@@ -913,27 +903,19 @@ def scan(
             mapper=target_mapper(config, first, fields_of(source)),
             contents=contents,
             timeout_seconds=config.run.timeout_s,
-            progress=lambda n: bar.update(task, advance=n),
+            progress=lambda n: update(advance=n),
         )
         for finding in found:
+            add(finding)
             bad += finding.bad
-            turned += finding.kind == "turned"
-            if finding.needs:
-                needed[finding.needs] = needed.get(finding.needs, 0) + 1
-            if as_json:
-                rows.append(finding.row())
-            else:
-                _out.print(json.dumps(finding.row()), soft_wrap=True)
-            bar.update(task, note=f"{bad} bad")
+            update(note=f"{bad} bad")
         duplicates = Duplicates.of(source, division, contents, near)
         for finding in duplicates.findings():
-            if as_json:
-                rows.append(finding.row())
-            else:
-                _out.print(json.dumps(finding.row()), soft_wrap=True)
-    if as_json:
-        ctx.obj |= {"file": str(path), "samples": len(source), "bad": bad, "turned": turned, "needs": needed}
-        ctx.obj |= {"leaks": duplicates.leaks, "findings": rows}
+            add(finding)
+    turned = sum(row["kind"] == "turned" for row in rows)
+    needed = Counter(row["needs"] for row in rows if "needs" in row)
+    values = {"leaks": len(duplicates.leaks), "findings": rows}
+    _show(ctx, file=str(path), samples=len(source), bad=bad, turned=turned, needs=needed, **values)
     if pictures := duplicates.pictures(program.decoder):
         _write(out, page(f"{path.name}: similar images", f"at most {near} of 64 bits differ", pictures))
         _print_err(f"wrote {out}: {len(pictures)} pairs of similar images")
@@ -945,11 +927,9 @@ def scan(
     if needed:
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(needed.items()))
         names = ", ".join(sorted({*program.decoder.formats, *needed}))
-        text = f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'"
-        _print_err(text)
+        _print_err(f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'")
     source.close()
-    if bad or duplicates.leaks:
-        raise typer.Exit(ExitCode.FAILED)
+    _fail_if(bad or duplicates.leaks)
 
 
 @_command(_SERVE, "gpuflow export configs/demo.yaml --onnx model.onnx")
@@ -969,9 +949,7 @@ def export(
         bool, typer.Option("--fold-normalize", help="Put normalize into the model, which then takes uint8 pixels.")
     ] = False,
     opset: Annotated[int | None, typer.Option(min=18, max=25, help="Of ONNX; torch's default otherwise.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Images to check the model on, instead of the file's source.")
-    ] = None,
+    data: OtherImages = None,
 ) -> None:
     """Write what the file describes for serving: the model that `gpuflow train` left, or the graph that serves it.
 
@@ -979,11 +957,11 @@ def export(
     pipeline. If a logit is off by more than 1e-4 of the largest one, nothing is written and the exit code is 1.
     """
     given = {"--onnx": onnx, "--pt2": pt2, "--toml": toml}
-    chosen = [(option, out) for option, out in given.items() if out is not None]
+    chosen = {option: out for option, out in given.items() if out is not None}
     if len(chosen) != 1:
-        got = " and ".join(option for option, _ in chosen) or "none of them"
+        got = " and ".join(chosen) or "none of them"
         raise ValueError(f"export: needs exactly one of {', '.join(given)}, got {got}")
-    ((option, out),) = chosen
+    [(option, out)] = chosen.items()
     if (suffix := option.replace("--", ".")) != out.suffix:
         raise ValueError(f"{option}: must name a {suffix} file, got {str(out)!r}")
     config = _read(path, overrides)
@@ -1026,9 +1004,7 @@ def parity(
     ctx: typer.Context,
     path: ConfigFile,
     overrides: Overrides = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Images to compare on, instead of the file's source.")
-    ] = None,
+    data: OtherImages = None,
     images: Annotated[int, typer.Option(min=0, help="How many of them; 0 leaves the hostile ones alone.")] = 64,
     against: Annotated[
         tuple[str, str] | None,
@@ -1072,8 +1048,7 @@ def parity(
         raise ConfigError([Problem("--tolerance:", f"goes with --against A B, got {tolerance:g} alone")])
     config = _read(path, overrides)
     _check_output("--out", out, folder=True)
-    with _bar() as bar:
-        task = bar.add_task("images", total=None, note="", visible=False)
+    with _task("images") as update:
         report = study(
             config,
             count=images,
@@ -1082,16 +1057,12 @@ def parity(
             tolerance=tolerance,
             model=model,
             command=shlex.join(["gpuflow", *sys.argv[1:]]),
-            progress=lambda done, total, stage: bar.update(task, completed=done, total=total, note=stage, visible=True),
+            progress=lambda done, total, stage: update(completed=done, total=total, note=stage),
         )
-    if as_json:
-        ctx.obj |= {**report.as_dict(), "files": list(map(str, write_report(report, out)))}
-    else:
-        _out.print(render(report))
-        _print_written(*write_report(report, out))
+    _show(ctx, render(report), **report.as_dict())
+    _show_written(ctx, *write_report(report, out))
     skip_cleanup()
-    if report.breach:
-        raise typer.Exit(ExitCode.FAILED)
+    _fail_if(report.breach)
 
 
 class _OnCommand(TyperCommand):
@@ -1130,7 +1101,7 @@ def serve(
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8888,
-    device: Annotated[str | None, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")] = None,
+    device: ModelDevice = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Images in flight; more are refused by a 503.")] = 256,
     max_body_mb: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="Of one request; more is refused by a 413.")
@@ -1182,10 +1153,6 @@ def serve(
     else:
         with _ray(on) as on_ray:
             on_ray.serve_replicas(config, overrides or (), device=device, limits=asdict(limits), **options)
-
-
-SourcePart = Annotated[str, typer.Option("--pipeline", help="The pipeline whose part of the source is read.")]
-ModelDevice = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
 
 
 @_command(_SERVE, "gpuflow predict configs/demo.yaml --out predictions", cls=_OnCommand)
@@ -1256,14 +1223,16 @@ def _row_predictor(path: Path, overrides: list[str] | None, **given: Any) -> Ite
     """Give a predictor of rows whose progress is shown, on rank 0."""
     from gpuflow.tools.predict import RowPredictor
 
-    with _bar(quiet=os.environ.get("RANK", "0") != "0") as bar:
-        show = partial(bar.update, bar.add_task("samples", total=None, note="", visible=False), visible=True)
-        with closing(RowPredictor(path, overrides or (), progress=show, **given)) as predictor:
-            yield predictor
+    with (
+        _task("samples", quiet=os.environ.get("RANK", "0") != "0") as update,
+        closing(RowPredictor(path, overrides or (), progress=update, **given)) as predictor,
+    ):
+        yield predictor
 
 
 @_command(_SERVE, "gpuflow evaluate configs/demo.yaml")
 def evaluate(
+    ctx: typer.Context,
     path: ConfigFile,
     overrides: Overrides = None,
     pipeline: SourcePart = "val",
@@ -1271,6 +1240,7 @@ def evaluate(
     out: Annotated[
         Path, typer.Option(help="Where to write confusion.csv, its picture, classes.csv and bad.csv.")
     ] = Path("runs/evaluate"),
+    as_json: AsJson = False,
 ) -> None:
     """Run the model of the file's block `serve` over a pipeline's samples, and compare it with their labels.
 
@@ -1289,29 +1259,32 @@ def evaluate(
             found = evaluation(predictor, group)
     if predictor.ranks.rank:
         return
-    _print(str(found))
+    _show(ctx, str(found), file=str(path), **found.as_dict())
     confusion, *others = found.write(out)
-    _print_written(*others)
+    pictures = list[str]()
     if importlib.util.find_spec("matplotlib"):
-        _print_written(confusion, *_plot("confusion", "draw", confusion))
+        pictures = _plot("confusion", "draw", confusion)
     else:
-        _print(f"wrote {confusion}; its picture needs pip install 'gpuflow[plots]'")
+        _say("note", f"the picture of {confusion} needs pip install 'gpuflow[plots]'")
+    _show_written(ctx, *others, confusion, *pictures)
 
 
 @_command(
     _MEASURE, "gpuflow load-test --data data/photos --url http://127.0.0.1:8888 --clients 1,5,10", name="load-test"
 )
 def load_test(
+    ctx: typer.Context,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Images to send, also from the directories below.")],
     url: Annotated[str, typer.Option(help="Of the service that is asked.")] = "http://127.0.0.1:8888",
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,5,10,20",
     request_batch: Annotated[int, typer.Option(min=1, help="Images in a request; several are sent as a form.")] = 1,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a measurement.")] = 10.0,
+    seconds: Seconds = 10.0,
     pid: Annotated[
         list[int] | None, typer.Option(help="A process of the service; by default what listens there, if it is here.")
     ] = None,
     name: Annotated[str, typer.Option(help="What the service is called in results and plot.")] = "service",
     out: Annotated[Path, typer.Option(help="Where to write load_test.csv, .png and .svg.")] = Path("plots/out"),
+    as_json: AsJson = False,
 ) -> None:
     """Ask a service for predictions, by several numbers of clients, and measure how fast it answers.
 
@@ -1326,10 +1299,9 @@ def load_test(
     counts, files = _counts("--clients", clients), loadtest.choose_files(data)
     points: list[loadtest.Point] = []
     stopped: GpuflowError | None = None
-    with _bar() as bar:
-        task = bar.add_task("measurements", total=len(counts), note="")
+    with _task("measurements", len(counts)) as update:
         for count in counts:
-            bar.update(task, note=f"{count} client(s)")
+            update(note=f"{count} client(s)")
             load = loadtest.Load(url=url, clients=count, request_batch=request_batch, seconds=seconds)
             try:
                 points.append(loadtest.measure(load, files, pids=pid))
@@ -1338,15 +1310,13 @@ def load_test(
                     raise
                 stopped = error  # once what was measured is written
                 break
-            bar.update(task, advance=1)
-    _print(loadtest.render(points))
-    for note in loadtest.notes(points, gpus_asked=load_nvml() is not None):
-        _print(note)
+            update(advance=1)
+    notes = loadtest.notes(points, gpus_asked=load_nvml() is not None)
+    answered = all(point.latency is not None for point in points)
+    notes += [] if answered else ["there is no plot, as a measurement has no answers"]
+    _show(ctx, loadtest.render(points), *notes, results=list(map(asdict, points)), notes=notes)
     results = out / "load_test.csv"
     write_results(results, loadtest.rows(points, arm=name, workload=data.name))
-    if all(point.latency is not None for point in points):
-        _print_written(results, *_plot("lines", "load_test", results))
-    else:
-        _print(f"wrote {results}; without a plot, as a measurement has no answers")
+    _show_written(ctx, results, *(_plot("lines", "load_test", results) if answered else ()))
     if stopped is not None:
         raise stopped

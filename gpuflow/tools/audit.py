@@ -67,6 +67,17 @@ class EpochAudit:
         found = {"missing at positions": missing, "missing samples": absent, "repeated samples": repeated}
         return {name: np.asarray(numbers, np.int64) for name, numbers in found.items() if len(numbers)}
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints of the epoch. A sample that was left out is replaced by none."""
+        return {
+            "name": self.name,
+            "samples": self.steps.size,
+            "reached": self.reached,
+            "lost": self.lost,
+            "faults": {name: numbers.tolist() for name, numbers in self.faults.items()},
+            "bad": [{"sample": old, "replaced_by": None if new < 0 else int(new)} for old, new in self.bad.values()],
+        }
+
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.reached:,} of {self.steps.size:,} samples"]
         parts += [f"{name} {_ranges(numbers)}" for name, numbers in self.faults.items()] or ["each exactly once"]

@@ -341,13 +341,12 @@ def names_of(option: str, text: str, known: Collection[str]) -> list[str]:
         ['spdl', 'dataloader']
     """
     names = [word.strip() for word in text.split(",") if word.strip()]
-    for i, name in enumerate(names):
+    for name in names:
         if name not in known:
-            raise ConfigError(
-                [Problem(f"{option}:", "must be a known name", name, suggest(name, known), code="config.range")]
-            )
-        if name in names[:i]:
-            raise ConfigError([Problem(f"{option}:", "must name each once", text, code="config.conflict")])
+            problem = Problem(f"{option}:", "must be a known name", name, suggest(name, known), code="config.range")
+            raise ConfigError([problem])
+    if len(set(names)) < len(names):
+        raise ConfigError([Problem(f"{option}:", "must name each once", text, code="config.conflict")])
     return names
 
 
@@ -470,10 +469,11 @@ def figures(rates: Mapping[Job, Sequence[float]], busy: Mapping[Job, float]) -> 
     ]
 
 
-def table(rows: Sequence[Figure], *, busy: bool) -> Table:
-    """Return figures as a table for the terminal. busy: add a column with what other processes used."""
+def table(rows: Sequence[Figure]) -> Table:
+    """Return figures as a table for the terminal, with what other processes used if that was much."""
     from rich.table import Table
 
+    busy = any(row.other_processes for row in rows)
     heads = ["workers", "arm", "images/s", "lowest", "highest", "gpuflow / arm", *(["other processes"] if busy else [])]
     made = Table(*heads, box=None, pad_edge=False)
     for column in made.columns:

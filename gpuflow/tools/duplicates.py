@@ -223,14 +223,14 @@ def find_leaks(
     division: Division,
     *,
     max_requests: int,
-    progress: Callable[[int, int], object] = lambda done, count: None,
+    progress: Callable[..., object] = lambda **numbers: None,
 ) -> Leaks:
     """Find equal bytes in two parts, reading as little as possible: sizes, then the ends of files of equal size, then
     the files whose ends are equal.
 
     Args:
         max_requests: the most samples behind URLs for which servers are asked in each of the three steps.
-        progress: called with the number of samples that are done in a step, and of all in it.
+        progress: called with the numbers of samples that are `completed` in a step, and in `total`.
     """
     keys = np.ones(len(source), np.uint64)
     unread = skipped = 0
@@ -249,7 +249,8 @@ def find_leaks(
                 asked += len(own)
             for chunk in np.split(own, range(_CHUNK, len(own), _CHUNK)):
                 known[chunk] = _keys(one, (chunk - first).tolist(), step)
-                progress(done := done + len(chunk), len(shared))
+                done += len(chunk)
+                progress(completed=done, total=len(shared))
             unread += int(np.count_nonzero(known[own] == 0))
         keys = known
     return Leaks(equal_pairs(keys, division)[0], unread, skipped)

@@ -67,11 +67,6 @@ class Load:
     def __post_init__(self) -> None:
         if not _is_address(self.url):
             raise ValueError(f"--url: must be like http://127.0.0.1:8888, got {self.url!r}")
-        for name in ("clients", "request_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Load.{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 < self.seconds < math.inf:
-            raise ValueError(f"Load.seconds must be a number of seconds > 0, got {self.seconds}")
 
     @property
     def host(self) -> str:
@@ -136,8 +131,8 @@ class Point:
     errors: numbers of other results by HTTP status, `connection`, `timeout` or `200 without results`, for an answer to
     a form that is not a service's; `bad image`: images of a form without a prediction. cpu_percent: of
     the service, 100% for each busy core. pss_mb: the highest memory of the service, in which pages that its processes
-    share count once. rss_mb: the highest sum of their resident memory, measured only where pss_mb is not known.
-    gpu_percent: of the busiest GPU. clients_cpu_percent: processor use of the clients.
+    share count once; not known of another user's. gpu_percent: of the busiest GPU. clients_cpu_percent: processor use
+    of the clients.
     """
 
     load: Load
@@ -148,7 +143,6 @@ class Point:
     clients_cpu_percent: float
     cpu_percent: float | None = None
     pss_mb: float | None = None
-    rss_mb: float | None = None
     gpu_percent: float | None = None
 
 
@@ -188,15 +182,13 @@ def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = No
     count = min(load.clients, max(1, len(os.sched_getaffinity(0)) // _CORES_A_PROCESS))
     command = (sys.executable, "-m", "gpuflow.tools.load_test")
     with ExitStack() as stack:
-        processes = []
+        processes: list[Any] = []
         for number in range(count):
-            process = stack.enter_context(Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE))
-            stack.callback(process.kill)
-            processes.append(process)
+            processes.append(stack.enter_context(Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)))
+            stack.callback(processes[-1].kill)
             mine = list(range(number, load.clients, count))
-            _send(process, {"load": asdict(load), "files": list(files), "clients": mine})
+            _send(processes[-1], {"load": asdict(load), "files": list(files), "clients": mine})
         for process in processes:
-            assert process.stdout is not None
             if not select.select([process.stdout], [], [], _START_SECONDS)[0]:
                 raise _no_progress(_START_SECONDS)
             if not process.stdout.readline():
@@ -235,48 +227,43 @@ def _no_progress(seconds: float) -> GpuflowError:
     return GpuflowError(f"load-test: its clients made no progress within {seconds:g} s; use fewer clients")
 
 
-def _send(process: Popen[bytes], value: object) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(value).encode() + b"\n")
-    process.stdin.flush()
+def _send(process: Any, value: object) -> None:
+    print(json.dumps(value), file=process.stdin, flush=True)
 
 
-def _result(process: Popen[bytes], seconds: float) -> dict[str, Any]:
+def _result(process: Popen[str], seconds: float) -> dict[str, Any]:
     """Return what a process of clients found. Raise GpuflowError if it failed, or does not end in time."""
     try:
         out, errors = process.communicate(timeout=seconds)
     except TimeoutExpired:
         raise _no_progress(seconds) from None
     if process.returncode != 0:
-        raise GpuflowError(f"load-test: a client process failed:\n{errors.decode(errors='replace').strip()[-2000:]}")
+        raise GpuflowError(f"load-test: a client process failed:\n{errors.strip()[-2000:]}")
     return json.loads(out)  # type: ignore[no-any-return]
 
 
 def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
-    """Return the service's use of the machine from `begin` to `end`: cpu_percent, pss_mb or rss_mb, and gpu_percent."""
+    """Return the service's use of the machine from `begin` to `end`: cpu_percent, pss_mb and gpu_percent."""
     from gpuflow.tools.machine import GpuUtilization, load_nvml, usage_of
 
     with closing(GpuUtilization(load_nvml())) as gpus:
         time.sleep(begin - time.monotonic())
-        first, rates = usage_of(pids, pss=True), []
-        pss_bytes, most, read_at = [first.pss_bytes if first is not None else None], 0, time.monotonic()
+        first, rates, read_at = usage_of(pids, pss=True), [], time.monotonic()
+        used = [first]
         while time.monotonic() < end:
             time.sleep(min(_SAMPLE_SECONDS, max(0.0, end - time.monotonic())))
             rates.append(gpus.percents())
-            if is_due := time.monotonic() - read_at >= _PSS_SECONDS:
+            if time.monotonic() - read_at >= _PSS_SECONDS:
                 read_at = time.monotonic()
-            if (used := usage_of(pids, pss=is_due)) is not None:
-                most = max(most, used.rss_bytes)
-                pss_bytes += [used.pss_bytes] if is_due else []
+                used.append(usage_of(pids, pss=True))
         last = usage_of(pids)
     if not pids or first is None or last is None:
         return {}
-    known = [size for size in pss_bytes if size is not None]
+    known = [one.pss_bytes for one in used if one is not None and one.pss_bytes is not None]
     means = [math.fsum(rate) / len(rates) for rate in zip(*rates, strict=False)]
     return {
         "cpu_percent": 100 * (last.cpu_s - first.cpu_s) / (end - begin),
-        "pss_mb": max(known) / 1e6 if len(known) == len(pss_bytes) else None,
-        "rss_mb": most / 1e6 if len(known) < len(pss_bytes) else None,
+        "pss_mb": max(known) / 1e6 if known else None,
         "gpu_percent": max(means, default=None),
     }
 
@@ -296,21 +283,15 @@ def rows(points: Sequence[Point], *, arm: str, workload: str) -> list[dict[str, 
     return made
 
 
-def _memory(point: Point) -> tuple[str, float | None]:
-    """Return which kind of memory was measured, `pss` or `rss`, and its value."""
-    return ("rss", point.rss_mb) if point.rss_mb is not None else ("pss", point.pss_mb)
-
-
 def _figures(point: Point) -> dict[str, tuple[float | None, str]]:
     """Return the value and the unit of each metric."""
-    kind, memory = _memory(point)
     return {
         "qps": (point.qps, "requests/s"),
         "images_per_s": (point.images_per_s, "images/s"),
         **{name: (getattr(point.latency, name, None), "ms") for name in ("mean_ms", "tp50_ms", "tp90_ms", "tp99_ms")},
         "errors": (sum(point.errors.values()), "errors"),
         "cpu_percent": (point.cpu_percent, "%"),
-        f"{kind}_mb": (memory, "MB"),
+        "pss_mb": (point.pss_mb, "MB"),
         "gpu_percent": (point.gpu_percent, "%"),
         "clients_cpu_percent": (point.clients_cpu_percent, "%"),
     }
@@ -323,11 +304,10 @@ def render(points: Sequence[Point]) -> Table:
     several = points[0].load.request_batch > 1
     heads = ["clients", "req/s", *(["images/s"] if several else []), "mean", "TP50", "TP90", "TP99", "errors"]
     heads += ["CPU %", "MB", "GPU %", "own CPU %"]
-    units = "latencies in ms; CPU: 100% is a busy core; own: of the clients"
-    if {_memory(point)[0] for point in points} == {"pss"}:
-        units += "\nMB: PSS, in which memory that processes share counts once"
-    else:
-        units += "\nMB: RSS, in which memory that processes share counts for each; their PSS cannot be read"
+    units = (
+        "latencies in ms; CPU: 100% is a busy core; own: of the clients\n"
+        "MB: PSS, in which memory that processes share counts once; only root reads that of other users"
+    )
     table = Table(*heads, box=None, pad_edge=False, collapse_padding=True, caption=units, caption_justify="left")
     for column in table.columns:
         column.justify = "right"

@@ -294,24 +294,21 @@ def _claim(out: Path, identity: str) -> None:
 
 def write_table(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
     """Write columns as a CSV or Parquet file, by the name's end, whole or not at all. Lists in CSV are JSON."""
-    match path.suffix:
-        case ".csv":
-            with atomic_write(path, text=True) as text:
-                rows = csv.writer(text, lineterminator="\n")
-                rows.writerow(table)
-                rows.writerows(zip(*table.values(), strict=True))
-        case ".parquet":
-            import pyarrow as pa
-            from pyarrow import parquet
+    if path.suffix == ".csv":
+        with atomic_write(path, text=True) as text:
+            rows = csv.writer(text, lineterminator="\n")
+            rows.writerow(table)
+            rows.writerows(zip(*table.values(), strict=True))
+        return
+    import pyarrow as pa
+    from pyarrow import parquet
 
-            types = {"index": pa.int64(), **dict.fromkeys(("logits", "embedding"), pa.list_(pa.float32()))}
-            for name in table.keys() - types:
-                types[name] = pa.float32() if name.startswith("probability") else pa.string()
-            columns = {name: pa.array(map(_as_text, table[name]), types[name]) for name in table}
-            with atomic_write(path) as file:
-                parquet.write_table(pa.table(columns), file)
-        case other:
-            raise AssertionError(f"no format {other!r}")
+    types = {"index": pa.int64(), **dict.fromkeys(("logits", "embedding"), pa.list_(pa.float32()))}
+    for name in table.keys() - types:
+        types[name] = pa.float32() if name.startswith("probability") else pa.string()
+    columns = {name: pa.array(map(_as_text, table[name]), types[name]) for name in table}
+    with atomic_write(path) as file:
+        parquet.write_table(pa.table(columns), file)
 
 
 def _as_text(cell: Any) -> Any:
@@ -349,26 +346,39 @@ class Evaluation:
             recall, precision = (self.confusion.diagonal() / self.confusion.sum(axis=axis) for axis in (1, 0))
         return recall, precision
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the shares of right predictions, of all samples and by class, which `--json` prints."""
+        samples, counts = int(self.confusion.sum()), self.confusion.sum(axis=1)
+        rows = zip(self.classes, counts.tolist(), *(share.tolist() for share in self.shares), strict=True)
+        return {
+            "samples": samples,
+            "bad": len(self.bad),
+            "top_1": int(self.confusion.trace()) / max(1, samples),
+            "k": self.top_k,
+            "top_k": self.top / max(1, samples),
+            "classes": [dict(zip(("class", "samples", "recall", "precision"), row, strict=True)) for row in rows],
+        }
+
     def __str__(self) -> str:
         """Return the shares of right predictions, and the classes of the lowest recall."""
-        samples, (recall, precision) = int(self.confusion.sum()), self.shares
+        found, recall = self.as_dict(), self.shares[0]
         lines = [
-            f"{samples:,} samples of {len(self.classes)} classes, without {len(self.bad):,} bad ones",
-            f"top-1  {self.confusion.trace() / max(1, samples):.4f}",
-            f"top-{self.top_k}  {self.top / max(1, samples):.4f}",
+            f"{found['samples']:,} samples of {len(self.classes)} classes, without {found['bad']:,} bad ones",
+            f"top-1  {found['top_1']:.4f}",
+            f"top-{self.top_k}  {found['top_k']:.4f}",
         ]
-        for i in np.argsort(recall, kind="stable")[:_WORST]:
-            lines.append(f"  recall {recall[i]:.4f}  precision {precision[i]:.4f}  {self.classes[i]}")
+        worst = [found["classes"][i] for i in np.argsort(recall, kind="stable")[:_WORST]]
+        lines += [f"  recall {row['recall']:.4f}  precision {row['precision']:.4f}  {row['class']}" for row in worst]
         return "\n".join(lines)
 
     def write(self, out: Path) -> list[Path]:
         """Write confusion.csv, classes.csv and bad.csv. Returns their paths."""
         out.mkdir(parents=True, exist_ok=True)
         names = [f"{number} {name}" for number, name in enumerate(self.classes)]  # two classes may have one name
-        counts, shares = self.confusion.sum(axis=1), dict(zip(("recall", "precision"), self.shares, strict=True))
+        rows = self.as_dict()["classes"]
         tables = {
             "confusion": {"label": names, **dict(zip(names, self.confusion.T, strict=True))},
-            "classes": {"class": self.classes, "samples": counts, **shares},
+            "classes": {key: [row[key] for row in rows] for key in rows[0]},
             "bad": {key: [getattr(row, key) for row in self.bad] for key in ("index", "path", "stage", "reason")},
         }
         for name, table in tables.items():

@@ -82,8 +82,7 @@ def make_samples(
     count: int,
     *,
     seed: int = 0,
-    progress: Callable[[int, int], object] | None = None,
-    num_threads: int | None = None,
+    progress: Callable[..., object] = lambda **numbers: None,
 ) -> Samples:
     """Fill `directory` with `count` JPEGs in one folder per class: `coffee/000005.jpg`.
 
@@ -91,12 +90,10 @@ def make_samples(
         directory: absent, empty, or filled by an earlier call with the same arguments.
         count: number of files, spread evenly over the classes.
         seed: selects the crops.
-        progress: called as `progress(files_done, count)` in the caller's thread.
-        num_threads: threads that make files; by default one per core that this process may use. Does not change
-            the files.
+        progress: called in the caller's thread with the number of files that are `completed`.
 
     Raises:
-        ConfigError: a parameter is out of range, or the directory holds something else.
+        ConfigError: the directory holds something else.
         MissingExtra: one of the `samples` packages is not installed.
     """
     photos, root = load_photos(), Path(directory)
@@ -111,21 +108,18 @@ def make_samples(
             return False, path.stat().st_size
         return True, write(path, encoded(*noisy_crop(photos[name], np.random.default_rng([seed, i]), _SIZES)))
 
-    files = _make_all(make, count, num_threads, progress)
+    files = _make_all(make, count, progress)
     made, total_bytes = sum(is_new for is_new, _ in files), sum(size for _, size in files)
     return Samples(directory=root, count=count, made=made, total_bytes=total_bytes, classes=classes[:count])
 
 
-def _make_all(
-    make: Callable[[int], T], count: int, num_threads: int | None, progress: Callable[[int, int], object] | None
-) -> list[T]:
+def _make_all(make: Callable[[int], T], count: int, progress: Callable[..., object]) -> list[T]:
     """Return what `make` gives for each of `count` numbers, on threads. See `make_samples`."""
     found: list[T] = []
-    with ThreadPoolExecutor(num_threads or available_threads()) as pool:
+    with ThreadPoolExecutor(available_threads()) as pool:
         for one in pool.map(make, range(count)):
             found.append(one)
-            if progress is not None:
-                progress(len(found), count)
+            progress(completed=len(found))
     return found
 
 
@@ -152,20 +146,13 @@ def _claim(root: Path, folders: Sequence[str], recipe: dict[str, Any]) -> None:
     """Write the marker of this recipe into the directory, and make folders there.
 
     Raises:
-        ConfigError: the recipe's count or seed is out of range, or the directory holds something else.
+        ConfigError: the directory holds something else.
     """
-    for name, least in (("count", 1), ("seed", 0)):
-        if recipe[name] < least:
-            raise ConfigError([Problem(f"samples.{name}", f"must be >= {least}, got {recipe[name]}")])
     root.mkdir(parents=True, exist_ok=True)
     marker, holds = root / _MARKER, ""
     if marker.exists():
         found = json.loads(marker.read_text())
-        differ = (
-            f"{key}={found[key]!r} (not {value!r})" if key in found else f"no {key} (not {value!r})"
-            for key, value in recipe.items()
-            if found.get(key) != value
-        )
+        differ = (f"{key}={found.get(key)!r} (not {recipe[key]!r})" for key in recipe if found.get(key) != recipe[key])
         if other := ", ".join(differ):
             holds = f"samples made with {other}"
     elif (entry := min(root.iterdir(), default=None)) is not None:
@@ -247,6 +234,10 @@ class _Shape:
         """Return x1, y1, x2, y2."""
         return [*self.corners.min(axis=0).tolist(), *self.corners.max(axis=0).tolist()]
 
+    def overlaps(self, other: _Shape) -> bool:
+        """Return True if the boxes overlap."""
+        return all(self.box[i] < other.box[i + 2] and other.box[i] < self.box[i + 2] for i in (0, 1))
+
     @property
     def area(self) -> float:
         x, y = self.corners.T
@@ -277,8 +268,7 @@ def make_detection_samples(
     count: int,
     *,
     seed: int = 0,
-    progress: Callable[[int, int], object] | None = None,
-    num_threads: int | None = None,
+    progress: Callable[..., object] = lambda **numbers: None,
 ) -> Samples:
     """Fill `directory` with `count` images, their masks, `instances.json` and `listing.jsonl`.
 
@@ -307,7 +297,7 @@ def make_detection_samples(
         num_bytes = image.stat().st_size + mask.stat().st_size
         return _Image(height=height, width=width, shapes=shapes, num_bytes=num_bytes, is_new=is_new)
 
-    images = _make_all(make, count, num_threads, progress)
+    images = _make_all(make, count, progress)
     made, total_bytes = sum(image.is_new for image in images), sum(image.num_bytes for image in images)
     total_bytes += write(root / "instances.json", json.dumps(_coco(images)).encode())
     total_bytes += write(root / "listing.jsonl", "".join(map(_line, range(count), images)).encode())
@@ -326,15 +316,11 @@ def _draw(rng: np.random.Generator, height: int, width: int) -> list[_Shape]:
         corners = np.array(list(SHAPES.values())[label]) * [w // 12, h // 12] + [x, y]
         red, green, blue = (min(max(base + add, 0), 255) for base, add in zip(_COLORS[label], shift, strict=True))
         shape = _Shape(label, (red, green, blue), corners)
-        if not any(_overlap(shape.box, other.box) for other in shapes):
+        if not any(shape.overlaps(other) for other in shapes):
             shapes.append(shape)
         if len(shapes) == wanted:
             break
     return shapes
-
-
-def _overlap(a: list[int], b: list[int]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _coco(images: list[_Image]) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def check(spec: SourceSpec) -> int:
     for number, part in enumerate(parts.values()):
         own = np.flatnonzero(division.parts == number)
         assert [source.path(i) for i in own] == [part.path(i) for i in range(len(part))]
-    seen: list[tuple[int, int]] = []
-    found = find_leaks(source, division, max_requests=1000, progress=lambda *steps: seen.append(steps))
+    seen: list[tuple[int, ...]] = []
+    found = find_leaks(source, division, max_requests=1000, progress=lambda **step: seen.append(tuple(step.values())))
     assert [(pair.index, pair.other) for pair in found.pairs] == leaks_of(source, parts)
     assert all(done <= count for done, count in seen) and seen[0][1] <= len(source)
     in_parts = np.flatnonzero(division.parts >= 0)

@@ -13,7 +13,7 @@ import pytest
 
 import gpuflow
 from gpuflow.tools.audit import EpochAudit, audit, read_lines
-from tests.commands import Run, command_here
+from tests.commands import Run, command_here, document_of
 from tests.datasets import deadline, make_photos, write_config
 
 PHOTOS = 60
@@ -155,6 +155,11 @@ def test_the_command_finds_lines_that_are_missing_or_doubled(
         + re.sub(r"[\[\],]", "", str(sorted(removed["indices"]))),
         f"train epoch 1: 60 of 60 samples; repeated samples {' '.join(map(str, sorted(doubled['indices'])))}",
     ]
+    done = command(*files, "--json")
+    first, second = document_of("audit", done)["epochs"]
+    assert (done.code, first["name"], first["samples"], first["reached"]) == (1, "train epoch 0", 60, 60)
+    assert first["faults"]["missing at positions"] == [20, 21, 22, 23]
+    assert second["faults"] == {"repeated samples": sorted(doubled["indices"])}
     done = command(files[0])
     assert done.code == 1
     assert "missing at positions 4-7 12-15 20-23 28-31 36-39 44-47 52-55" in done.out
@@ -199,6 +204,8 @@ def test_bad_samples_are_named_with_what_replaced_them(photos: Path, tmp_path: P
         f"train epoch 0: 24 of 24 samples; each exactly once; bad sample 5 replaced by {stand_in}",
         "train epoch 1: 24 of 24 samples; each exactly once; bad sample 5 left out",
     ]
+    found = [epoch.as_dict()["bad"] for epoch in audits(config)]
+    assert found == [[{"sample": 5, "replaced_by": stand_in}], [{"sample": 5, "replaced_by": None}]]
 
 
 def test_weighted_draws_may_repeat_a_sample_and_not_a_position(config: Path) -> None:

@@ -220,7 +220,7 @@ def test_table_has_the_ratio_of_gpuflow_to_each_other_arm(config: Path) -> None:
     }
     figures = bench.figures(rates, {job(config, "spdl", workers=2): 0.34})
     printed = Console(width=200, file=io.StringIO())
-    printed.print(bench.table(figures, busy=True))
+    printed.print(bench.table(figures))
     lines = [line.split() for line in printed.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert lines[1:] == [
         ["1", "gpuflow", "1,100", "1,000", "1,200"],
@@ -228,7 +228,7 @@ def test_table_has_the_ratio_of_gpuflow_to_each_other_arm(config: Path) -> None:
         ["2", "gpuflow", "2,000", "2,000", "2,000"],
         ["2", "spdl", "500", "500", "500", "4.00", "34%"],
     ]
-    assert bench.table(figures, busy=False).columns[-1].header == "gpuflow / arm"
+    assert bench.table(bench.figures(rates, {})).columns[-1].header == "gpuflow / arm"
     assert [(one.ratio, one.other_processes) for one in figures] == [(1, None), (4, None), (1, None), (4, 0.34)]
 
 

@@ -16,7 +16,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, t
 from gpuflow.errors import ConfigError
 from gpuflow.runtime.ranks import Group, Ranks
 from gpuflow.tools.predict import Evaluation, Row, RowPredictor, evaluate
-from tests.commands import Run, command_here
+from tests.commands import Run, command_here, document_of
 from tests.datasets import VAL, deadline, write_config
 from tests.ranks import ROOT, torchrun
 from tests.serve.models import save_program
@@ -78,6 +78,13 @@ def test_the_command_writes_tables_and_a_picture(config: Path, tmp_path: Path, g
     with (tmp_path / "out" / "bad.csv").open() as file:
         assert [int(row["index"]) for row in csv.DictReader(file)] == BAD
     assert (tmp_path / "out" / "confusion.png").read_bytes().startswith(b"\x89PNG")
+    done = gpuflow_command("evaluate", config, "--device", "cpu", "--out", tmp_path / "out", "--json")
+    document = document_of("evaluate", done)
+    assert (document["samples"], document["bad"], document["k"]) == (17, 2, 4)
+    assert document["top_1"] == found.confusion.trace() / 17
+    assert [row["class"] for row in document["classes"]] == list(CLASSES)
+    assert [row["recall"] for row in document["classes"]] == found.shares[0].tolist()
+    assert sorted(Path(file).name for file in document["files"])[:2] == ["bad.csv", "classes.csv"]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 import random
 import sys
@@ -27,6 +26,7 @@ from gpuflow.errors import GpuflowError
 from gpuflow.tools import load_test as loadtest
 from gpuflow.tools.bench import COLUMNS
 from gpuflow.tools.load_test import Latency, Load, Point, choose_files, measure
+from tests.commands import command_here, document_of
 from tests.datasets import deadline, make_photos
 from tests.serve.fakes import FakeEngine
 from tests.serve.services import served
@@ -150,10 +150,6 @@ def test_a_percentile_is_the_least_latency_that_so_many_do_not_exceed(latencies:
         ({"url": "http://x:port"}, "--url: must be like http://127.0.0.1:8888, got 'http://x:port'"),
         ({"url": "http://x/a b"}, "--url: must be like http://127.0.0.1:8888, got 'http://x/a b'"),
         ({"url": "http://x/\u00fc"}, "--url: must be like http://127.0.0.1:8888, got 'http://x/\u00fc'"),
-        ({"clients": 0}, "Load.clients must be >= 1, got 0"),
-        ({"request_batch": 0}, "Load.request_batch must be >= 1, got 0"),
-        ({"seconds": 0.0}, "Load.seconds must be a number of seconds > 0, got 0.0"),
-        ({"seconds": math.inf}, "Load.seconds must be a number of seconds > 0, got inf"),
     ],
 )
 def test_a_load_is_checked(changes: dict[str, Any], text: str) -> None:
@@ -296,11 +292,11 @@ def test_what_the_service_takes(files: tuple[str, ...]) -> None:
         point = measure(short(server.url, 2, seconds=0.6), files)
         unknown = measure(short(server.url, 1, seconds=0.2), files, pids=[])
         gone = measure(short(server.url, 1, seconds=0.2), files, pids=[2**22 + 1])
-    assert point.cpu_percent is not None and point.pss_mb is not None and point.rss_mb is None
+    assert point.cpu_percent is not None and point.pss_mb is not None
     assert point.cpu_percent > point.qps * 0.9, "10 ms a request, and clocks that tick every 10 ms"
     assert point.pss_mb > 50, "Python with torch"
     for other in (unknown, gone):
-        assert (other.cpu_percent, other.pss_mb, other.rss_mb, other.gpu_percent) == (None,) * 4
+        assert (other.cpu_percent, other.pss_mb, other.gpu_percent) == (None,) * 3
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -384,17 +380,7 @@ def test_the_table_fits_a_narrow_terminal() -> None:
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert lines[1] == ["1", "1,234", "8.2", "7", "12.3", "123", "0", "150", "900", "-", "1"]
     assert lines[2] == ["20", "1,234", "-", "-", "-", "-", "3", "-", "-", "-", "1"]
-    assert len(lines) == 5, "and what the units are"
-    assert lines[4][:2] == ["MB:", "PSS,"]
-
-
-def test_memory_is_the_resident_one_where_no_other_is_known() -> None:
-    point, stream = made_up(1, pss_mb=None, rss_mb=1200.0), StringIO()
-    Console(file=stream, width=100).print(loadtest.render([point]))
-    lines = stream.getvalue().splitlines()
-    assert lines[1].split()[8] == "1,200" and lines[3].startswith("MB: RSS, in which memory that processes share")
-    figures = {row["metric"]: row["value"] for row in loadtest.rows([point], arm="service", workload="photos")}
-    assert figures["rss_mb"] == "1200" and "pss_mb" not in figures
+    assert lines[4][:2] == ["MB:", "PSS,"], "and what the units are"
 
 
 def test_notes() -> None:
@@ -437,6 +423,14 @@ def test_the_command(
     assert list(rows[0]) == COLUMNS
     assert {row["arm"] for row in rows} == {"mine"}
     assert {row["workload"] for row in rows} == {f"photos; batch=1; clients={n}" for n in (1, 2)}
+    command = command_here(monkeypatch, capsys, "load-test", "--data", photos, "--clients", "1", "--seconds", "0.2")
+    with scripted(lambda number, *_: FULL if number % 2 else OK) as server:
+        document = document_of("load-test", command("--url", server.url, "--out", tmp_path, "--json"))
+    [result] = document["results"]
+    assert (result["load"]["clients"], list(result["errors"])) == (1, ["503"])
+    assert result["qps"] > 0 and result["latency"]["tp99_ms"] > 0
+    assert document["notes"][0].startswith("1 clients, errors: 503: ")
+    assert str(tmp_path / "load_test.csv") in document["files"]
 
 
 def test_what_was_measured_is_written_when_the_service_ends(
@@ -461,7 +455,7 @@ def test_what_was_measured_is_written_when_the_service_ends(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--clients", "5,x"], "error: --clients: must be numbers >= 1 separated by commas, got '5,x'"),
+        (["--clients", "5,x"], "error: --clients: must be numbers >= 1 separated by commas, each once, got '5,x'"),
         (["--url", "localhost"], "error: --url: must be like http://127.0.0.1:8888, got 'localhost'"),
     ],
 )
