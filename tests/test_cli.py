@@ -625,8 +625,8 @@ def test_train_refuses_another_preprocessing(gpuflow: Run, config: Path) -> None
     done = gpuflow("train", config, "--resume", "pipelines.val.stages.resize.shorter=40")
     assert done.code == 1
     assert re.fullmatch(
-        rf"error: {config.parent}/run/last\.pt: was trained with preprocessing {first}, the configuration's is "
-        r"[0-9a-f]{16}; restore the stages or set another train\.out\n",
+        rf"error: {config.parent}/run/last\.pt: was trained with preprocessing {first}, the configuration says "
+        r"[0-9a-f]{16}; restore the configuration or set another train\.out\n",
         done.err,
     )
 

@@ -84,14 +84,10 @@ def save_checkpoint(
     expected = shapes_of(arch, count := outputs or len(loader.classes))
     if found != expected:
         name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        fault = f"{name} has the shape {found.get(name)} and not {expected.get(name)}"
-        if name not in expected:
-            fault = f"it also has {name}"
-        elif name not in found:
-            fault = f"it has no {name}"
+        shapes = f"{found.get(name, 'nothing')} in place of {expected.get(name, 'nothing')}"
         raise ValueError(
-            f"model must have the weights of {arch} for {count} classes, but {fault}; name its own arch, or save "
-            "its weights and loader.state_dict() with torch.save, and serve it as .pt2"
+            f"model must have the weights of {arch} for {count} classes, but for {name} it has {shapes}; name its own "
+            "arch, or save its weights and loader.state_dict() with torch.save, and serve it as .pt2"
         )
     pipeline = (val or loader).pipeline
     state: dict[str, Any] = {

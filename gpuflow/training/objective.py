@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from gpuflow.config import Config
-from gpuflow.errors import ConfigError, Problem
+from gpuflow.errors import UNSET, ConfigError, Problem
 from gpuflow.sources import Source, has_labels, has_one_class
 
 _LOSSES = {"class": ("cross_entropy", "bce"), "classes": ("bce",), "numbers": ("mse", "l1", "smooth_l1")}  # auto first
@@ -113,6 +113,11 @@ class Objective:
         return labels.reshape(len(labels), -1).float()
 
 
+def conflict(config: Config, path: tuple[str, ...], rule: str, action: str, value: object = UNSET) -> Problem:
+    """Return the problem of a key of the file that cannot be trained with."""
+    return Problem(f"{config.path}:", rule, value, action, path, "config.conflict")
+
+
 def objective_of(config: Config, source: Source) -> Objective:
     """Return the objective for the labels of a source.
 
@@ -123,7 +128,7 @@ def objective_of(config: Config, source: Source) -> Objective:
     if not has_labels(source):
         action = "declare a label in source.fields, or iterate gpuflow.load in a training loop of your own"
         rule = "must give gpuflow train a label for each sample, gives no label"
-        raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
+        raise ConfigError([conflict(config, ("source",), rule, action)])
     if not has_one_class(source):
         labels = "classes" if source.labels.dtype == np.uint8 else "numbers"
     if labels == "numbers":
@@ -131,13 +136,8 @@ def objective_of(config: Config, source: Source) -> Objective:
     known, kinds = _LOSSES[labels], {"class": "one class", "classes": "several classes", "numbers": "numbers"}
     rule = f"does not suit the source, whose samples have {kinds[labels]} each"
     loss: str = known[0] if spec.loss == "auto" else spec.loss
-    problem = None
     if loss not in known:
-        action = f"use auto or {' or '.join(known)}"
-        problem = Problem(f"{config.path}:", rule, loss, action, ("train", "loss"), "config.conflict")
-    elif spec.label_smoothing and labels == "numbers":
-        path = ("train", "label_smoothing")
-        problem = Problem(f"{config.path}:", rule, spec.label_smoothing, "remove it", path, "config.conflict")
-    if problem is not None:
-        raise ConfigError([problem])
+        raise ConfigError([conflict(config, ("train", "loss"), rule, f"use auto or {' or '.join(known)}", loss)])
+    if spec.label_smoothing and labels == "numbers":
+        raise ConfigError([conflict(config, ("train", "label_smoothing"), rule, "remove it", spec.label_smoothing)])
     return Objective(labels=labels, loss=loss, outputs=outputs, smoothing=spec.label_smoothing)

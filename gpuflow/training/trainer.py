@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from gpuflow.runtime.files import atomic_write, locked_folder, replaced_file
 from gpuflow.runtime.preemption import Preemption
 from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, process_group
 from gpuflow.training.checkpoint import read_resumable, save_checkpoint
-from gpuflow.training.objective import Objective, objective_of
+from gpuflow.training.objective import Objective, conflict, objective_of
 from gpuflow.training.results import Results
 
 _READ_SECONDS = 0.5
@@ -125,9 +125,10 @@ class Trainer:
         if not (resume or force) and self._ranks.rank == 0:
             action = "--force overwrites it, another directory keeps both"
             if self._found is not None:
-                self._refuse_out("holds the checkpoint of another run", f"--resume goes on with that run, {action}")
+                action = f"--resume goes on with that run, {action}"
+                raise self._out_error("holds the checkpoint of another run", action)
             if left:
-                self._refuse_out(f"holds {left[0].name} of another run", action)
+                raise self._out_error(f"holds {left[0].name} of another run", action)
         self._stale = [] if resume else left  # the first save removes them
         self.device = device_of_rank(device, self._ranks)
         _refuse_untrainable(config)
@@ -155,7 +156,6 @@ class Trainer:
         self._steps_in_all = self._spec.epochs * len(self.train_loader)
         self.step, self.epoch = 0, 0
         self.preempted, self._preemption = False, preemption
-        self._saved = 0, time.monotonic()
         self._epoch_sums: list[float] | None = None
         self.preprocessing = (self.val_loader or self.train_loader).preprocessing
         if resume:
@@ -203,7 +203,7 @@ class Trainer:
                 raises its own error after `run.timeout_s`, that is, earlier.
             ConfigError: `train.out` cannot be written, or another run writes there.
         """
-        last_step = min(self._steps_in_all, self.step + max_steps if max_steps is not None else self._steps_in_all)
+        last_step = min(self._steps_in_all, self.step + (max_steps or self._steps_in_all))
         timeout = 2 * self._config.run.timeout_s
         result = None
         self._saved = self.step, time.monotonic()
@@ -497,8 +497,8 @@ class Trainer:
         resumed epoch reports the rest of it.
         """
         every, (step, seconds) = self._spec.save_every, self._saved
-        by_steps = every.steps is not None and self.step - step >= every.steps
-        by_time = every.minutes is not None and time.monotonic() - seconds >= 60 * every.minutes
+        by_steps = self.step - step >= (every.steps or math.inf)
+        by_time = time.monotonic() - seconds >= 60 * (every.minutes or math.inf)
         if not (by_steps or by_time):
             return
         known = sums_are_whole and (by_steps or self._ranks.world_size == 1)
@@ -533,21 +533,18 @@ class Trainer:
         try:
             yield
         except BlockingIOError as error:
-            self._refuse_out(
-                "is in use by another run of gpuflow train", "wait for it, or name another directory", error
-            )
+            action = "wait for it, or name another directory"
+            raise self._out_error("is in use by another run of gpuflow train", action) from error
         except OSError as error:
             reason = f"cannot be written: {error.strerror}: {str(error.filename or self.checkpoint)!r}"
             refused = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError | IsADirectoryError)
             action = (
                 "name another directory" if refused else "free space there or name another directory; --resume goes on"
             )
-            self._refuse_out(reason, action, error)
+            raise self._out_error(reason, action) from error
 
-    def _refuse_out(self, rule: str, action: str, cause: OSError | None = None) -> NoReturn:
-        place = f"{self._config.path}:"
-        problem = Problem(place, rule, self._spec.out, action, ("train", "out"), "config.rule")
-        raise ConfigError([problem]) from cause
+    def _out_error(self, rule: str, action: str) -> ConfigError:
+        return ConfigError([Problem(f"{self._config.path}:", rule, self._spec.out, action, ("train", "out"))])
 
     def _resume(self) -> None:
         state = read_resumable(self.checkpoint, self.device)
@@ -556,6 +553,7 @@ class Trainer:
             "classes": [] if self._objective.labels == "numbers" else list(self.train_loader.classes),
             "outputs": self._objective.outputs,
             "optimizer_name": self._spec.optimizer,
+            "preprocessing": self.preprocessing,
         }
         state = {"outputs": len(state["classes"]), "optimizer_name": "sgd", **state}  # older checkpoints have neither
         for key, value in ours.items():
@@ -565,11 +563,6 @@ class Trainer:
                     f"{self.checkpoint}: was trained with {name} {state[key]}, the configuration says {value}; "
                     "restore the configuration or set another train.out"
                 )
-        if state["preprocessing"] != self.preprocessing:
-            raise StateError(
-                f"{self.checkpoint}: was trained with preprocessing {state['preprocessing']}, the configuration's is "
-                f"{self.preprocessing}; restore the stages or set another train.out"
-            )
         try:
             self.model.load_state_dict(state["model"])
             if self._average is not None:
@@ -672,8 +665,7 @@ def _refuse_untrainable(config: Config) -> None:
     problems = []
 
     def refuse(name: str, rule: str, action: str, key: str = "stages") -> None:
-        path = ("pipelines", name, key)
-        problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+        problems.append(conflict(config, ("pipelines", name, key), rule, action))
 
     for name in ("train", "val"):
         if name in config.views:
@@ -697,8 +689,8 @@ def _refuse_untrainable(config: Config) -> None:
 def _model(config: Config, outputs: int) -> nn.Module:
     """Return the model of `train.model`, with new weights. Raises ConfigError unless there is one, and it takes the
     images of train and val."""
-    name, place, problems = config.train.model, f"{config.path}:", []
-    model = named_model(name, outputs, place)
+    name, problems = config.train.model, []
+    model = named_model(name, outputs, f"{config.path}:")
     for pipeline in ("train", "val"):
         height, width, _ = config.programs[pipeline].result.shape if pipeline in config.programs else (None, None, 3)
         if height is None or width is None:
@@ -707,7 +699,7 @@ def _model(config: Config, outputs: int) -> nn.Module:
             fitting = [size for size in usual_sizes(name) if not size_fault(model, size, size, training=True)]
             action = f"set train.size={fitting[0]}, or another size or model" if fitting else "take another model"
             rule = f"must take the images of {pipeline}, which have {height}x{width} pixels: {fault}"
-            problems.append(Problem(place, rule, name, action, ("train", "model"), "config.conflict"))
+            problems.append(conflict(config, ("train", "model"), rule, action, name))
     if problems:
         raise ConfigError(problems)
     return model

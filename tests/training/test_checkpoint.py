@@ -119,7 +119,7 @@ def test_what_could_not_be_served_is_refused_when_it_is_saved(config: Path, tmp_
         ):
             gpuflow.save_checkpoint(tmp_path / "x.pt", model, arch="squeezenet", loader=loader)
         with pytest.raises(
-            ValueError, match=r"weights of squeezenet1_1 for 3 classes, but classifier\.1\.bias has the"
+            ValueError, match=r"weights of squeezenet1_1 for 3 classes, but for classifier\.1\.bias it has"
         ):
             gpuflow.save_checkpoint(tmp_path / "x.pt", model, arch=ARCH, loader=loader)
         with pytest.raises(OSError, match="No such file"):
@@ -132,8 +132,8 @@ def test_what_could_not_be_served_is_refused_when_it_is_saved(config: Path, tmp_
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
-        (nn.Sequential(models.squeezenet1_1(num_classes=3)), "it also has 0.classifier.1.bias"),
-        (nn.Sequential(), "it has no classifier.1.bias"),
+        (nn.Sequential(models.squeezenet1_1(num_classes=3)), "for 0.classifier.1.bias it has (3,) in place of nothing"),
+        (nn.Sequential(), "for classifier.1.bias it has nothing in place of (3,)"),
     ],
 )
 def test_the_weights_of_another_model(model: nn.Module, fault: str, config: Path, tmp_path: Path) -> None:

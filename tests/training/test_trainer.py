@@ -331,8 +331,8 @@ def test_refuses_a_checkpoint_of_something_else(config_file: Path, tmp_path: Pat
         Trainer(read(config_file, "pipelines.val.stages.resize.shorter=40"), device="cpu", resume=True)
     ours = read(config_file, "pipelines.val.stages.resize.shorter=40").programs["val"].pipeline.fingerprint
     assert str(caught.value) == (
-        f"{place}: was trained with preprocessing {trainer.preprocessing}, the configuration's is {ours}; "
-        "restore the stages or set another train.out"
+        f"{place}: was trained with preprocessing {trainer.preprocessing}, the configuration says {ours}; "
+        "restore the configuration or set another train.out"
     )
     with pytest.raises(
         StateError,
