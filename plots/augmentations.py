@@ -31,24 +31,11 @@ _COLUMNS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
+    """One magnitude of a stage. forms: see `_FORMS`. largest: the largest difference in levels."""
+
     label: str
-    cpu: Pixels
-    gpu: Pixels
-
-    @property
-    def largest(self) -> int:
-        """Return the largest difference in levels."""
-        return int(np.abs(self._difference).max())
-
-    @property
-    def _difference(self) -> NDArray[np.int16]:
-        return np.subtract(self.cpu, self.gpu, dtype=np.int16)
-
-    @property
-    def amplified(self) -> Pixels:
-        """Return the difference, with larger levels."""
-        levels: Pixels = np.minimum(np.abs(self._difference) * _AMPLIFIED, 255).astype(np.uint8)
-        return levels
+    forms: tuple[Pixels, Pixels, Pixels]
+    largest: int
 
 
 def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
@@ -87,7 +74,7 @@ def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
 
 def _draw_picture(axes: Any, left: float, top: float, picture: _Picture, *, heads: bool) -> None:
     """Draw the three forms of one magnitude in a row, with the magnitude and the difference below them."""
-    for form, (name, pixels) in enumerate(zip(_FORMS, (picture.cpu, picture.gpu, picture.amplified), strict=True)):
+    for form, (name, pixels) in enumerate(zip(_FORMS, picture.forms, strict=True)):
         x = left + form * (_CELL + _GAP)
         rows, columns = pixels.shape[:2]
         scale = _CELL / max(rows, columns)
@@ -112,8 +99,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[_Picture]]]:
         for key in file.files:
             name, *rest = key.split("/")
             if rest and rest[-1] == "cpu":
-                label = rest[1]
-                stages[name].append(_Picture(label, file[key], file[key.removesuffix("cpu") + "gpu"]))
+                cpu, gpu = file[key], file[key.removesuffix("cpu") + "gpu"]
+                difference = np.abs(np.subtract(cpu, gpu, dtype=np.int16))
+                amplified = np.minimum(difference * _AMPLIFIED, 255).astype(np.uint8)
+                stages[name].append(_Picture(rest[1], (cpu, gpu, amplified), int(difference.max())))
     return about, stages
 
 

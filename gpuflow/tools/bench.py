@@ -7,7 +7,6 @@ slower affects all of them. Run as `python -m gpuflow.tools.bench JOB`, this mod
 from __future__ import annotations
 
 import csv
-import dataclasses
 import datetime
 import io
 import json
@@ -170,12 +169,7 @@ def workload_problem(config: Config, pipeline: str, workload: str) -> str:
 def _normalizing(program: Program) -> list[dict[str, Any]]:
     """Return the stages that normalize, as entries of a file."""
     stages = [stage for stage in program.pipeline.stages if stage.stage_name == "normalize"]
-    return [{stage.stage_name: _parameters(stage)} for stage in stages]
-
-
-def _parameters(stage: Any) -> dict[str, Any]:
-    values = ((field, getattr(stage, field.name)) for field in dataclasses.fields(stage))
-    return {field.name: value for field, value in values if value != field.default}
+    return [{stage.stage_name: stage.params()} for stage in stages]
 
 
 def _config_of(job: Job, *overrides: str) -> Config:
@@ -189,7 +183,7 @@ def _config_of(job: Job, *overrides: str) -> Config:
         return config
     program = config.programs[job.pipeline]
     height, width, _ = program.result.shape
-    decode = {**_parameters(program.decoder), "backend": "cpu"}
+    decode = {**program.decoder.params(), "max_scans": program.decoder.max_scans, "backend": "cpu"}
     stages = [{program.decoder.stage_name: decode}, {"resize": {"height": height, "width": width}}]
     if job.workload in ("normalize", "transfer"):
         stages += _normalizing(program)

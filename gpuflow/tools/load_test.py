@@ -198,8 +198,9 @@ def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = No
             _send(process, begin)
         seen = _watch(pids, begin, begin + load.seconds)
         answers = [_result(process, load.timeout_s + _START_SECONDS) for process in processes]
-    latencies = [milliseconds for answer in answers for milliseconds in answer["latencies_ms"]]
-    errors = sum((Counter(answer["errors"]) for answer in answers), Counter[str]())
+    clients = [client for answer in answers for client in answer["clients"]]
+    latencies = [milliseconds for several, _ in clients for milliseconds in several]
+    errors = sum((Counter(counts) for _, counts in clients), Counter[str]())
     qps = len(latencies) / load.seconds
     return Point(
         load=load,
@@ -438,9 +439,8 @@ def _main() -> None:
     cpu = time.process_time() - cpu
     for thread in threads:
         thread.join(max(0.0, end + load.timeout_s - time.monotonic()))
-    latencies = [latency for client in clients for latency in client.latencies_ms]
-    errors = sum((client.errors for client in clients), Counter[str]())
-    print(json.dumps({"latencies_ms": latencies, "errors": errors, "cpu_s": cpu}), flush=True)
+    answered = [(client.latencies_ms, client.errors) for client in clients]
+    print(json.dumps({"clients": answered, "cpu_s": cpu}), flush=True)
 
 
 if __name__ == "__main__":
