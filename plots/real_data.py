@@ -115,8 +115,7 @@ def _ratios(
     axes.xaxis.grid(True)
     axes.tick_params(axis="x", labelsize=10, length=0)
     axes.axvline(1.0, color=style.GRAY, linewidth=1.2)
-    axes.spines["bottom"].set_visible(False)
-    axes.spines["left"].set_visible(False)
+    axes.spines[["bottom", "left"]].set_visible(False)
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
 

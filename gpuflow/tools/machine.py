@@ -262,10 +262,8 @@ def broken_modules() -> dict[str, str]:
 def _software(broken: Mapping[str, str]) -> Software:
     versions = {}
     for distribution in MODULES.values():
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):  # OpenCV comes under several names
             versions[distribution] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:  # OpenCV comes under several names
-            continue
     cuda = None
     if "torch" not in broken:
         import torch

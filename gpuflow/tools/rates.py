@@ -377,7 +377,7 @@ def _gpu_rate(batch: Sequence[tuple[Bytes, int, int]], backend: str) -> DecodeRa
 
     from gpuflow.decode.nvjpeg import BatchedDecoder, find_nvjpeg
 
-    files = [torch.from_numpy(data).pin_memory() for data, _, _ in batch]
+    files = [torch.tensor(data, device="cpu").pin_memory() for data, _, _ in batch]
     pixels = [torch.empty((height, 3 * width), dtype=torch.uint8, device="cuda") for _, height, width in batch]
     lengths, addresses = np.array([(len(file), file.data_ptr()) for file in files], np.uint64).T.copy()
     images = np.zeros((len(batch), 8), np.uint64)
