@@ -431,14 +431,10 @@ def check(
 
 def _leaks_of(config: Config, max_requests: int, notes: list[str]) -> list[str]:
     """Return a line for each sample with the bytes of one in an earlier part. Adds what was not compared to `notes`."""
-    from gpuflow.loader.assemble import division_of, open_whole
     from gpuflow.tools.duplicates import find_leaks
+    from gpuflow.tools.parts import divided
 
-    if not config.part_names:
-        rule = "needs parts of the source, got none; add source.split or source.splits"
-        raise ConfigError([Problem(f"{config.path}: --leaks", rule)])
-    with closing(open_whole(config)) as source, _task("samples") as update:
-        division = division_of(config, source)
+    with divided(config) as (source, division), _task("samples") as update:
         found = find_leaks(source, division, max_requests=max_requests, progress=update)
         lines = [f"{division.describe(pair.index)} {pair.describe(source, division)}" for pair in found.pairs]
     if found.unread:
@@ -534,11 +530,10 @@ def split(
         if out.exists():
             raise ConfigError([Problem("--out:", f"{out} exists and is not overwritten; remove it, or name another")])
     with divided(config) as (source, division):
+        _print(str(division))
         if out is not None:
             _write(out, parts_csv(source, division))
-    _print(str(division))
-    if out is not None:
-        _print(f"wrote {out}: {len(division.parts):,} samples")
+            _print(f"wrote {out}: {len(division.parts):,} samples")
 
 
 @_command(_DATA, "gpuflow show configs/demo.yaml -n 16 --out page.html")
@@ -690,27 +685,25 @@ def train(
         preemption=preemption,
     )
     first, start = ranks.rank == 0, trainer.step
-    if first and (note := _order_note(config)):
-        _say("note", note)
     if first:
+        if note := _order_note(config):
+            _say("note", note)
         _print_err("\n".join(trainer.header))
     with ExitStack() as stack:
         if metrics_port is not None:
             stack.enter_context(serve_metrics(trainer.loaders, port=metrics_port))
         bar = stack.enter_context(_bar(quiet=not first))
         trainer.run(Bar() if first else TrainerEvents(), max_steps=max_steps)
-    if first and trainer.step == start:
-        done = f"{trainer.checkpoint} is at step {start}, after train.epochs = {config.train.epochs}"
-        _print(f"nothing left to train: {done}; raise train.epochs to go on")
-    elif first:
-        _print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
-    if trainer.preempted:
-        if first:
-            _print_err("stopped by a signal; --resume goes on")
-        raise typer.Exit(ExitCode.SAVED)
     if first:
-        arguments = trainer.next_command(str(path), overrides or ())
-        _print_err(f"next: {shlex.join(arguments)}")
+        text = f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}"
+        if trainer.step == start:
+            done = f"{trainer.checkpoint} is at step {start}, after train.epochs = {config.train.epochs}"
+            text = f"nothing left to train: {done}; raise train.epochs to go on"
+        _print(text)
+        next_command = shlex.join(trainer.next_command(str(path), overrides or ()))
+        _print_err("stopped by a signal; --resume goes on" if trainer.preempted else f"next: {next_command}")
+    if trainer.preempted:
+        raise typer.Exit(ExitCode.SAVED)
 
 
 @_command(_TRAIN, "gpuflow audit runs/demo/audit-0.jsonl")
@@ -909,7 +902,7 @@ def scan(
             add(finding)
             bad += finding.bad
             update(note=f"{bad} bad")
-        duplicates = Duplicates.of(source, division, contents, near)
+        duplicates = Duplicates(source, division, contents, near)
         for finding in duplicates.findings():
             add(finding)
     turned = sum(row["kind"] == "turned" for row in rows)

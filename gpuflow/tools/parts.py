@@ -9,7 +9,7 @@ from gpuflow.config import Config
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.sources import Division, Source, divide, open_source
 from gpuflow.sources.split_spec import CONTENT, TRAIN, VAL
-from gpuflow.sources.storage import is_remote
+from gpuflow.sources.storage import is_remote, time_limit
 
 _NAMED = 5
 """Classes that a text names."""
@@ -19,12 +19,12 @@ _NAMED = 5
 def divided(config: Config) -> Iterator[tuple[Source, Division]]:
     """Open the whole source of a configuration, and divide it. Errors name the file."""
     if not config.part_names:
-        rule, action = "must have parts", "add source.split"
+        rule, action = "must have parts", "add source.split or source.splits"
         raise ConfigError(
             [Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.missing_key")]
         )
     try:
-        with closing(open_source(config.source)) as whole:
+        with time_limit(config.run.timeout_s), closing(open_source(config.source)) as whole:
             yield whole, divide(whole, config.source, config.part_names)
     except SourceError as error:
         raise SourceError(f"{config.path}: {error}") from error

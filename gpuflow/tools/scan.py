@@ -23,7 +23,7 @@ from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.pipeline.records import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Division, Source, left_out_of, records_of
-from gpuflow.tools.duplicates import Contents, Pair, equal_pairs, near_pairs
+from gpuflow.tools.duplicates import Contents, equal_pairs, near_pairs
 from gpuflow.tools.show import Shown
 
 _CHUNK = 32
@@ -127,31 +127,22 @@ def scan(
         scanner.close()
 
 
-@dataclass(frozen=True, slots=True)
 class Duplicates:
-    """Equal and similar samples of a source that was scanned.
+    """Compares all samples of a source that was scanned, and holds the equal and the similar ones.
 
+    max_bits: how many of 64 bits differ at most between the hashes of similar images.
     leaks: those whose bytes an earlier part has. repeated: how many repeat the bytes of one of their own part.
     across: those that look like one of an earlier part, the most similar ones first. within: the same of one part.
     """
 
-    source: Source
-    division: Division
-    leaks: list[Pair]
-    repeated: int
-    across: list[Pair]
-    within: list[Pair]
-
-    @classmethod
-    def of(cls, source: Source, division: Division, contents: Contents, max_bits: int) -> Duplicates:
-        """Compare all samples. max_bits: how many of 64 bits differ at most between the hashes of similar images."""
-        leaks, repeated = equal_pairs(contents.digests, division)
-        leaked = {pair.index for pair in leaks}
-        across, within = (
+    def __init__(self, source: Source, division: Division, contents: Contents, max_bits: int) -> None:
+        self.source, self.division = source, division
+        self.leaks, self.repeated = equal_pairs(contents.digests, division)
+        leaked = {pair.index for pair in self.leaks}
+        self.across, self.within = (
             sorted((pair for pair in pairs if pair.index not in leaked), key=lambda pair: (pair.bits, pair.index))
             for pairs in near_pairs(contents, division, max_bits)
         )
-        return cls(source, division, leaks, repeated, across, within)
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each sample that is in an earlier part, or looks like one there."""

@@ -294,7 +294,7 @@ def test_leaks_are_found_where_a_column_names_the_parts(gpuflow: Run, config: Pa
 def test_check_of_leaks_needs_parts(gpuflow: Run, config: Path) -> None:
     done = gpuflow("check", config, "--leaks", "source.splits=null")
     assert done.code == 1
-    text = "--leaks needs parts of the source, got none; add source.split or source.splits"
+    text = "source must have parts; add source.split or source.splits"
     assert done.err == f"error: {config}: {text}\n"
 
 

@@ -98,7 +98,7 @@ def test_bad_samples_are_not_appended_to_the_lists(run: Run, config: Path) -> No
 
 def test_split_needs_parts(run: Run, config: Path) -> None:
     done = run("split", config, "source.split={}", "pipelines.val.split=all")
-    assert (done.code, done.err) == (1, "error: x.yaml: source must have parts; add source.split\n")
+    assert (done.code, done.err) == (1, "error: x.yaml: source must have parts; add source.split or source.splits\n")
 
 
 def test_a_state_of_another_fold_is_refused(config: Path) -> None:
