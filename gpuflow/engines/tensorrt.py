@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,10 +78,8 @@ def cache_key(path: str, settings: Settings, platform: Platform) -> str:
     files."""
     digest = hashlib.sha256(json.dumps([_FORMAT, asdict(settings), asdict(platform)]).encode())
     for file in (Path(path), *_side_files(path)):
-        digest.update(f"\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
 
@@ -93,22 +91,10 @@ def timing_key(platform: Platform) -> str:
 def _side_files(path: str) -> list[Path]:
     """Return the separate files with weights of an ONNX model, in order of their names."""
     import onnx
+    from onnx.external_data_helper import ExternalDataInfo, _get_all_tensors, uses_external_data
 
-    def tensors(graph: Any) -> Iterator[Any]:
-        yield from graph.initializer
-        for node in graph.node:
-            for attribute in node.attribute:
-                yield from (attribute.t, *attribute.tensors)
-                for inner in (attribute.g, *attribute.graphs):
-                    yield from tensors(inner)
-
-    names = {
-        entry.value
-        for tensor in tensors(onnx.load(path, load_external_data=False).graph)
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    return [Path(path).parent / name for name in sorted(names)]
+    tensors = filter(uses_external_data, _get_all_tensors(onnx.load(path, load_external_data=False)))
+    return [Path(path).parent / name for name in sorted({ExternalDataInfo(tensor).location for tensor in tensors})]
 
 
 def cache_directory(model: ModelSpec) -> Path:
