@@ -323,8 +323,12 @@ def _given_names(model: ModelSpec) -> tuple[str, ...] | None:
     return tuple(map(str.strip, names))
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """The keys and values of a JSON object in their order; a key may stand there twice."""
+def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raise ValueError if a key stands there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return found
 
 
 def _names_in_json(path: str, text: str) -> tuple[str, ...]:
@@ -335,25 +339,20 @@ def _names_in_json(path: str, text: str) -> tuple[str, ...]:
         return ConfigError([Problem(f"{path}:" if at is None else f"{path}:{at}:", rule, line=at)])
 
     try:
-        found = json.loads(text, object_pairs_hook=_Pairs)
+        found = json.loads(text, object_pairs_hook=_with_keys_once)
     except json.JSONDecodeError as error:
         raise fault(f"is not valid JSON: {error.msg}", error.lineno) from error
     except (RecursionError, ValueError) as error:  # nested too deep; an integer of too many digits
         raise fault(f"cannot be read as JSON: {error}") from error
     place = ""
-    if isinstance(found, _Pairs) and any(key == "id2label" for key, _ in found):
-        place, found = "id2label ", dict(found)["id2label"]
-    if isinstance(found, _Pairs):
-        for key, _ in found:
-            if not re.fullmatch("0|[1-9][0-9]{0,8}", key):
-                raise fault(f"{place}must have the numbers of outputs as keys, such as 0, got {key!r}")
-        found = sorted(found, key=lambda pair: int(pair[0]))
-        for i, number in enumerate(int(key) for key, _ in found):
-            if number < i:
-                raise fault(f"{place}must name each output once, names output {number} twice")
-            if number > i:
-                raise fault(f"{place}must name each output, lacks {i} of 0 to {found[-1][0]}")
-        found = [value for _, value in found]
+    if isinstance(found, dict) and "id2label" in found:
+        place, found = "id2label ", found["id2label"]
+    if isinstance(found, dict):
+        numbers = list(map(str, range(len(found))))
+        if others := found.keys() - set(numbers):
+            rule = f"must have the numbers of all outputs as keys, 0 to {len(found) - 1}, got {min(others)!r}"
+            raise fault(f"{place}{rule}")
+        found = [found[number] for number in numbers]
     if not isinstance(found, list) or not found:
         raise fault(f"{place}must be a list of names, or an object of them by the numbers of outputs")
     names = [value[-1] if isinstance(value, list) and value else value for value in found]
