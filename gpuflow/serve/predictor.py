@@ -42,7 +42,7 @@ from gpuflow.pipeline.stage import Decoder, ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.serve.model_input import matrices_of, require_known_moves
-from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
+from gpuflow.torchpipe.graph import MODEL, NO_MODEL, PREDICT, Graph, chain
 from gpuflow.torchpipe.request_queue import unchanged
 from gpuflow.torchpipe.running_graph import RunningGraph, refuse_forked
 
@@ -225,8 +225,7 @@ class Predictor:
         Raises:
             TypeError: `data` is not bytes. PredictorError: the predictor is closed or has no model.
         """
-        (future,) = self._submit([_bytes_of(data, "submit")], deadline=deadline)
-        return future
+        return self._submit([_bytes_of(data, "submit")], deadline=deadline)[0]
 
     def submit_all(self, files: Sequence[bytes], *, deadline: float = math.inf) -> list[Future[Prediction]]:
         """Submit images that belong together, such as those of a form, each as `submit` does.
@@ -238,8 +237,7 @@ class Predictor:
 
     def submit_image(self, data: bytes, *, deadline: float = math.inf) -> Future[torch.Tensor]:
         """Return a future of the model's input for one image, [C, H, W]. Otherwise as `submit`; needs no model."""
-        (future,) = self._submit_images([_bytes_of(data, "submit_image")], deadline=deadline)
-        return future
+        return self._submit_images([_bytes_of(data, "submit_image")], deadline=deadline)[0]
 
     @overload
     def preprocess(self, images: Image | Iterable[Image], *, matrices: Literal[False] = False) -> torch.Tensor: ...
@@ -284,15 +282,7 @@ class Predictor:
         found = self._each(several, self._submit_images)
         if is_one:
             return found[0]
-        height, width, channels = self.image.shape
-        assert height is not None and width is not None
-        batch = torch.empty(
-            (len(found), channels, height, width),
-            dtype=getattr(torch, self.image.dtype),
-            device=found[0].device if found else "cpu",
-        )
-        if self.image.layout != "nchw":
-            batch = batch.to(memory_format=torch.channels_last)
+        batch = black_images(len(found), self.image, found[0].device if found else torch.device("cpu"))
         return torch.stack(found, out=batch) if found else batch
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -575,10 +565,9 @@ def open_predictor(
     if preprocess_only:
         block = None
     elif model is not None:
-        block = block.model_copy(update={"instances": 1, "via": "python"}) if block is not None else None
-        batch = block.batch if block is not None else DEFAULT_BATCH
-        engines = [CallableEngine(model, image=program.result, device=target, batch=batch)]
-        classes = class_names(block, ModelInfo()) if block is not None else None
+        block = (block or NO_MODEL).model_copy(update={"instances": 1, "via": "python"})
+        engines = [CallableEngine(model, image=program.result, device=target, batch=block.batch)]
+        classes = class_names(block, ModelInfo())
         name = f"model={type(model).__name__}"
         check_classes(engines[0], name, program.result, target, classes)
     else:

@@ -60,8 +60,8 @@ PREPROCESS, MODEL, PREDICT = OURS = ("GpuflowPreprocess", "GpuflowModel", "Gpufl
 """The names of gpuflow's nodes in torchpipe. The last one does the work of the first two: on a GPU each of these is
 short, and their Python parts cannot run at the same time. As two nodes they would split the requests into smaller
 batches, and each would wait for the other."""
-DEFAULT_BATCH = 16
-_DEFAULT_TIMEOUT_MS = 2.0
+NO_MODEL = ModelSpec(file="")
+"""The default numbers, for a graph whose model the caller brings, or that has none."""
 _CPU_INSTANCES = 4
 """Largest number of batches that threads decode at the same time: each waits for its slowest image. Of processes, which
 share a batch, none would be free for another one."""
@@ -173,7 +173,12 @@ def chain(
     else:
         last = _model_parameters(model, device, stages)
         if device != "cpu" and gpu_decodes:
-            both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(_timeout_ms(model)))}
+            both = {
+                **last,
+                "backend": PREDICT,
+                "on_error": "pass",
+                "patience": str(math.ceil((model or NO_MODEL).timeout_ms)),
+            }
             return Graph(nodes={"serve": both}, origin=origin, preprocessing=fingerprint)
         batch = max(threads, int(last["batch"]))
         images = {"device": "cpu", "on_error": "pass", "batch": str(batch)}
@@ -193,22 +198,19 @@ def chain(
 
 def _model_parameters(model: ModelSpec | None, device: str, stages: str) -> dict[str, str]:
     """Return the parameters of the node that runs the model."""
+    numbers = model or NO_MODEL
     parameters = {
         "backend": MODEL,
-        "instance_num": str(1 if model is None else model.instances),
+        "instance_num": str(numbers.instances),
         # torchpipe takes whole milliseconds, and 0 turns batching off.
-        "batching_timeout": str(max(1, math.ceil(_timeout_ms(model)))),
-        "batch": str(DEFAULT_BATCH if model is None else model.batch),
+        "batching_timeout": str(max(1, math.ceil(numbers.timeout_ms))),
+        "batch": str(numbers.batch),
         "device": device,
         "stages": stages,
     }
     if model is not None:
         parameters["model"] = model.model_dump_json(exclude_defaults=True)
     return parameters
-
-
-def _timeout_ms(model: ModelSpec | None) -> float:
-    return _DEFAULT_TIMEOUT_MS if model is None else model.timeout_ms
 
 
 # --- stages as text ---------------------------------------------------------------------------------------------------

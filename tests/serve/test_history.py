@@ -19,7 +19,7 @@ from gpuflow.serve.http import app as service_module
 from gpuflow.serve.http.limits import RequestLimits
 from gpuflow.serve.model_input import Pictures
 from gpuflow.serve.predictor import Predictor
-from gpuflow.torchpipe.graph import DEFAULT_BATCH, chain
+from gpuflow.torchpipe.graph import NO_MODEL, chain
 from tests import damaged
 from tests.datasets import RAW, program
 from tests.running import run
@@ -46,7 +46,7 @@ def expected(number: int) -> tuple[int, Any, Any]:
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["threads", "processes"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    engine = FakeEngine(batch=DEFAULT_BATCH)
+    engine = FakeEngine(batch=NO_MODEL.batch)
     graph = chain(PROGRAM, None, origin="x.yaml", threads=2, device="cpu", processes=request.param)
     predictor = Predictor(graph, [engine], image=PROGRAM.result, pipeline=PROGRAM.pipeline, classes=CLASSES)
     decoders = RequestLimits(max_pixels=179_000_000, max_scans=100)  # the service's own are lower
