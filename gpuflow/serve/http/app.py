@@ -29,11 +29,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib import resources
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
 
 from gpuflow.decode.codecs import probe
 from gpuflow.errors import (
@@ -49,8 +47,7 @@ from gpuflow.errors import (
 try:
     import prometheus_client  # noqa: F401
     import python_multipart  # noqa: F401
-    from fastapi import FastAPI, Query, Request
-    from fastapi.exceptions import RequestValidationError
+    from fastapi import FastAPI, Request
     from fastapi.responses import HTMLResponse, JSONResponse, Response
     from starlette.exceptions import HTTPException
     from starlette.middleware.cors import CORSMiddleware
@@ -71,8 +68,8 @@ from gpuflow.serve.http.limits import (
     Refused,
     RequestLimits,
     Reservation,
-    allowed_seconds,
     busy,
+    whole_number,
 )
 from gpuflow.serve.http.open_inference import describe_model, encode_answer, read_request
 from gpuflow.serve.model_input import Pictures, most_pixels
@@ -89,6 +86,8 @@ _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 """The time between two checks of the decoders, and the limit for one of them."""
 _RESTART_SECONDS = 5.0
 """After which a request may be sent again while the model is loaded or the service shuts down."""
+_LABELS = 5
+"""The number of labels of an image if the request does not say it."""
 _DISCONNECTED = 499
 """The status that is counted, as nginx does, for a request whose connection ended before its answer."""
 
@@ -96,15 +95,6 @@ _FAILED: Mapping[str, Any] = error_content("model", NOT_FINITE)
 """The result of an image for which the model gave such logits, in a form with others."""
 
 T = TypeVar("T")
-
-
-def _digits(value: object) -> object:
-    if isinstance(value, str) and not re.fullmatch("[0-9]{1,9}", value):  # pydantic also takes 3.0, +3 and 1_0
-        raise PydanticCustomError("digits", "Input should be a whole number of at most nine digits")
-    return value
-
-
-_TopK = Annotated[int, Query(ge=1), BeforeValidator(_digits)]
 
 
 def create_app(
@@ -157,7 +147,6 @@ def create_app(
         shared=shared,
     )
     app.add_exception_handler(HTTPException, service.refusal)
-    app.add_exception_handler(RequestValidationError, service.refusal)
     app.add_exception_handler(ClientDisconnect, service.refusal)
     app.add_exception_handler(Exception, internal)  # type: ignore[arg-type]  # it needs no more than an ASGI app
     answers = {
@@ -174,7 +163,8 @@ def create_app(
         app.add_route(f"{path}/infer", service.infer, methods=["POST"], include_in_schema=False)
     for path, answer in answers.items():
         app.add_route(path, answer, include_in_schema=False)
-    app.post("/predict", openapi_extra=_REQUEST, responses=_documented(_PREDICTIONS))(service.predict)
+    labelled = _REQUEST | {"parameters": [*_REQUEST["parameters"], _TOP_K]}
+    app.post("/predict", openapi_extra=labelled, responses=_documented(_PREDICTIONS))(service.predict)
     app.post("/seen", openapi_extra=_REQUEST, responses=_documented(_PICTURE, 501))(service.seen)
     return app
 
@@ -228,10 +218,11 @@ class Service:
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
-    async def predict(self, request: Request, top_k: _TopK = 5) -> Response:
+    async def predict(self, request: Request) -> Response:
         """Answer with the most likely labels of one image, or of every file of a form."""
         begun = time.perf_counter()
         _refuse_unknown(request, {"top_k"})
+        top_k = whole_number("top_k", request.query_params.getlist("top_k")) or _LABELS
         answers, several = await self._answered(request, read_images)
         found = [self._result(answer, top_k) for answer in answers]
         bad, failed = sum("error" in result for result in found), found.count(_FAILED)
@@ -329,7 +320,8 @@ class Service:
         check_headers(request, self.limits)
         if (refused := self._refusal()) is not None:
             raise refused
-        with self.occupancy.admit(allowed_seconds(request.headers.getlist(TIMEOUT_HEADER))) as reservation:
+        milliseconds = whole_number(TIMEOUT_HEADER, request.headers.getlist(TIMEOUT_HEADER)) or math.inf
+        with self.occupancy.admit(milliseconds / 1000) as reservation:
             images, others = await read(request, self.limits, reservation)
             sizes = await self._sizes(images)
             futures = self._submit(images, sizes, reservation, submit or self.predictor.submit_all)
@@ -448,9 +440,6 @@ class Service:
         """Return the answer to a refused request, and count it by its kind."""
         if isinstance(error, Refused):
             refused = error
-        elif isinstance(error, RequestValidationError):
-            (*_, name), message, got = (error.errors()[0][key] for key in ("loc", "msg", "input"))
-            refused = Refused(400, "bad_request", f"{name}: {message[:1].lower()}{message[1:]}, got {got!r}")
         elif isinstance(error, HTTPException):
             kind = "method" if error.status_code == 405 else "not_found" if error.status_code == 404 else "bad_request"
             hint = suggest(request.url.path, ROUTES, else_all=False) if error.status_code == 404 else ""
@@ -532,8 +521,6 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
         if name not in known:
             hint = did_you_mean(name, known) if known else ""
             raise Refused(400, "bad_request", f"{request.url.path} has no parameter {name!r}{hint}")
-        if len(request.query_params.getlist(name)) > 1:
-            raise Refused(400, "bad_request", f"{request.url.path} takes the parameter {name!r} once")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -567,6 +554,7 @@ def _hashes(text: str, tag: str) -> str:
 
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 _FILES = {"schema": {"type": "object", "additionalProperties": {"type": "string", "format": "binary"}}}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": 999_999_999}
 _REQUEST: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -577,10 +565,11 @@ _REQUEST: dict[str, Any] = {
             "name": TIMEOUT_HEADER,
             "in": "header",
             "description": "Milliseconds from the head of the request until its caller gives up.",
-            "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+            "schema": _COUNT,
         }
     ],
 }
+_TOP_K = {"name": "top_k", "in": "query", "schema": _COUNT | {"default": _LABELS}}
 _ONE: Mapping[str, Any] = {"predictions": [{"label": "tench", "index": 0, "probability": 0.93}]}
 _PREDICTIONS: dict[str, Any] = {
     "description": "Predictions for one image, or for each file of a form.",

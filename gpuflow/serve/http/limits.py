@@ -101,21 +101,21 @@ def busy(kind: str, reason: str, seconds: float = 1.0) -> Refused:
     return Refused(503, kind, reason, {"Retry-After": str(max(1, math.ceil(seconds)))})
 
 
-def allowed_seconds(values: Sequence[str]) -> float:
-    """Return for how long the caller of a request waits, by the values of its TIMEOUT_HEADER; without one, infinity.
+def whole_number(name: str, values: Sequence[str]) -> int | None:
+    """Return the number in a header or a parameter of a request; None if there is none. values: all that it has.
 
     Raises Refused.
 
     Examples:
-        >>> allowed_seconds(["1500"]), allowed_seconds([])
-        (1.5, inf)
+        >>> whole_number("top_k", ["5"])
+        5
     """
     if not values:
-        return math.inf
+        return None
     if len(values) > 1 or not re.fullmatch("[1-9][0-9]{0,8}", values[0]):
-        rule = f"{TIMEOUT_HEADER} must be a whole number of milliseconds, from 1 to 999999999"
+        rule = f"{name} must be one whole number from 1 to 999999999"
         raise Refused(400, "bad_request", f"{rule}, got {', '.join(values)!r}")
-    return int(values[0]) / 1000
+    return int(values[0])
 
 
 @final

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast, final
 
@@ -121,7 +122,7 @@ def make_server(app: FastAPI, *, access_log: bool, log_config: dict[str, Any] | 
     connections = Connections(service.limits, service.metrics)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", connections.protocol),
+        http=cast("type[asyncio.Protocol]", partial(Connection, connections=connections)),
         loop="asyncio",
         log_config=log_config,
         access_log=access_log,
@@ -314,10 +315,6 @@ class Connections:
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def protocol(self, **given: Any) -> Connection:
-        """Return a protocol for a new connection, as `uvicorn.Config.http`."""
-        return Connection(connections=self, **given)
 
     def most(self) -> int:
         """Return how many connections there may be: the limit, or as many as the process may still open files."""
