@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,10 +91,22 @@ def timing_key(platform: Platform) -> str:
 def _side_files(path: str) -> list[Path]:
     """Return the separate files with weights of an ONNX model, in order of their names."""
     import onnx
-    from onnx.external_data_helper import ExternalDataInfo, _get_all_tensors, uses_external_data
 
-    tensors = filter(uses_external_data, _get_all_tensors(onnx.load(path, load_external_data=False)))
-    return [Path(path).parent / name for name in sorted({ExternalDataInfo(tensor).location for tensor in tensors})]
+    def tensors(graph: Any) -> Iterator[Any]:
+        yield from graph.initializer
+        for node in graph.node:
+            for attribute in node.attribute:
+                yield from (attribute.t, *attribute.tensors)
+                for inner in (attribute.g, *attribute.graphs):
+                    yield from tensors(inner)
+
+    names = {
+        entry.value
+        for tensor in tensors(onnx.load(path, load_external_data=False).graph)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return [Path(path).parent / name for name in sorted(names)]
 
 
 def cache_directory(model: ModelSpec) -> Path:
