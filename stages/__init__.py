@@ -17,6 +17,7 @@ from gpuflow.stages.gaussian_blur import GaussianBlur
 from gpuflow.stages.grayscale import Grayscale
 from gpuflow.stages.hue import Hue
 from gpuflow.stages.invert import Invert
+from gpuflow.stages.iou_crop import IouCrop
 from gpuflow.stages.letterbox import Letterbox
 from gpuflow.stages.mixup import Mixup
 from gpuflow.stages.noise_erasing import NoiseErasing
@@ -31,11 +32,13 @@ from gpuflow.stages.random_resized_crop import RandomResizedCrop
 from gpuflow.stages.resize import Resize
 from gpuflow.stages.rotate import Rotate
 from gpuflow.stages.saturation import Saturation
+from gpuflow.stages.scale_jitter import ScaleJitter
 from gpuflow.stages.sharpness import Sharpness
 from gpuflow.stages.solarize import Solarize
 from gpuflow.stages.torchvision import Torchvision
 from gpuflow.stages.trivial_augment import TrivialAugment
 from gpuflow.stages.warp_affine import WarpAffine
+from gpuflow.stages.zoom_out import ZoomOut
 
 __all__ = [
     "STAGES",
@@ -55,6 +58,7 @@ __all__ = [
     "Grayscale",
     "Hue",
     "Invert",
+    "IouCrop",
     "Letterbox",
     "Mixup",
     "NoiseErasing",
@@ -69,11 +73,13 @@ __all__ = [
     "Resize",
     "Rotate",
     "Saturation",
+    "ScaleJitter",
     "Sharpness",
     "Solarize",
     "Torchvision",
     "TrivialAugment",
     "WarpAffine",
+    "ZoomOut",
 ]
 
 STAGES: dict[str, type[Stage]] = {
@@ -85,12 +91,15 @@ STAGES: dict[str, type[Stage]] = {
         RandomCrop,
         RandomResizedCrop,
         CoverResize,
+        ScaleJitter,
+        IouCrop,
         Flip,
         Rotate,
         Affine,
         Perspective,
         WarpAffine,
         Pad,
+        ZoomOut,
         Letterbox,
         ColorJitter,
         Brightness,

@@ -31,7 +31,11 @@ def program_of(*stages: s.Stage, name: str = "test", serving: bool = False) -> P
 
 
 def keys_of(count: int, *, seed: int = 0, epoch: int = 0, first: int = 0) -> s.Keys:
-    return s.Keys(seed, epoch, np.arange(first, first + count, dtype=np.int64))
+    """Return the keys of samples with these positions; each has two boxes, for stages that take some."""
+    positions = np.arange(first, first + count, dtype=np.int64)
+    start = np.stack([positions % 7, positions % 11, 20 + positions % 5, 10 + positions % 3], axis=1).reshape(-1, 2, 2)
+    boxes = np.concatenate([start, start + np.array([[15, 18], [22, 30]])], axis=2).astype(np.float64)
+    return s.Keys(seed, epoch, positions, values={s.RecordValue(name, "boxes"): boxes for name in ("boxes", "objects")})
 
 
 def run(program: Program, samples: Sequence[bytes], keys: s.Keys | None = None, chunk: int | None = None) -> Batch:
@@ -42,7 +46,7 @@ def run(program: Program, samples: Sequence[bytes], keys: s.Keys | None = None, 
     faults: list[BadSampleError | None] = []
     step = chunk or max(len(samples), 1)
     for at in range(0, len(samples), step):
-        part = s.Keys(keys.seed, keys.epoch, keys.positions[at : at + step])
+        part = keys.take(slice(at, at + step))
         faults += runner.run(Payload.of(samples[at : at + step]), part, slots[at : at + step])
     return as_batch(slots, program.result), faults
 

@@ -29,7 +29,7 @@ from gpuflow.tools.samples import load_photos
 
 SIDE = 96
 """The photograph's side in pixels."""
-UNCHANGING = ("decode", "normalize", "torchvision", "cover_resize")
+UNCHANGING = ("decode", "normalize", "torchvision", "cover_resize", "scale_jitter", "iou_crop", "zoom_out")
 """Stages without a picture: they read images, change their type, are torchvision's, or give images of any size."""
 
 Pixels = NDArray[np.uint8]

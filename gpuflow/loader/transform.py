@@ -188,13 +188,16 @@ class Transform:
             return {}
         columns: dict[str, Column] = {}
         moved = () if self._targets is None else self._targets.fields
-        keypoints = {field.name for field in moved if field.type == "keypoints"}
+        types = {field.name: field.type for field in moved}
         for name in dict.fromkeys(value.field for value in wanted):
             if name not in fields:
                 shown = ", ".join(fields) or "none"
                 raise ValueError(f"fields must have {name!r}, which a stage takes from each record, got {shown}")
+            if types.get(name) == "boxes":
+                columns[name] = _boxes(name, _values(name, fields[name], count))
+                continue
             given = _without_tensors(name, fields[name], count)
-            columns[name] = _keypoints_of(name, given) if name in keypoints else given
+            columns[name] = _keypoints_of(name, given) if types.get(name) == "keypoints" else given
         values, errors = values_of(wanted, Records(columns, [None] * count))
         _raise_first_record(errors)
         return values

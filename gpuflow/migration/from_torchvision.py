@@ -469,6 +469,23 @@ def _random_resized_crop(state: _State, t: Any) -> _Equal:
     return _sampled(state, "random_resized_crop", keys, t)
 
 
+def _zoom_out(state: _State, t: Any) -> _Equal:
+    fill = _fill(state, t)
+    keys = {"scale": numbers(t.side_range), "probability": number(t.p)}
+    return None if fill is None else Entry("zoom_out", {**keys, **fill})
+
+
+def _scale_jitter(state: _State, t: Any) -> _Equal:
+    """Return a scale_jitter; torchvision's size is width, height."""
+    keys = {"size": size_of(t.target_size[::-1]), "scale": numbers(t.scale_range)}
+    return _sampled(state, "scale_jitter", keys, t)
+
+
+def _iou_crop(state: _State, t: Any) -> _Equal:
+    keys = {"scale": [t.min_scale, t.max_scale], "ratio": [t.min_aspect_ratio, t.max_aspect_ratio]}
+    return Entry("iou_crop", {**keys, "overlaps": numbers(t.options), "trials": t.trials})
+
+
 def _random_crop(state: _State, t: Any) -> _Equal:
     keys: dict[str, Any] = {"size": size_of(t.size)}
     padding = _one_if_equal(_padding_of(t) or 0)
@@ -639,6 +656,9 @@ _OF_TORCHVISION: dict[str, Callable[[_State, Any], _Equal]] = {
     "RandomAffine": _affine,
     "RandomPerspective": _perspective,
     "Pad": _pad,
+    "RandomZoomOut": _zoom_out,
+    "RandomIoUCrop": _iou_crop,
+    "ScaleJitter": _scale_jitter,
     "ColorJitter": _color_jitter,
     "Grayscale": _grayscale,
     "RandomGrayscale": _stage("grayscale", probability="p"),
@@ -666,7 +686,7 @@ _EQUAL = {
 _PRESETS = ("ImageClassification", "SemanticSegmentation")
 _MOVABLE = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomErasing")
 """Transforms that may follow Normalize, and whose stage then stands before normalize."""
-_EXACT = ("center_crop", "flip", "pad", "random_crop", "random_erasing")
+_EXACT = ("center_crop", "flip", "iou_crop", "pad", "random_crop", "random_erasing", "zoom_out")
 """Stages whose results are levels of the image, so that they do not round."""
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
 _CROPS = ("CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
@@ -674,7 +694,7 @@ _SAME_SIZE = (
     *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomErasing", "ColorJitter", "Grayscale", "RandomGrayscale"),
     *("GaussianBlur", "RandAugment", "TrivialAugmentWide", "AutoAugment"),
 )
-_RESIZING = ("Resize", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
+_RESIZING = ("Resize", "RandomResizedCrop", "RandomResizedCropAndInterpolation", "ScaleJitter")
 _WARPING = ("RandomRotation", "RandomAffine", "RandomPerspective", "RandAugment", "TrivialAugmentWide", "AutoAugment")
 _REFUSED = {
     "Lambda": "runs Python code, which a file cannot hold",

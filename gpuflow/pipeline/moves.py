@@ -23,13 +23,15 @@ they can pad on that side."""
 @dataclass(frozen=True, slots=True)
 class Crop:
     """Keep the box (y, x, height, width), all [N], in pixels. It may extend `margin` pixels outside the image, where
-    the result is black."""
+    the result is black. centers [N]: for which samples boxes are dropped whose centre it leaves outside; None for none.
+    """
 
     y: Ints
     x: Ints
     height: Ints
     width: Ints
     margin: int = 0
+    centers: Bools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +125,29 @@ def forward(move: Move, height: Ints, width: Ints) -> tuple[Matrices, Ints, Ints
             return matrix, np.where(active, move.height, height), np.where(active, move.width, width)
         case _:
             assert_never(move)
+
+
+_HORIZON = 1e-6
+"""The least third coordinate of a mapped point, so that one at a projective map's horizon goes far outside."""
+
+
+def map_boxes(matrix: Matrices, boxes: Floats) -> Floats:
+    """Map each box of [M, 4], x1, y1, x2, y2, by one matrix of [M, 3, 3]. Return the boxes around the results."""
+    mapped = map_points(matrix, boxes[:, [[0, 1], [2, 1], [2, 3], [0, 3]]], is_shape=True)
+    around: Floats = np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
+    return around
+
+
+def map_points(matrix: Matrices, points: Floats, *, is_shape: bool) -> Floats:
+    """Map each row of points [M, K, 2] by one matrix of [M, 3, 3].
+
+    Points behind a projective map's horizon are mapped, too, because a warp also samples the image there.
+
+    is_shape: the K points of a row are the corners of one shape. Corners that the horizon separates from the shape's
+        centre go far outside, because the part of the shape towards them does.
+    """
+    mapped = np.einsum("mij,mkj->mki", matrix[:, :, :2], points) + matrix[:, None, :, 2]
+    third = mapped[..., 2:]
+    side = np.where((third.mean(axis=1, keepdims=True) if is_shape else third) < 0, -1.0, 1.0)
+    result: Floats = side * mapped[..., :2] / np.maximum(side * third, _HORIZON)
+    return result

@@ -21,7 +21,7 @@ they run on whole batches: the loader runs them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 from gpuflow.arrays import Array, Bools, Floats, Ints
 from gpuflow.errors import BadSampleError, Code, ConfigError, Key, Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.moves import MIRRORS, forward
+from gpuflow.pipeline.moves import MIRRORS, forward, map_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +267,10 @@ NativeStep = ResamplingStep | WarpStep | PointwiseStep | LocalStep
 
 def _add_moves(step: ResamplingStep | WarpStep, keys: s.Keys, builder: _ResamplingBuilder | _WarpBuilder) -> None:
     """Draw the moves of a step's stages in order, each stage's for the sizes that the moves before it leave."""
+    before, sizes = list[s.Move](), builder.size
     for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
-        for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
+        for move in stage.draw(keys_at(stage, occurrence, keys, before, sizes), *builder.size):
+            before.append(move)
             match move:
                 case s.Crop():
                     builder.crop(move, stage)
@@ -282,6 +284,29 @@ def _add_moves(step: ResamplingStep | WarpStep, keys: s.Keys, builder: _Resampli
                     builder.warp(move, stage)
                 case _:
                     assert_never(move)
+
+
+def keys_at(
+    stage: s.Geometry, occurrence: int, keys: s.Keys, before: Sequence[s.Move], sizes: tuple[Ints, Ints]
+) -> s.StageKeys:
+    """Return the keys of a stage. Boxes among their values are those in the images that it gets.
+
+    before: the moves that these images have had. sizes: their heights and widths [N] before the first move.
+    """
+    stage_keys = keys.stage(stage.key_name, occurrence)
+    found = dict(stage_keys.values)
+    for value in stage.record_values.values():
+        if value.form != "boxes":
+            continue
+        (height, width), boxes = sizes, found[value]
+        for move in before:
+            matrix, height, width = forward(move, height, width)
+            each = np.repeat(matrix, boxes.shape[1], axis=0)
+            boxes = map_boxes(each, boxes.reshape(-1, 4)).reshape(boxes.shape)
+            limits = np.stack([width, height, width, height], axis=1)[:, None]
+            boxes = np.clip(boxes, 0, limits)
+        found[value] = boxes
+    return replace(stage_keys, values=found) if before and stage.record_values else stage_keys
 
 
 class _Builder:
@@ -623,6 +648,11 @@ def trace(pipeline: s.Pipeline, *, at: tuple[Key, ...] | None = None, serving: b
             "add center_crop, random_crop, random_resized_crop, letterbox or resize with height and width",
             code="stage.size",
         )
+    moving = [step for step in fold(pipeline, specs).steps if isinstance(step, ResamplingStep | WarpStep)]
+    for stage in (stage for step in moving[1:] for stage in step.stages):
+        if any(value.form == "boxes" for value in stage.record_values.values()):
+            rule = "takes boxes, which follow no stages before it that run as another step"
+            raise fault(pipeline.stages.index(stage), rule, "put it before the other stages that move pixels")
     return specs
 
 

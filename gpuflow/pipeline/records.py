@@ -214,19 +214,22 @@ class RecordValue:
     form: `matrix`: an invertible map [2, 3]. `points`: three points x, y that do not lie on one line, [3, 2], in
         numbers of pixels: (0, 0) is the centre of the first one. Both are lists in a field of type `any`; points are
         the first three of a field of `keypoints`, too, whose coordinates are measured from the image's corner.
+        `boxes`: those of a field of this type, [K, 4], with zeros after the last one of a sample.
     """
 
     field: str
-    form: Literal["matrix", "points"]
+    form: Literal["matrix", "points", "boxes"]
 
     @property
     def types(self) -> tuple[str, ...]:
         """Return the types of fields that can hold it."""
-        return ("any",) if self.form == "matrix" else ("any", "keypoints")
+        return {"matrix": ("any",), "points": ("any", "keypoints"), "boxes": ("boxes",)}[self.form]
 
     @property
     def stand_in(self) -> Floats:
         """Return what a bad record has in its place, so that the other samples of its chunk can be drawn."""
+        if self.form == "boxes":
+            return np.zeros((1, 4))
         return np.eye(2, 3) if self.form == "matrix" else np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
 
     @property
@@ -238,7 +241,7 @@ class RecordValue:
     def read(self, column: Column) -> Floats:
         """Read the numbers of N samples [N, ...]; NaN for a sample that has none of this form."""
         if isinstance(column, Ragged):
-            return _first_points(column)
+            return _padded(column) if self.form == "boxes" else _first_points(column)
         shape = self.stand_in.shape
         if (whole := _numbers(list(column), self.form)) is not None:
             return whole.reshape(len(column), *shape)
@@ -247,6 +250,8 @@ class RecordValue:
 
     def singular(self, values: Floats) -> Bools:
         """Return which of N samples' numbers are no invertible map, or lie on one line, [N]."""
+        if self.form == "boxes":
+            return np.zeros(len(values), bool)
         return ~independent(values[:, :, :2] if self.form == "matrix" else values[:, 1:] - values[:, :1])
 
     def fault(self, column: Column, i: int, values: Floats) -> str:
@@ -293,14 +298,15 @@ def field_problems_of(
     """
     for at, value in taken.items():
         allowed = " or ".join(value.types)
+        path = at if value.form == "boxes" else (*at, "field")
         if value.field not in types:
             action = suggest(value.field, types, else_all=False)
-            action = action or f"declare it there: {value.field}: {{type: any}}"
+            action = action or f"declare it there: {value.field}: {{type: {value.types[0]}}}"
             rule = "must name a field of source.fields"
-            yield Problem.of((*at, "field"), rule, value.field, action, code="config.conflict")
+            yield Problem.of(path, rule, value.field, action, code="config.conflict")
         elif types[value.field] not in value.types:
             rule = f"must name a field of type {allowed}, got {value.field}, which is of type {types[value.field]}"
-            yield Problem.of((*at, "field"), rule, action="name another field", code="config.conflict")
+            yield Problem.of(path, rule, action="name another field", code="config.conflict")
 
 
 def independent(vectors: Floats) -> Bools:
@@ -308,6 +314,14 @@ def independent(vectors: Floats) -> Bools:
     (a, b), (c, d) = np.moveaxis(vectors, (-2, -1), (0, 1))
     size = np.abs(a * d) + np.abs(b * c)
     found: Bools = np.abs(a * d - b * c) > _FLAT * np.maximum(size, _FLAT)
+    return found
+
+
+def _padded(boxes: Ragged) -> Floats:
+    """Return the boxes of N samples, [N, K, 4]. Those that are no numbers are bad records where they are mapped."""
+    counts = np.diff(boxes.offsets)
+    found = np.zeros((len(counts), counts.max(initial=1), 4))
+    found[np.arange(found.shape[1]) < counts[:, None]] = np.clip(np.nan_to_num(boxes.values), -LARGEST, LARGEST)
     return found
 
 

@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 
 from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.errors import Key, Problem
+from gpuflow.pipeline import moves as m
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward
-from gpuflow.pipeline.program import Program, ResamplingStep, WarpStep
+from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward, map_points
+from gpuflow.pipeline.program import Program, ResamplingStep, WarpStep, keys_at
 from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
-
-_HORIZON = 1e-6
-"""The least third coordinate of a mapped point, so that one at a projective map's horizon goes far outside."""
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -48,7 +46,7 @@ class PlacedMove:
 
     move: None if these are several that run as one warp. matrix: where it takes points, see `moves.forward`.
     after: the heights and widths [N] that it gives. clips [N]: for which samples boxes are clamped after it.
-    mirrors [N]: which samples it flips horizontally.
+    mirrors [N]: which samples it flips horizontally. centers [N]: see `Crop`.
     """
 
     move: Move | None
@@ -56,22 +54,25 @@ class PlacedMove:
     after: tuple[Ints, Ints]
     clips: Bools
     mirrors: Bools
+    centers: Bools
 
     @classmethod
     def of(cls, move: Move, height: Ints, width: Ints) -> PlacedMove:
         """Return a move of images of these sizes [N]."""
         matrix, *after = forward(move, height, width)
-        mirrors = move.horizontal if isinstance(move, Flip) else np.zeros(len(height), bool)
+        none = np.zeros(len(height), bool)
+        mirrors = move.horizontal if isinstance(move, Flip) else none
+        centers = move.centers if isinstance(move, Crop) and move.centers is not None else none
         match move:
             case Crop() | Pad():
                 clips = np.ones(len(height), bool)
             case Warp():
                 clips = np.ones(len(height), bool) if move.active is None else move.active
             case Flip() | Resize():
-                clips = np.zeros(len(height), bool)
+                clips = none
             case _:
                 assert_never(move)
-        return cls(move, matrix, (after[0], after[1]), clips, mirrors)
+        return cls(move, matrix, (after[0], after[1]), clips, mirrors, centers)
 
     @property
     def warps(self) -> bool:
@@ -102,7 +103,8 @@ def _with_one_warp(moves: Sequence[PlacedMove]) -> list[PlacedMove]:
     matrix: Matrices = reduce(lambda total, placed: placed.matrix @ total, joined[1:], joined[0].matrix)
     clips = np.logical_or.reduce([placed.clips for placed in joined])
     mirrors = np.logical_xor.reduce([placed.mirrors for placed in joined])
-    return [*moves[:first], PlacedMove(None, matrix, joined[-1].after, clips, mirrors), *moves[end:]]
+    centers = np.logical_or.reduce([placed.centers for placed in joined])
+    return [*moves[:first], PlacedMove(None, matrix, joined[-1].after, clips, mirrors, centers), *moves[end:]]
 
 
 def moves_of_stages(stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height: Ints, width: Ints) -> list[PlacedMove]:
@@ -111,9 +113,11 @@ def moves_of_stages(stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height:
     stages: each with its occurrence, the number of stages of the same name before it.
     """
     placed: list[PlacedMove] = []
+    sizes = height, width
     for stage, occurrence in stages:
         if isinstance(stage, s.Geometry):
-            for move in stage.draw(keys.stage(stage.key_name, occurrence), height, width):
+            stage_keys = keys_at(stage, occurrence, keys, [one.move for one in placed if one.move is not None], sizes)
+            for move in stage.draw(stage_keys, height, width):
                 placed.append(PlacedMove.of(move, height, width))
                 height, width = placed[-1].after
     return placed
@@ -247,10 +251,10 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: Ints, rules: Ta
     now, visible = boxes.values.astype(np.float64), np.ones(len(sample))
     height, width = sizes[:, 0], sizes[:, 1]
     for placed in moves:
-        corners = now[:, [[0, 1], [2, 1], [2, 3], [0, 3]]]
-        mapped = _map_points(placed.matrix[sample], corners, is_shape=True)
-        now = np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
+        now = m.map_boxes(placed.matrix[sample], now)
         height, width = placed.after
+        centre, size = (now[:, :2] + now[:, 2:]) / 2, np.stack([width, height], axis=1)[sample]
+        now[placed.centers[sample] & ~((centre > 0) & (centre < size)).all(axis=1)] = 0
         now, visible = _clamp(now, visible, height[sample], width[sample], placed.clips[sample])
     now, visible = _clamp(now, visible, height[sample], width[sample], np.ones(len(sample), bool))
     area = _area(now)
@@ -274,7 +278,7 @@ def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: Ints, f
 
     hide(sizes[:, 0], sizes[:, 1])
     for placed in moves:
-        points = _map_points(placed.matrix[sample], points, is_shape=False)
+        points = map_points(placed.matrix[sample], points, is_shape=False)
         if placed.clips.any():
             hide(*placed.after)
         mirrored = np.flatnonzero(placed.mirrors[sample])[:, None]
@@ -282,21 +286,6 @@ def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: Ints, f
             points[mirrored, pair] = points[mirrored, pair[::-1]]
             visibility[mirrored, pair] = visibility[mirrored, pair[::-1]]
     return Ragged(np.concatenate([points, visibility[..., None]], axis=2).astype(np.float32), keypoints.offsets)
-
-
-def _map_points(matrix: Matrices, points: Floats, *, is_shape: bool) -> Floats:
-    """Map each row of points [M, K, 2] by one matrix of [M, 3, 3].
-
-    Points behind a projective map's horizon are mapped, too, because a warp also samples the image there.
-
-    is_shape: the K points of a row are the corners of one shape. Corners that the horizon separates from the shape's
-        centre go far outside, because the part of the shape towards them does.
-    """
-    mapped = np.einsum("mij,mkj->mki", matrix[:, :, :2], points) + matrix[:, None, :, 2]
-    third = mapped[..., 2:]
-    side = np.where((third.mean(axis=1, keepdims=True) if is_shape else third) < 0, -1.0, 1.0)
-    result: Floats = side * mapped[..., :2] / np.maximum(side * third, _HORIZON)
-    return result
 
 
 def _clamp(now: Floats, visible: Floats, height: Ints, width: Ints, where: Bools) -> tuple[Floats, Floats]:

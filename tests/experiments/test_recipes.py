@@ -78,6 +78,50 @@ def test_a_resumed_epoch_of_classification_equals_an_uninterrupted_one(run: Any,
         loader.load_state_dict(states[0])
 
 
+def test_segmentation_trains_and_finds_classes(tmp_path: Path) -> None:
+    with imported(RECIPES / "segmentation", ["run"]) as modules:
+        recipe = modules["run"]
+        recipe.make_detection_samples(tmp_path, 24)
+        result = recipe.train(tmp_path, 6, 48, "cpu", batch=4)
+        assert len(result.losses) == 6 and all(math.isfinite(loss) for loss in result.losses)
+        assert len(result.ious) == len(recipe.CLASSES) and 0 < result.mean_iou <= 1
+        found, wanted = torch.tensor([0, 0, 1, 3, 2]), torch.tensor([0, 1, 1, 255, 2])
+        assert recipe.ious_of(recipe.confusion(found, wanted)) == [0.5, 0.5, 1, 0]
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_keypoints_train_and_are_found(pairs: bool, tmp_path: Path) -> None:
+    with imported(RECIPES / "keypoints", ["run"]) as modules:
+        recipe = modules["run"]
+        recipe.make_samples(tmp_path, 40)
+        result = recipe.train(tmp_path, 6, 32, "cpu", batch=8, pairs=pairs)
+        assert len(result.losses) == 6 and all(math.isfinite(loss) for loss in result.losses)
+        assert len(result.pcks) == len(recipe.NAMES) and 0 <= result.pck <= 1
+        points = torch.tensor([[[5.0, 5, 2], [9, 5, 1], [9, 9, 0]]])
+        seen, near = recipe.correct(points[..., :2] + torch.tensor([0.0, 0.9]), points, torch.tensor([[0.0, 0, 10, 4]]))
+        assert (seen.tolist(), near.tolist()) == ([[True, True, False]], [[True, True, False]])
+        assert not recipe.correct(points[..., :2] + 0.9, points, torch.tensor([[0.0, 0, 10, 4]]))[1].any()
+
+
+def test_detections_are_evaluated_as_by_coco(tmp_path: Path) -> None:
+    """Of the annotations themselves the precision is 1, and of moved ones less."""
+    pytest.importorskip("pycocotools")
+    with imported(RECIPES / "detection", ["run"]) as modules:
+        recipe = modules["run"]
+        recipe.make_samples(tmp_path, count=8)
+        model, losses = recipe.trained(tmp_path, 2, 48, 4, "cpu", "train_ssd")
+        figures = recipe.evaluate(model, tmp_path, 48, 4, "cpu")
+        assert len(losses) == 2 and all(0 <= value <= 1 for value in figures.values())
+        boxes, masks = torch.tensor([[2.0, 3, 20, 30]]), torch.zeros(1, 48, 48)
+        masks[0, 3:30, 2:20] = 1
+        wanted = recipe.objects_of(7, boxes, torch.tensor([1]), masks)
+        for shift, expected in ((0, 1.0), (30, 0.0)):
+            found = recipe.objects_of(7, boxes + shift, torch.tensor([1]), masks.roll(shift, 2), torch.tensor([0.9]))
+            figures = recipe.average_precision(wanted, found, 48)
+            assert list(figures.values()) == pytest.approx([expected] * 4)
+        assert recipe.average_precision(wanted, [], 48) == dict.fromkeys(figures, 0.0)
+
+
 @pytest.mark.slow
 def test_eight_views_lower_the_self_supervised_loss(self_supervised: Any, photos: Path) -> None:
     losses = self_supervised.train(photos, 8, 24, 8, "cpu")
@@ -110,7 +154,7 @@ def test_the_contrastive_loss_has_the_stated_bounds(self_supervised: Any) -> Non
     assert self_supervised.contrastive_loss(apart, temperature=0.01).item() == pytest.approx(math.log(7))
 
 
-@pytest.mark.parametrize("name", ["classification", "self_supervised", "detection"])
+@pytest.mark.parametrize("name", ["classification", "self_supervised", "detection", "segmentation", "keypoints"])
 def test_the_results_of_a_recipe_are_tidy_and_the_loss_falls(name: str) -> None:
     with (RECIPES / name / "results.csv").open(newline="") as file:
         reader = csv.DictReader(file)
@@ -126,3 +170,9 @@ def test_the_results_of_a_recipe_are_tidy_and_the_loss_falls(name: str) -> None:
         assert len(figures["val_accuracy"]) == 4 and figures["val_accuracy"][-1] > 5 / 15
     else:
         assert figures["loss_of_last_steps"][0] < 0.9 * figures["loss_of_first_steps"][0]
+    for metric, least in {"detection": {"ap50_of_boxes": 0.2}, "segmentation": {"mean_iou": 0.5}}.get(name, {}).items():
+        assert figures[metric][0] > least
+    if name == "keypoints":
+        with (RECIPES / name / "without_pairs.csv").open(newline="") as file:
+            without = {row["metric"]: float(row["value"]) for row in csv.DictReader(file)}
+        assert figures["pck"][0] > without["pck"] + 0.1

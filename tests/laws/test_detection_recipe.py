@@ -15,6 +15,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
 import gpuflow
+from gpuflow.loader.decode import with_values
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import Ragged
 from gpuflow.pipeline.stage import Keys
@@ -51,7 +52,8 @@ def by_torchvision(loader: gpuflow.Loader, folder: Path, index: int, position: i
     image = cv2.imread(source.path(index))
     assert image is not None
     size = (image.shape[0], image.shape[1])
-    placed = moves_of(program, Keys(0, 0, np.array([position])), np.array([size]))
+    keys, _ = with_values(loader._plan, Keys(0, 0, np.array([position])), [index])
+    placed = moves_of(program, keys, np.array([size]))
     moves = [one.move for one in placed if one.move is not None]
     assert len(moves) == len(placed), "the recipe has one warp"
     boxes = tv_tensors.BoundingBoxes(torch.from_numpy(column[0]), format="XYXY", canvas_size=size)
@@ -60,7 +62,7 @@ def by_torchvision(loader: gpuflow.Loader, folder: Path, index: int, position: i
     return boxes, labels[0], torchvision_moves(tv_tensors.Mask(pixels), moves, 0)
 
 
-@pytest.mark.parametrize("name", ["train", "val"])
+@pytest.mark.parametrize("name", ["train", "train_ssd", "train_lsj", "val"])
 def test_targets_equal_torchvisions(name: str, folder: Path) -> None:
     """A box that is kept is torchvision's, with its label and its mask; one that is not is small or mostly outside."""
     found = kept = 0
@@ -74,7 +76,7 @@ def test_targets_equal_torchvisions(name: str, folder: Path) -> None:
                     (same,) = torch.nonzero((boxes - box).abs().amax(dim=1) < 1e-3).flatten().tolist()
                     assert label == labels[same] + 1
                     assert (mask != masks[same]).float().mean() < 1e-3
-    assert found * 0.5 < kept <= found and (name == "train" or kept == found)
+    assert found * 0.3 < kept <= found and (name != "val" or kept == found)
 
 
 @pytest.mark.slow

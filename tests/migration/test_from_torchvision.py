@@ -433,6 +433,25 @@ def test_an_object_that_holds_a_compose_is_named_with_it() -> None:
     assert stages_of(found) == []
 
 
+def test_transforms_of_detection_are_stages() -> None:
+    found = read(
+        v2.ToImage(),
+        v2.ScaleJitter((320, 200), (0.5, 1.5)),
+        v2.RandomZoomOut(side_range=(1.0, 2.0)),
+        v2.RandomIoUCrop(0.4, 0.9, 0.75, 1.5, [0.1, 0.5, 1.0], 20),
+        v2.RandomCrop(30, pad_if_needed=True),
+        v2.ToDtype(torch.float32, scale=True),
+    )
+    assert texts(found) == []
+    assert stages_of(found) == [
+        {"scale_jitter": {"size": [200, 320], "scale": [0.5, 1.5]}},
+        {"zoom_out": {"scale": [1, 2], "probability": 0.5}},
+        {"iou_crop": {"scale": [0.4, 0.9], "ratio": [0.75, 1.5], "overlaps": [0.1, 0.5, 1], "trials": 20}},
+        {"random_crop": {"size": 30, "pad_if_needed": True}},
+        ZERO_TO_ONE,
+    ]
+
+
 def test_values_by_type_are_those_of_images() -> None:
     """As segmentation and detection have them; what masks are padded by is said."""
     fills = {tv_tensors.Mask: 255, "others": 114}
@@ -445,7 +464,7 @@ def test_values_by_type_are_those_of_images() -> None:
     )
     assert texts(found) == []
     assert stages_of(found) == [
-        {"torchvision": {"name": "RandomZoomOut", "fill": 114, "p": 0.3}},
+        {"zoom_out": {"scale": [1, 4], "probability": 0.3, "fill": 114}},
         {"random_crop": {"size": 20, "pad_if_needed": True, "fill": 114}},
         ZERO_TO_ONE,
     ]
