@@ -27,6 +27,8 @@ _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#
 """Of classes, or of objects without one (Okabe and Ito's palette for colour-blind readers)."""
 _DARK = "#0072b2"
 """The colour on which names are white; on the others they are black, so that each can be read."""
+_PAIRED = ("#56b4e9", "#e69f00")
+"""Of the first and the second keypoint of a pair that horizontal flips exchange."""
 _MASK_SHARE = 0.45
 _LETTER = 0.6
 """How wide a letter of a name is, in font sizes."""
@@ -36,7 +38,7 @@ _LETTER = 0.6
 class Target:
     """An object in an image, in pixels of the image. box: x1, y1, x2, y2. mask: bool [H, W]. keypoints: [K, 3].
 
-    colour: a number; equal ones are drawn in the same colour.
+    colour: a number; equal ones are drawn in the same colour. pairs: keypoints that horizontal flips exchange.
     """
 
     name: str = ""
@@ -44,6 +46,7 @@ class Target:
     box: tuple[float, float, float, float] | None = None
     mask: Bools | None = None
     keypoints: Floats | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +130,7 @@ def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> Iterator[Target]:
         else:
             for number, row in enumerate(values):
                 drawn = {one.type: row > 0 if one.type == "mask" else row}
-                yield Target(colour=colours[number] if colours else number, **drawn)
+                yield Target(colour=colours[number] if colours else number, pairs=one.flip_pairs, **drawn)
 
 
 def _box(batch: Batch, i: int, boxes: Field, number: int) -> Target:
@@ -161,8 +164,11 @@ def _label(labels: Any, i: int, classes: Sequence[str]) -> str:
 
 def page(title: str, stages: str, samples: Sequence[Shown]) -> str:
     """Render samples as one HTML page without links to other files. stages: one or several lines of text."""
+    pairs = dict.fromkeys(pair for one in samples for target in one.targets for pair in target.pairs)
+    legend = ", ".join(" and ".join(map(_LEGEND.format, _PAIRED, pair)) for pair in pairs)
     body = [
-        f"<header><h1>{html.escape(title)}</h1><p><code>{html.escape(stages)}</code></p></header>",
+        f"<header><h1>{html.escape(title)}</h1><p><code>{html.escape(stages)}</code></p>",
+        f"<p>Keypoints that horizontal flips exchange: {legend}</p></header>" if pairs else "</header>",
         f'<div class="{"samples views" if any(len(one.images) > 1 for one in samples) else "samples"}">',
         *map(_card, samples),
         "</div>",
@@ -208,7 +214,7 @@ def _tinted(image: Bytes, mask: Bools, colour: str) -> Bytes:
 
 
 def _marks(colour: str, target: Target, height: int, width: int) -> str:
-    """Render a target's box and visible keypoints as SVG, in an image of this size."""
+    """Render a target's box and visible keypoints, with their numbers, as SVG in an image of this size."""
     parts = []
     if target.box is not None:
         x1, y1, x2, y2 = target.box
@@ -216,9 +222,16 @@ def _marks(colour: str, target: Target, height: int, width: int) -> str:
             f'<rect x="{x1:.2f}" y="{y1:.2f}" width="{x2 - x1:.2f}" height="{y2 - y1:.2f}" stroke="{colour}" '
             'fill="none" stroke-width="2" vector-effect="non-scaling-stroke"/>'
         )
-    for x, y, visible in target.keypoints.tolist() if target.keypoints is not None else ():
+    sides, size = dict[int, str](), max(height, width) / 90
+    unpaired = "#fff" if target.pairs else colour
+    for pair in target.pairs:
+        sides |= zip(pair, _PAIRED, strict=True)
+    for number, (x, y, visible) in enumerate(target.keypoints.tolist() if target.keypoints is not None else ()):
         if visible:
-            parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{max(height, width) / 90:.2f}" fill="{colour}"/>')
+            parts.append(
+                f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{size:.2f}" fill="{sides.get(number, unpaired)}"/>'
+                f'<text class="point" x="{x + 2.5 * size:.2f}" y="{y:.2f}" font-size="{4 * size:.2f}">{number}</text>'
+            )
     return "".join(parts)
 
 
@@ -238,6 +251,7 @@ def _name_tag(colour: str, target: Target, height: int, width: int) -> str:
     )
 
 
+_LEGEND = '<b style="color:{}">\u25cf</b> {}'
 _STYLE = """
 :root { color-scheme: light dark; --ink: #222; --gray: #6b6b6b; --rule: #ddd; --paper: #fff; --card: #f7f7f5; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8e6e3; --gray: #a09d98; --rule: #3a3a3c; --paper: #17181a;
@@ -258,6 +272,7 @@ figure { margin: 0; flex: 1 1 0; } .views .row { flex-wrap: nowrap; overflow-x: 
 figcaption { font-size: .78rem; color: var(--gray); }
 svg { display: block; width: 100%; height: auto; max-height: 30rem; background: #000; }
 text { font-family: system-ui, "DejaVu Sans", sans-serif; font-weight: 600; text-anchor: middle; }
+.point { fill: #fff; stroke: #111; stroke-width: .2em; paint-order: stroke; }
 p { margin: .3rem 0 0; } .label { font-weight: 600; overflow-wrap: anywhere; }
 .path, .note { font-size: .78rem; color: var(--gray); overflow-wrap: anywhere; }
 .badge { font-size: .75rem; font-weight: normal; border: 1px solid; border-radius: 1rem; padding: 0 .5rem; }

@@ -19,7 +19,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.stages import STAGES
 from gpuflow.tools.samples import make_detection_samples
-from gpuflow.tools.show import _COLOURS, Shown, Target, _label, page, samples_of
+from gpuflow.tools.show import _COLOURS, _PAIRED, Shown, Target, _label, page, samples_of
 from tests.commands import command_here
 from tests.datasets import make_photos, write_config
 from tests.images import photo
@@ -152,6 +152,39 @@ def test_targets_are_drawn_where_they_are() -> None:
     assert "&lt;cat&gt;" in text
     assert "7: a&amp;b.jpg" in text
     assert "wrapped" in text
+
+
+def test_keypoints_have_numbers_and_flip_pairs_two_colours_with_a_legend() -> None:
+    points = np.array([[9.0, 5.0, 2.0], [12.0, 7.0, 2.0], [50.0, 30.0, 1.0], [3.0, 3.0, 0.0]])
+    target = Target(colour=2, keypoints=points, pairs=((2, 1),))
+    sample = Shown(index=0, path="a.jpg", label="", valid=True, images={"": photo(40, 60)}, targets=[target])
+    text = page("title", "stages", [sample])
+    drawn = re.findall(r'<circle cx="([\d.]+)" [^>]* fill="([^"]+)"/><text class="point"[^>]*>(\d)</text>', text)
+    assert drawn == [("9.00", "#fff", "0"), ("12.00", _PAIRED[1], "1"), ("50.00", _PAIRED[0], "2")]
+    assert f'<b style="color:{_PAIRED[0]}">\u25cf</b> 2 and <b style="color:{_PAIRED[1]}">\u25cf</b> 1</p>' in text
+    plain = page("title", "stages", [replace(sample, targets=[replace(target, pairs=())])])
+    assert plain.count(f'fill="{_COLOURS[2]}"') == 3 and "flips exchange" not in plain
+
+
+def test_a_batchs_keypoints_are_shown_with_the_pairs_of_their_field(tmp_path: Path) -> None:
+    """With boxes and masks; a flip that exchanged two keypoints leaves each name at its side of the object."""
+    cv2.imwrite(str(tmp_path / "a.png"), np.full((20, 30, 3), 90, np.uint8))
+    square = [[[2, 2, 28, 2, 28, 18, 2, 18]]]
+    row = {"path": "a.png", "boxes": [[2, 2, 28, 18]], "outline": square, "hands": [[[5, 9, 2], [20, 9, 1]]]}
+    (tmp_path / "list.jsonl").write_text(json.dumps(row) + "\n")
+    fields = {
+        "boxes": {},
+        "hands": {"type": "keypoints", "flip_pairs": [[0, 1]]},
+        "outline": {"type": "mask", "kind": "polygons"},
+    }
+    stages = [{"decode": {}}, {"flip": {"horizontal": 1.0}}, {"center_crop": {"size": [20, 30]}}]
+    source = {"listing": str(tmp_path / "list.jsonl"), "fields": fields}
+    document = {"source": source, "pipelines": {"train": {"stages": stages, "batch": {"size": 1}}}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(document))
+    (sample,) = samples_of(read(tmp_path / "x.yaml"), "train", 1)
+    (target,) = sample.targets
+    assert target.pairs == ((0, 1),) and target.keypoints is not None and target.mask is not None
+    assert target.keypoints[:, 0].tolist() == [10, 25]
 
 
 def test_views_stand_in_one_row_with_their_names() -> None:
