@@ -52,6 +52,7 @@ from gpuflow.stages import (
     Decode,
     Flip,
     GaussianBlur,
+    IouCrop,
     Letterbox,
     Normalize,
     RandomCrop,
@@ -59,8 +60,10 @@ from gpuflow.stages import (
     RandomResizedCrop,
     Resize,
     Rotate,
+    ScaleJitter,
     Torchvision,
     WarpAffine,
+    ZoomOut,
 )
 from gpuflow.torchpipe.nodes import GpuPreprocessor
 from tests import images
@@ -232,6 +235,14 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
     ),
     "levels": (Decode(), Resize(shorter=16), CenterCrop(size=16)),
+    "objects": (
+        Decode(),
+        ZoomOut(fill=9, scale=(1.0, 2.0), probability=0.7),
+        IouCrop(),
+        Flip(horizontal=0.5),
+        ScaleJitter(size=20, scale=(0.5, 1.5)),
+        RandomCrop(size=16, pad_if_needed=True, fill=114),
+    ),
     "gray": (Decode(color="gray"), Resize(height=9, width=11)),
     "two resamplings": (Decode(), Resize(height=20, width=17), Resize(height=9, width=12), RandomCrop(size=8)),
     "colours": (
@@ -296,7 +307,8 @@ def cases(names: Sequence[str]) -> Iterator[dict[str, Any]]:
             device_stream, library = HostStream(), CpuLibrary(1 if name == "gray" else 3)
             chunk = payload([*files(), b"\0" * 40])
             maps = np.eye(2, 3) + np.random.default_rng(0).uniform(-0.2, 0.2, (len(chunk), 2, 3))
-            values = dict.fromkeys(program.record_values, maps)
+            boxes = np.array([[2, 3, 14, 12], [5, 1, 9, 15]]) + np.zeros((len(chunk), 1, 1))
+            values = {value: boxes if value.form == "boxes" else maps for value in program.record_values}
             keys = Keys(0, 1, np.arange(100, 100 + len(chunk)), values=values)
             substitutes: Any = (device_stream, library)
             runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=decode_bytes)

@@ -16,7 +16,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 29
+    assert len(cases) == 31
     for case in cases.values():
         assert case["faults"] == [], case
         most = (
