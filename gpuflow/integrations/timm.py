@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from gpuflow.integrations import LoaderAdapter
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
-from gpuflow.migration.from_timm import DataConfig, training_entries, unequal
+from gpuflow.migration.from_timm import DataConfig, evaluation, mixing, training_entries, unequal
 from gpuflow.migration.imported import Entry
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.vocabulary import stage_table
@@ -106,29 +105,33 @@ def create_loader(
     color = {1: "gray", 3: "rgb"}.get(channels)
     if color is None:
         problems.append(_problem("input_size", "must have 1 or 3 channels", input_size))
-    mixing, classes = _mixing(collate_fn, problems)
+    mixed, classes = _mixing(collate_fn, problems)
     if problems:
         raise ConfigError(problems)
-    stages: list[dict[str, Any]] = [{"decode": {"color": color}}]
     dtype = "float16" if fp16 else _DTYPES[img_dtype]
     normalizing = Entry("normalize", {"mean": list(mean), "std": list(std), "dtype": dtype})
-    if is_training and not no_aug:
+    if is_training:
         shown = {**given, "color_jitter": None} if augment else given
-        stages += [entry.as_yaml for entry in training_entries(shown, size, normalizing)]
+        entries = [*training_entries(shown, input_size if isinstance(input_size, int) else size, normalizing)]
+    else:
+        wanted = DataConfig(
+            input_size=(3, *size),
+            interpolation=interpolation,
+            crop_pct=crop_pct or _DEFAULTS.crop_pct,
+            crop_mode="squash" if crop_mode == "squash" else "center",
+        )
+        (_, *entries, _), _ = evaluation(wanted, _PLACE)
+        entries.append(normalizing)
+    stages: list[dict[str, Any]] = [{"decode": {"color": color}}, *(entry.as_yaml for entry in entries)]
+    if is_training and not no_aug:
         place = 1 + max(i for i, stage in enumerate(stages) if stage.keys() & _MOVES)
         stages[place:place] = map(dict, augment)
-    elif is_training:
-        exact = _exact_stages(input_size, size, "bilinear" if interpolation == "random" else interpolation)
-        stages += [*exact, normalizing.as_yaml]
-    else:
-        evaluation = _evaluation_stages(size, crop_pct or _DEFAULTS.crop_pct, crop_mode, interpolation)
-        stages += [*evaluation, normalizing.as_yaml]
     name = "train" if is_training else "val"
     pipeline = {"stages": stages, "batch": {"size": batch_size, "drop_last": is_training}, "shuffle": is_training}
     ranks = Ranks.of_process() if distributed else Ranks()
 
     def build(enabled: bool) -> Loader:
-        own = pipeline if mixing is None else {**pipeline, "stages": [*stages, _mixing_stage(mixing, enabled)]}
+        own = pipeline if mixed is None else {**pipeline, "stages": [*stages, _mixing_stage(mixed, enabled)]}
         loader = _load(dataset, name, own, seed, ranks, distributed, torch.device(device) if use_prefetcher else None)
         if classes is not None and len(loader.classes) != classes:
             loader.close()
@@ -136,7 +139,7 @@ def create_loader(
             raise ConfigError([_problem("collate_fn", rule, classes, "set num_classes of FastCollateMixup")])
         return loader
 
-    return TimmLoader(build, mixes=mixing is not None)
+    return TimmLoader(build, mixes=mixed is not None)
 
 
 class TimmLoader(LoaderAdapter):
@@ -262,23 +265,7 @@ def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
     return (input_size[-2], input_size[-1]), input_size[0] if len(input_size) == 3 else channels
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
-
-
-def _exact_stages(input_size: Size, size: tuple[int, int], interpolation: str) -> Iterator[dict[str, Any]]:
-    """Yield the stages of training without augmentations: a number is the shorter side, a pair is both sides."""
-    sides = {"shorter": input_size} if isinstance(input_size, int) else {"height": size[0], "width": size[1]}
-    yield {"resize": {**sides, "interpolation": interpolation}}
-    yield {"center_crop": {"size": list(size)}}
-
-
-def _evaluation_stages(
-    size: tuple[int, int], crop_pct: float, crop_mode: str | None, interpolation: str
-) -> Iterator[dict[str, Any]]:
-    height, width = (math.floor(side / crop_pct) for side in size)
-    sides = {"height": height, "width": width} if crop_mode == "squash" else {"shorter": height}
-    yield {"resize": {**sides, "interpolation": interpolation}}
-    yield {"center_crop": {"size": list(size)}}
+# --- mixing -----------------------------------------------------------------------------------------------------------
 
 
 def _mixing(collate_fn: Callable[..., Any] | None, problems: list[Problem]) -> tuple[Any, int | None]:
@@ -301,17 +288,16 @@ def _mixing(collate_fn: Callable[..., Any] | None, problems: list[Problem]) -> t
     return mixing, mixing.num_classes
 
 
-def _mixing_stage(mixing: Any, enabled: bool) -> dict[str, Any]:
-    shared = {
-        "probability": mixing.mix_prob if enabled else 0.0,
-        "mode": mixing.mode,
-        "label_smoothing": mixing.label_smoothing,
-        "correct_lambda": mixing.correct_lam,
+def _mixing_stage(mixed: Any, enabled: bool) -> dict[str, Any]:
+    given = {
+        "mixup": mixed.mixup_alpha,
+        "cutmix": mixed.cutmix_alpha,
+        "mixup_prob": mixed.mix_prob if enabled else 0.0,
+        "mixup_switch_prob": mixed.switch_prob,
+        "mixup_mode": mixed.mode,
+        "smoothing": mixed.label_smoothing,
     }
-    if mixing.mixup_alpha > 0:
-        alphas = {"alpha": mixing.mixup_alpha, "cutmix_alpha": mixing.cutmix_alpha}
-        return {"mixup": {**alphas, "switch_probability": mixing.switch_prob, **shared}}
-    return {"cutmix": {"alpha": mixing.cutmix_alpha, **shared}}
+    return mixing(given, correct_lambda=mixed.correct_lam).as_yaml
 
 
 # --- the source -------------------------------------------------------------------------------------------------------

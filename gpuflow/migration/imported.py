@@ -18,8 +18,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import cv2
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpuflow.arrays import Bytes, Floats
+from gpuflow.config.words import problems_of
 from gpuflow.config.yaml_file import Lines, read_yaml
 from gpuflow.decode.codecs import pixels_of_test_image
 from gpuflow.errors import UNSET, Code, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
@@ -76,6 +78,15 @@ def _levels(image: Any) -> Floats:
 _MOST_BYTES = 1 << 20
 
 
+class Keys(BaseModel):
+    """Names the keys of a file that a reader takes, with their types and their values where the file has none."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=Keys)
+
+
 class Document:
     """Holds the mapping of a JSON or YAML file, and the lines of its values.
 
@@ -105,6 +116,19 @@ class Document:
     def error(self, rule: str, *at: Key, value: object = UNSET, action: str = "") -> ConfigError:
         """Return the error of a value that no reader can take. at: the keys that lead to it."""
         return source_error(self.place(*at), rule, value, action, at)
+
+    def parsed(self, model: type[Model], given: Mapping[str, Any], *at: Key) -> Model:
+        """Return keys as their model. at: the keys that lead to them.
+
+        Raises:
+            ConfigError: every value of another type.
+        """
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            problems = [(problem, (*at, *problem.path)) for problem in problems_of(error, model, values)]
+            raise ConfigError([replace(one, place=self.place(*path), path=path) for one, path in problems]) from error
 
     def gap(self, rule: str, *at: Key, nearest: str, apart: str = "") -> Problem:
         """Return what `gap` does, at the value that these keys lead to."""
@@ -288,6 +312,16 @@ class Entry:
     def as_yaml(self) -> dict[str, Any]:
         """Return the entry as `make_stage` takes it."""
         return {self.stage: dict(self.parameters)}
+
+
+def entry_of(stage: str, comment: str = "", /, **parameters: Any) -> Entry:
+    """Return an entry without the parameters that are None.
+
+    Examples:
+        >>> entry_of("flip", horizontal=0.5, vertical=None).as_yaml
+        {'flip': {'horizontal': 0.5}}
+    """
+    return Entry(stage, {key: value for key, value in parameters.items() if value is not None}, comment)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

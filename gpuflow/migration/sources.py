@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import re
@@ -273,7 +272,7 @@ def _timm(name: str) -> LibraryTransform:
     config, _ = data_config(name)
     timm = needs("timm.data", f"timm:{name}")
     return LibraryTransform(
-        _to_tensor(timm.create_transform(**dataclasses.asdict(config))),
+        _to_tensor(timm.create_transform(**config.model_dump())),
         f"create_transform on PIL images, {_version('timm')}",
     )
 
