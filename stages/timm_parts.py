@@ -46,24 +46,21 @@ class Slope:
         return np.clip(found, self.least, self.most) * side / self.unit
 
 
-_ENHANCE, _ENHANCE_MORE = Slope(-0.9, 0.9), Slope(0.0, 0.9, both_signs=True, least=-0.9)
 _COLORS = ("Color", "Contrast", "Brightness", "Sharpness")
-_SHARED: dict[str, Slope | None] = {
+_SHEAR = Slope(0.0, 0.3, both_signs=True)
+SLOPES: dict[str, Slope | None] = {
     "AutoContrast": None,
     "Equalize": None,
     "Invert": None,
     "Rotate": Slope(0.0, 30.0, both_signs=True),
-    "SolarizeAdd": Slope(0.0, 110.0, whole=True, most=128.0),
-    "ShearX": Slope(0.0, 0.3, both_signs=True),
-    "ShearY": Slope(0.0, 0.3, both_signs=True),
-    "TranslateX": Slope(0.0, 0.45, both_signs=True, of="width"),
-    "TranslateY": Slope(0.0, 0.45, both_signs=True, of="height"),
-}
-SLOPES: dict[str, Slope | None] = {
-    **_SHARED,
     "Posterize": Slope(0.0, 4.0, whole=True, most=8.0),
     "Solarize": Slope(0.0, 256.0, whole=True, most=256.0, unit=255.0),
-    **dict.fromkeys(_COLORS, _ENHANCE),
+    "SolarizeAdd": Slope(0.0, 110.0, whole=True, most=128.0),
+    **dict.fromkeys(_COLORS, Slope(-0.9, 0.9)),
+    "ShearX": _SHEAR,
+    "ShearY": _SHEAR,
+    "TranslateX": Slope(0.0, 0.45, both_signs=True, of="width"),
+    "TranslateY": Slope(0.0, 0.45, both_signs=True, of="height"),
     "Desaturate": Slope(-0.5, -1.0, least=-1.0, most=-0.5),
     "GaussianBlur": Slope(0.1, 2.0, least=0.1, most=2.0),
 }
@@ -73,32 +70,25 @@ INCREASING: dict[str, Slope | None] = {
     **SLOPES,
     "Posterize": Slope(4.0, 0.0, whole=True, least=0.0),
     "Solarize": Slope(256.0, 0.0, whole=True, least=0.0, unit=255.0),
-    **dict.fromkeys(_COLORS, _ENHANCE_MORE),
+    **dict.fromkeys(_COLORS, Slope(0.0, 0.9, both_signs=True, least=-0.9)),
 }
 """timm's `Increasing` operations, which change an image more the higher the level is."""
 ORIGINAL = {**SLOPES, "Posterize": Slope(4.0, 8.0, whole=True, most=8.0)}
 RESEARCH = {**SLOPES, "Posterize": INCREASING["Posterize"]}
-_LIST = (
-    *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast"),
-    *("Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY"),
-)
+_LIST = tuple(SLOPES)[:-2]
+"""All but Desaturate and GaussianBlur, in timm's order, which is that of the draws."""
 _THREE = ("Solarize", "Desaturate", "GaussianBlur")
 _WEIGHTS = {
     "Rotate": 3.0,
-    "ShearX": 2.0,
-    "ShearY": 2.0,
-    "TranslateX": 1.0,
-    "TranslateY": 1.0,
+    **dict.fromkeys(("ShearX", "ShearY"), 2.0),
+    **dict.fromkeys(("TranslateX", "TranslateY"), 1.0),
     **dict.fromkeys(("Color", "Sharpness", "AutoContrast"), 0.25),
     **dict.fromkeys(("Solarize", "SolarizeAdd", "Contrast", "Brightness", "Equalize", "Posterize", "Invert"), 0.05),
 }
 _THREE_WEIGHTS = {
-    "Solarize": 6.0,
-    "Desaturate": 6.0,
-    "GaussianBlur": 6.0,
+    **dict.fromkeys(_THREE, 6.0),
     "Rotate": 3.0,
-    "ShearX": 2.0,
-    "ShearY": 2.0,
+    **dict.fromkeys(("ShearX", "ShearY"), 2.0),
     **dict.fromkeys(("Posterize", "AutoContrast", "Color", "Sharpness", "Contrast"), 1.0),
     **dict.fromkeys(("Brightness", "Equalize", "Invert"), 1.0),
 }
