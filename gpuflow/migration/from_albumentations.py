@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Any
 
 import cv2
 import numpy as np
@@ -19,6 +19,7 @@ from gpuflow.migration.imported import (
     apart,
     decode,
     each_channel,
+    entry_of,
     filter_keys,
     normalize,
     number,
@@ -98,14 +99,13 @@ def read_albumentations(path: str) -> Imported:
 class _State:
     """Holds what is known at the place of a transform.
 
-    at: the keys that lead to it. before, after: the transforms next to it in its list. scaled: whether it gets floats.
+    at: the keys that lead to it. around: the transforms next to it in its list. scaled: whether it gets floats.
     mean, std: what all that scaled so far subtracts and divides by, in units of 255 levels.
     """
 
     document: Document
     at: tuple[Key, ...]
-    before: Any = None
-    after: Any = None
+    around: tuple[Any, Any] = (None, None)
     scaled: bool = False
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1 / _TOP,)
@@ -129,7 +129,7 @@ _Part = Entry | Problem | str | _State
 def _read(given: Any, state: _State) -> _Step:
     """Return what a transform becomes."""
     document, at = state.document, state.at
-    if not isinstance(given, dict) or not isinstance(given.get("__class_fullname__"), str):
+    if not _is_transform(given):
         rule = "must be a transform as A.save writes it, with __class_fullname__"
         raise document.error(rule, *at, value=given)
     name = _name(given)
@@ -152,7 +152,11 @@ def _unlike(name: str, given: _Given, state: _State) -> _Step:
     return step if entry is None else step.then(_as_step(entry, state)).then(Step(state=state, notes=(_RANDOM,)))
 
 
-def _name(given: Mapping[str, Any]) -> str:
+def _is_transform(given: Any) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("__class_fullname__"), str)
+
+
+def _name(given: _Given) -> str:
     return str(given["__class_fullname__"]).rpartition(".")[2]
 
 
@@ -164,10 +168,8 @@ def _container(name: str, given: _Given, state: _State) -> _Step:
     around, first = [None, *parts, None], _CONTAINERS[name] == _FIRST
     step = Step(state=state)
     for i, part in enumerate(parts):
-        neighbours = {} if first else {"before": around[i], "after": around[i + 2]}
-        one = _read(
-            part, replace(step.state, at=(*state.at, "transforms", i), **{"before": None, "after": None, **neighbours})
-        )
+        neighbours = (None, None) if first else (around[i], around[i + 2])
+        one = _read(part, replace(step.state, at=(*state.at, "transforms", i), around=neighbours))
         step = step.then(one if i == 0 or not first else replace(one, entries=(), floats=(), state=step.state))
     p = given.get("p", 1)
     if name not in _CHAINS:
@@ -176,7 +178,7 @@ def _container(name: str, given: _Given, state: _State) -> _Step:
         problem = state.gap("p", f"is {p}, but a list of stages has no probability", _ALL)
     else:
         return step
-    return replace(step, gaps=(problem, *step.gaps))
+    return step.behind(problem)
 
 
 def _known(name: str, given: _Given, state: _State) -> _Step:
@@ -208,10 +210,7 @@ def _as_step(part: _Part, state: _State) -> _Step:
             return Step(state=state, gaps=(part,))
         case str():
             return Step(state=state, notes=(part,))
-        case _State():
-            return Step(state=part)
-        case _:
-            assert_never(part)
+    return Step(state=part)
 
 
 def _draws(given: _Given, *ranges: Any) -> Iterator[str]:
@@ -254,21 +253,21 @@ _Given = Mapping[str, Any]
 _Make = Callable[[_State, _Given], Iterator[_Part]]
 
 
-def _resize(state: _State, given: _Given) -> Iterator[_Part]:
-    yield from _always(state, given, "resize")
-    filters, gaps = _filters(given, state, "resize")
+def _resized(state: _State, given: _Given, stage: str, **keys: Any) -> Iterator[_Part]:
+    """Yield a stage that resizes all images, and the gaps of its probability and its filter."""
+    yield from _always(state, given, stage)
+    filters, gaps = _filters(given, state, stage)
     yield from gaps
-    yield Entry("resize", {"height": given["height"], "width": given["width"], **filters})
+    yield Entry(stage, {**keys, **filters})
 
 
 def _one_side(side: str) -> _Make:
     def make(state: _State, given: _Given) -> Iterator[_Part]:
-        if side == "longer" and _fill_box(given, state.after):
+        if side == "longer" and _fill_box(given, state.around[1]):
             yield from _filters(given, state, "letterbox")[1]  # PadIfNeeded makes the stage of both
             return
-        yield from _always(state, given, "resize")
-        length = given["max_size"]
-        if length is None and (box := given.get("max_size_hw")) is not None:
+        length, box = given["max_size"], given.get("max_size_hw")
+        if length is None and box is not None:
             length = max(each or 0 for each in box)
             yield state.gap("max_size_hw", "limits height and width separately", f"resize: {{{side}: {length}}}")
         elif isinstance(length, (list, tuple)):
@@ -277,9 +276,7 @@ def _one_side(side: str) -> _Make:
             yield state.gap("max_size", "draws one of several sizes", f"resize: {{{side}: {length}}}")
         if not isinstance(length, int):
             raise ValueError(f"max_size must be one number, got {length!r}")
-        filters, gaps = _filters(given, state, "resize")
-        yield from gaps
-        yield Entry("resize", {side: length, **filters, "rounding": "nearest"})
+        yield from _resized(state, given, "resize", **{side: length, "rounding": "nearest"})
 
     return make
 
@@ -287,8 +284,7 @@ def _one_side(side: str) -> _Make:
 def _fill_box(longest: Any, pad: Any) -> bool:
     """Return True if two transforms fit an image into a box and pad it to that, as the stage letterbox does."""
     for one, name in ((longest, "LongestMaxSize"), (pad, "PadIfNeeded")):
-        named = isinstance(one, dict) and isinstance(one.get("__class_fullname__"), str) and _name(one) == name
-        if not named or (one.get("p", 1) != 1 and not one.get("always_apply")):
+        if not _is_transform(one) or _name(one) != name or (one.get("p", 1) != 1 and not one.get("always_apply")):
             return False
     side = longest.get("max_size")
     box = [side, side] if isinstance(side, int) else longest.get("max_size_hw")
@@ -297,8 +293,8 @@ def _fill_box(longest: Any, pad: Any) -> bool:
 
 def _pad_if_needed(state: _State, given: _Given) -> Iterator[_Part]:
     keys = {"fill": _levels(given)}
-    if fits := _fill_box(state.before, given):
-        keys |= _filters(state.before, state, "letterbox")[0]
+    if fits := _fill_box(before := state.around[0], given):
+        keys |= _filters(before, state, "letterbox")[0]
     yield from _always(state, given, "letterbox")
     if (height := given["min_height"]) is None or (width := given["min_width"]) is None:
         yield state.gap("", "is PadIfNeeded to multiples of a number, which has no equal stage", "leave it out")
@@ -325,12 +321,9 @@ def _crop(stage: str, **keys: Any) -> _Make:
 
 
 def _random_resized_crop(state: _State, given: _Given) -> Iterator[_Part]:
-    yield from _always(state, given, "random_resized_crop")
     yield _RANDOM
     keys = {key: numbers(given[key]) for key in ("scale", "ratio")}
-    filters, gaps = _filters(given, state, "random_resized_crop")
-    yield from gaps
-    yield Entry("random_resized_crop", {"size": size_of(given["size"]), **keys, **filters})
+    yield from _resized(state, given, "random_resized_crop", size=size_of(given["size"]), **keys)
 
 
 def _by_chance(stage: str, key: str) -> _Make:
@@ -390,11 +383,13 @@ def _rotate(state: _State, given: _Given) -> Iterator[_Part]:
         yield _BORDER
     if mode == "bicubic":
         yield state.gap("interpolation", "is a filter that the stage rotate does not have", "bilinear")
-    keys: dict[str, Any] = {"degrees": span(given["limit"])}
-    keys |= {"interpolation": "nearest"} if mode == "nearest" else {}
-    keys |= {"border": border} if border != "constant" else {}
-    fill = _levels(given)
-    yield Entry("rotate", {**keys, **({"fill": fill} if fill else {})})
+    yield entry_of(
+        "rotate",
+        degrees=span(given["limit"]),
+        interpolation="nearest" if mode == "nearest" else None,
+        border=None if border == "constant" else border,
+        fill=_levels(given) or None,
+    )
 
 
 def _levels(given: _Given) -> Any:
@@ -480,7 +475,10 @@ _PAD = (
     *("fill", "value"),
 )
 _KNOWN: dict[str, tuple[tuple[str, ...], _Make]] = {
-    "Resize": ((*_RESIZE, "height", "width"), _resize),
+    "Resize": (
+        (*_RESIZE, "height", "width"),
+        lambda state, given: _resized(state, given, "resize", height=given["height"], width=given["width"]),
+    ),
     "SmallestMaxSize": ((*_RESIZE, "max_size", "max_size_hw"), _one_side("shorter")),
     "LongestMaxSize": ((*_RESIZE, "max_size", "max_size_hw"), _one_side("longer")),
     "PadIfNeeded": (_PAD, _pad_if_needed),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gpuflow.migration.imported import (
     Entry,
     Imported,
     decode,
+    entry_of,
     filter_keys,
     filters_apart,
     normalize,
@@ -41,9 +42,9 @@ class Processor:
     converts images to RGB.
     """
 
-    size: Mapping[str, int]
+    size: Mapping[str, int] = field(default_factory=lambda: _224)
     resample: int = _BICUBIC
-    statistics: _Statistics = _CLIP
+    statistics: _Statistics = _HALF
     crop: Mapping[str, int] | None = None
     square: bool = True
     crop_pct: float | None = None
@@ -55,23 +56,22 @@ def _square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
 
 
-_224, _SHORTEST = _square(224), {"shortest_edge": 224}
-_MOBILENET = Processor(size={"shortest_edge": 256}, resample=_BILINEAR, statistics=_HALF, crop=_224, square=False)
+_224 = _square(224)
+_MOBILENET = Processor(size={"shortest_edge": 256}, resample=_BILINEAR, crop=_224, square=False)
+_OF_CLIP = Processor(size={"shortest_edge": 224}, statistics=_CLIP, crop=_224, square=False, convert=True)
 PROCESSORS = {
-    "BeitImageProcessor": Processor(size=_224, statistics=_HALF),
-    "BitImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
-    "BlipImageProcessor": Processor(size=_square(384), convert=True),
-    "ChineseCLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
-    "CLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False, convert=True),
-    "ConvNextImageProcessor": Processor(
-        size={"shortest_edge": 384}, statistics=_HALF, square=False, crop_pct=224 / 256
-    ),
-    "DeiTImageProcessor": Processor(size=_square(256), statistics=_HALF, crop=_224),
-    "DPTImageProcessor": Processor(size=_square(384), statistics=_HALF),
-    "LayoutLMv3ImageProcessor": Processor(size=_224, resample=_BILINEAR, statistics=_HALF),
+    "BeitImageProcessor": Processor(),
+    "BitImageProcessor": _OF_CLIP,
+    "BlipImageProcessor": Processor(size=_square(384), statistics=_CLIP, convert=True),
+    "ChineseCLIPImageProcessor": _OF_CLIP,
+    "CLIPImageProcessor": _OF_CLIP,
+    "ConvNextImageProcessor": Processor(size={"shortest_edge": 384}, square=False, crop_pct=224 / 256),
+    "DeiTImageProcessor": Processor(size=_square(256), crop=_224),
+    "DPTImageProcessor": Processor(size=_square(384)),
+    "LayoutLMv3ImageProcessor": Processor(resample=_BILINEAR),
     "MobileNetV1ImageProcessor": _MOBILENET,
     "MobileNetV2ImageProcessor": _MOBILENET,
-    "PvtImageProcessor": Processor(size=_224, statistics=_IMAGENET),
+    "PvtImageProcessor": Processor(statistics=_IMAGENET),
     "RTDetrImageProcessor": Processor(
         size=_square(640),
         resample=_BILINEAR,
@@ -80,8 +80,8 @@ PROCESSORS = {
         normalizes=False,
     ),
     "SegformerImageProcessor": Processor(size=_square(512), resample=_BILINEAR, statistics=_IMAGENET),
-    "SiglipImageProcessor": Processor(size=_224, statistics=_HALF, square=False, convert=True),
-    "ViTImageProcessor": Processor(size=_224, resample=_BILINEAR, statistics=_HALF),
+    "SiglipImageProcessor": Processor(square=False, convert=True),
+    "ViTImageProcessor": Processor(resample=_BILINEAR),
 }
 """The classes that only resize, crop at the centre, rescale and normalize."""
 _KEYS = (
@@ -149,12 +149,10 @@ def read_huggingface(name: str) -> Imported:
         processor = PROCESSORS["ViTImageProcessor"]
     file = _File(document=document, processor=processor)
     converts = bool(file.get("do_convert_rgb", processor.convert))
-    entries = [Entry("decode", {"color": "rgb", "background": [255, 255, 255]}) if converts else decode()]
-    for part in _parts(file):
-        if isinstance(part, Entry):
-            entries.append(part)
-        else:
-            problems.append(part)
+    parts = list(_parts(file))
+    entries = [decode(background=[255, 255, 255] if converts else None)]
+    entries += [part for part in parts if isinstance(part, Entry)]
+    problems += [part for part in parts if isinstance(part, Problem)]
     matches = f"{_MATCHES}{_CONVERTS if converts else _TAKES_RGB}"
     return Imported(source=f"hf:{name}", matches=(matches,), pipelines={"val": entries}, gaps=tuple(problems))
 
@@ -252,9 +250,8 @@ def _resize(file: _File) -> _Parts:
     size = file.get("size", processor.size)
     if file.get("keep_aspect_ratio", False):
         yield file.gap("keep_aspect_ratio", "resizes by one scale to about this size", "resize, to exactly this size")
-    multiple, edges = file.positive("ensure_multiple_of", 1), [size]
-    if isinstance(size, Mapping):
-        edges = list(size.values())
+    multiple = file.positive("ensure_multiple_of", 1)
+    edges = size.values() if isinstance(size, Mapping) else [size]
     if any(isinstance(side, int) and side % multiple for side in edges):
         yield file.gap("ensure_multiple_of", f"rounds sides to multiples of {multiple:g}", "resize, without rounding")
     if file.get("use_square_size", False):
@@ -270,16 +267,16 @@ def _resize(file: _File) -> _Parts:
         case {"shortest_edge": int(side), **rest} if processor.crop_pct is not None and not rest:
             yield from _convnext(file, side, filters)
         case {"height": int(height), "width": int(width), **rest} if not rest:
-            yield Entry("resize", {"height": height, "width": width, **filters})
+            yield entry_of("resize", height=height, width=width, **filters)
         case {"shortest_edge": int(side), **rest} if set(rest) <= {"longest_edge"}:
             yield from _limited(file, side, rest.get("longest_edge"), filters)
         case {"longest_edge": int(side), **rest} if not rest:
             yield file.gap("size", "limits the longer side, by rules of the class", f"resize: {{longer: {side}}}")
-            yield Entry("resize", {"longer": side, **filters})
+            yield entry_of("resize", longer=side, **filters)
         case {"max_height": int(height), "max_width": int(width), **rest} if not rest:
             longer = max(height, width)
             yield file.gap("size", "fits images into a box", f"resize: {{longer: {longer}}}", "up to one pixel apart")
-            yield Entry("resize", {"longer": longer, **filters})
+            yield entry_of("resize", longer=longer, **filters)
         case _:
             rule = "must give whole numbers: height and width, or shortest_edge, or max_height and max_width"
             raise file.document.error(rule, "size", value=dict(size))
@@ -308,7 +305,7 @@ def _convnext(file: _File, side: int, filters: Mapping[str, Any]) -> Iterator[En
         yield Entry("resize", {**_square(side), **filters})
         return
     share = file.positive("crop_pct", file.processor.crop_pct)
-    yield Entry("resize", {"shorter": int(side / share), **filters}, f"{side} / crop_pct {share:g}")
+    yield entry_of("resize", f"{side} / crop_pct {share:g}", shorter=int(side / share), **filters)
     yield _crop(side, side)
 
 
@@ -341,4 +338,4 @@ def _scale(file: _File) -> Iterator[Entry]:
 
 
 def _crop(height: int, width: int) -> Entry:
-    return Entry("center_crop", {"size": size_of([height, width]), "rounding": "down"})
+    return entry_of("center_crop", size=size_of([height, width]), rounding="down")

@@ -21,6 +21,7 @@ from gpuflow.migration.imported import (
     apart,
     decode,
     each_channel,
+    entry_of,
     filter_keys,
     gap,
     normalize,
@@ -209,12 +210,12 @@ def _preset(state: _State, preset: Any) -> _Step:
     """Return the step of a preset that comes with torchvision's weights, which takes PIL images and tensors."""
     step = Step(state=state)
     size = preset.resize_size and _target(list(preset.resize_size))
-    if size and isinstance(resize := _sampled(state, "resize", size, preset), Entry):
+    if size and isinstance(resize := _sampled(state, "resize", preset, **size), Entry):
         step = _on_levels(state, resize)
     elif size:
         step = _refused(state, preset, f"resizes by {_mode(preset)}, which the stage resize does not have")
     if crop := getattr(preset, "crop_size", None):
-        step = step.then(_on_levels(step.state, Entry("center_crop", {"size": size_of(crop)})))
+        step = step.then(_on_levels(step.state, entry_of("center_crop", size=size_of(crop))))
     return step.then(_normalize(replace(step.state, tensor=True, scaled=True), preset))
 
 
@@ -432,41 +433,41 @@ def _least_side(transform: Any, before: int) -> int:
 
 def _resize(state: _State, t: Any) -> _Equal:
     limit = getattr(t, "max_size", None)
-    if t.size is None:
-        keys = {"longer": limit}
-    else:
-        keys = _target(t.size) if limit is None else {**_target(t.size), "max_size": limit}
-    return _sampled(state, "resize", keys, t)
+    sides = {"longer": limit} if t.size is None else {**_target(t.size), "max_size": limit}
+    return _sampled(state, "resize", t, **sides)
 
 
-def _sampled(state: _State, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
+def _sampled(state: _State, stage: str, t: Any, **keys: Any) -> _Equal:
     """Return a stage that resizes. `antialias` counts for tensors. It clamps, as torchvision does for levels."""
-    mode = _mode(t)
+    mode, name = _mode(t), type(t).__name__
     unclamped = mode == "bicubic" and state.scaled
-    if unclamped and _parameters(t) is not None:
+    parameters = _parameters(t)
+    if (unclamped and parameters is not None) or (mode == "nearest-exact" and state.tensor):
         return None
     if mode == "nearest" and state.tensor:
-        return Entry(stage, {**keys, "interpolation": "nearest"})
-    if mode == "nearest-exact" and state.tensor:
-        return None
-    if mode.startswith("nearest") and (parameters := _parameters(t)) is not None:
-        rule = f"{type(t).__name__} takes Pillow's nearest pixels, of two that are equally near often the other one"
+        return entry_of(stage, **keys, interpolation=mode)
+    if mode.startswith("nearest") and parameters is not None:
+        rule = f"{name} takes Pillow's nearest pixels, of two that are equally near often the other one"
         return _Nearest(Entry("torchvision", {**parameters, "interpolation": "nearest-exact"}), rule)
     antialias = not state.tensor or bool(getattr(t, "antialias", True))
-    entry = Entry(stage, {**keys, **filter_keys(mode, antialias=antialias)})
+    entry = entry_of(stage, **keys, **filter_keys(mode, antialias=antialias))
     if unclamped:
-        return _Nearest(entry, f"{type(t).__name__} resizes floats by bicubic, and does not clamp them to 0-1")
-    if mode in FILTERS:
-        return entry
-    return _Nearest(entry, f"{type(t).__name__} resizes by {mode}, which the stage {stage} does not have")
+        return _Nearest(entry, f"{name} resizes floats by bicubic, and does not clamp them to 0-1")
+    return (
+        entry
+        if mode in FILTERS
+        else _Nearest(entry, f"{name} resizes by {mode}, which the stage {stage} does not have")
+    )
+
+
+def _unless(default: Any, value: Any) -> Any:
+    """Return a value, or None if it is a stage's default."""
+    return None if value == default else value
 
 
 def _random_resized_crop(state: _State, t: Any) -> _Equal:
-    scale, ratio = numbers(t.scale), numbers(t.ratio)
-    keys: dict[str, Any] = {"size": size_of(t.size)}
-    keys |= {"scale": scale} if scale != [0.08, 1] else {}
-    keys |= {"ratio": ratio} if ratio != [0.75, number(4 / 3)] else {}
-    return _sampled(state, "random_resized_crop", keys, t)
+    scale, ratio = _unless([0.08, 1], numbers(t.scale)), _unless([0.75, number(4 / 3)], numbers(t.ratio))
+    return _sampled(state, "random_resized_crop", t, size=size_of(t.size), scale=scale, ratio=ratio)
 
 
 def _zoom_out(state: _State, t: Any) -> _Equal:
@@ -487,15 +488,11 @@ def _iou_crop(state: _State, t: Any) -> _Equal:
 
 
 def _random_crop(state: _State, t: Any) -> _Equal:
-    keys: dict[str, Any] = {"size": size_of(t.size)}
-    padding = _one_if_equal(_padding_of(t) or 0)
-    if t.pad_if_needed or padding != 0:
-        if (around := _around(state, t)) is None:
-            return None
-        keys |= {"padding": padding} if padding != 0 else {}
-        keys |= {"pad_if_needed": True} if t.pad_if_needed else {}
-        keys |= around
-    return Entry("random_crop", keys)
+    padding, pads = _one_if_equal(_padding_of(t) or 0) or None, t.pad_if_needed or None
+    around = _around(state, t) if padding or pads else {}
+    if around is None:
+        return None
+    return entry_of("random_crop", size=size_of(t.size), padding=padding, pad_if_needed=pads, **around)
 
 
 def _padding_of(crop: Any) -> Any:
@@ -533,39 +530,25 @@ def _fill(state: _State, t: Any) -> dict[str, Any] | None:
     return {"fill": _one_if_equal(levels)} if any(levels) else {}
 
 
-def _warped(state: _State, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
-    """Return a stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
-    if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(state, t)) is None:
-        return None
+def _warped(state: _State, t: Any, stage: str, default: str = "bilinear", **keys: Any) -> _Equal:
+    """Return a stage that warps. default: its interpolation; that of torchvision is nearest."""
+    mode, fill = _mode(t), _fill(state, t)
     center, expand = getattr(t, "center", None), getattr(t, "expand", False)
-    if center is not None and expand:  # which moves the image out of the frame
+    if mode not in ("nearest", "bilinear") or fill is None or (center and expand):  # which moves it out of the frame
         return None
-    if expand:
-        keys = {**keys, "expand": True}
-    if center is not None:
-        keys = {**keys, "center": numbers(center)}
-    return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **fill})
+    keys |= {"expand": expand or None, "center": center and numbers(center), "interpolation": _unless(default, mode)}
+    return entry_of(stage, **keys, **fill)
 
 
 def _affine(state: _State, t: Any) -> _Equal:
-    keys: dict[str, Any] = {"degrees": span(t.degrees)}
-    for key in ("translate", "scale"):
-        if (value := getattr(t, key)) is not None:
-            keys[key] = numbers(value)
-    if t.shear is not None:
-        keys["shear"] = span(t.shear) if len(t.shear) == 2 else numbers(t.shear)
-    return _warped(state, t, "affine", keys)
-
-
-def _perspective(state: _State, t: Any) -> _Equal:
-    return _warped(
-        state, t, "perspective", {"distortion_scale": number(t.distortion_scale), "probability": number(t.p)}
-    )
+    translate, scale = (value and numbers(value) for value in (t.translate, t.scale))
+    shear = t.shear and (span(t.shear) if len(t.shear) == 2 else numbers(t.shear))
+    return _warped(state, t, "affine", degrees=span(t.degrees), translate=translate, scale=scale, shear=shear)
 
 
 def _pad(state: _State, t: Any) -> _Equal:
     around = _around(state, t)
-    return None if around is None else Entry("pad", {"padding": _one_if_equal(t.padding), **around})
+    return None if around is None else entry_of("pad", padding=_one_if_equal(t.padding), **around)
 
 
 def _one_if_equal(values: Any) -> Any:
@@ -581,56 +564,47 @@ def _around(state: _State, t: Any) -> dict[str, Any] | None:
     return _fill(state, t) if t.padding_mode == "constant" else {"border": t.padding_mode}
 
 
+def _jitter(bounds: Any, neutral: float) -> Any:
+    """Return a range [max(0, 1 - v), 1 + v], or [-v, v] of hues, as v."""
+    if bounds is None:
+        return None
+    low, high = bounds
+    amount = round(high - neutral, 7)
+    return number(amount) if abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9 else numbers(bounds)
+
+
 def _color_jitter(state: _State, t: Any) -> _Equal:
-    """Return a color_jitter, with a range [max(0, 1 - v), 1 + v], or [-v, v] of hues, as v."""
-    keys: dict[str, Any] = {}
-    for name, neutral in (("brightness", 1.0), ("contrast", 1.0), ("saturation", 1.0), ("hue", 0.0)):
-        if (bounds := getattr(t, name)) is not None:
-            low, high = bounds
-            amount = round(high - neutral, 7)
-            symmetric = abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9
-            keys[name] = number(amount) if symmetric else numbers([low, high])
-    return Entry("color_jitter", keys)
+    factors = {name: _jitter(getattr(t, name), 1.0) for name in ("brightness", "contrast", "saturation")}
+    return entry_of("color_jitter", **factors, hue=_jitter(t.hue, 0.0))
 
 
 def _solarize(state: _State, t: Any) -> _Equal:
     threshold = round(t.threshold * 255, 3) if state.scaled else t.threshold
-    return Entry("solarize", {"threshold": number(threshold), "probability": number(t.p)})
-
-
-def _grayscale(state: _State, t: Any) -> _Equal:
-    return Entry("grayscale", {}) if t.num_output_channels == 3 else None
-
-
-def _gaussian_blur(state: _State, t: Any) -> _Equal:
-    return Entry("gaussian_blur", {"kernel_size": _one_if_equal(t.kernel_size), "sigma": numbers(t.sigma)})
+    return entry_of("solarize", threshold=number(threshold), probability=number(t.p))
 
 
 def _random_erasing(state: _State, t: Any) -> _Equal:
     """Return a stage on levels. torchvision erases floats mostly, where zeros are Normalize's mean colour."""
-    value = [float(x) for x in t.value] if isinstance(t.value, (list, tuple)) else t.value
-    keys: dict[str, Any] = {"probability": number(t.p)}
-    for key, default in (("scale", [0.02, 0.33]), ("ratio", [0.3, 3.3])):
-        given = numbers(getattr(t, key))
-        keys |= {key: given} if given != default else {}
-    return Entry("random_erasing", {**keys, **_mean_level(state)}) if value in (0, [0.0]) else None
+    if np.ravel(t.value).tolist() != [0]:
+        return None
+    scale, ratio = _unless([0.02, 0.33], numbers(t.scale)), _unless([0.3, 3.3], numbers(t.ratio))
+    return entry_of("random_erasing", probability=number(t.p), scale=scale, ratio=ratio, value=_mean_level(state))
 
 
 def _erasing_of_timm(state: _State, t: Any) -> _Equal:
-    keys: dict[str, Any] = {"probability": number(t.probability), "scale": numbers([t.min_area, t.max_area])}
-    keys["ratio"] = numbers(np.exp(t.log_aspect_ratio))
-    entry = Entry("random_erasing", {**keys, **_mean_level(state)})
+    scale, ratio = numbers([t.min_area, t.max_area]), numbers(np.exp(t.log_aspect_ratio))
+    chance, value = number(t.probability), _mean_level(state)
+    entry = entry_of("random_erasing", probability=chance, scale=scale, ratio=ratio, value=value)
     if t.rand_color or t.per_pixel or t.max_count != 1:
         return _Nearest(entry, "timm's RandomErasing fills with noise, or several boxes")
     return entry
 
 
-def _mean_level(state: _State) -> dict[str, Any]:
-    """Return the key `value` for zeros at this place, unless that is black."""
+def _mean_level(state: _State) -> Any:
+    """Return the key `value` for zeros at this place; None if that is black."""
     if state.mean is None:
-        return {}
-    same = state.mean == IMAGENET_MEAN
-    return {"value": "imagenet" if same else [round(255 * level) for level in state.mean]}
+        return None
+    return "imagenet" if state.mean == IMAGENET_MEAN else [round(255 * level) for level in state.mean]
 
 
 def _policy(stage: str, **names: str) -> Callable[[_State, Any], _Equal]:
@@ -639,38 +613,41 @@ def _policy(stage: str, **names: str) -> Callable[[_State, Any], _Equal]:
     def equal(state: _State, t: Any) -> _Equal:
         if getattr(getattr(t, "policy", None), "value", "imagenet") != "imagenet":
             return None
-        keys = {key: getattr(t, name) for name, key in names.items()}
-        return _warped(state, t, stage, {**keys, "interpolation": _mode(t)})  # whose default is nearest
+        return _warped(state, t, stage, "", **{key: getattr(t, name) for name, key in names.items()})
 
     return equal
 
 
 _OF_TORCHVISION: dict[str, Callable[[_State, Any], _Equal]] = {
     "Resize": _resize,
-    "CenterCrop": lambda state, t: Entry("center_crop", {"size": size_of(t.size)}),
+    "CenterCrop": lambda state, t: entry_of("center_crop", size=size_of(t.size)),
     "RandomCrop": _random_crop,
     "RandomResizedCrop": _random_resized_crop,
     "RandomHorizontalFlip": _stage("flip", horizontal="p"),
     "RandomVerticalFlip": _stage("flip", vertical="p"),
-    "RandomRotation": lambda state, t: _warped(state, t, "rotate", {"degrees": span(t.degrees)}),
+    "RandomRotation": lambda state, t: _warped(state, t, "rotate", degrees=span(t.degrees)),
     "RandomAffine": _affine,
-    "RandomPerspective": _perspective,
+    "RandomPerspective": lambda state, t: _warped(
+        state, t, "perspective", distortion_scale=number(t.distortion_scale), probability=number(t.p)
+    ),
     "Pad": _pad,
     "RandomZoomOut": _zoom_out,
     "RandomIoUCrop": _iou_crop,
     "ScaleJitter": _scale_jitter,
     "ColorJitter": _color_jitter,
-    "Grayscale": _grayscale,
+    "Grayscale": lambda state, t: entry_of("grayscale") if t.num_output_channels == 3 else None,
     "RandomGrayscale": _stage("grayscale", probability="p"),
     "RandomAutocontrast": _stage("autocontrast", probability="p"),
     "RandomEqualize": _stage("equalize", probability="p"),
     "RandomInvert": _stage("invert", probability="p"),
     "RandomPosterize": _stage("posterize", bits="bits", probability="p"),
     "RandomSolarize": _solarize,
-    "RandomAdjustSharpness": lambda state, t: Entry(
-        "sharpness", {"amount": [number(t.sharpness_factor)] * 2, "probability": number(t.p)}
+    "RandomAdjustSharpness": lambda state, t: entry_of(
+        "sharpness", amount=[number(t.sharpness_factor)] * 2, probability=number(t.p)
     ),
-    "GaussianBlur": _gaussian_blur,
+    "GaussianBlur": lambda state, t: entry_of(
+        "gaussian_blur", kernel_size=_one_if_equal(t.kernel_size), sigma=numbers(t.sigma)
+    ),
     "RandomErasing": _random_erasing,
     "RandAugment": _policy("rand_augment", num_ops="operations", magnitude="magnitude", num_magnitude_bins="bins"),
     "TrivialAugmentWide": _policy("trivial_augment", num_magnitude_bins="bins"),
@@ -781,53 +758,51 @@ def _parameters(transform: Any) -> dict[str, Any] | None:
     cls = getattr(v2, type(transform).__name__, None)
     if cls is None:
         return None
-    found: dict[str, Any] = {}
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
-        if name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+    found: dict[str, Any] = {"name": cls.__name__}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if not hasattr(transform, name):
+        try:
+            value = _padding_of(transform) if (cls, name) == (v2.RandomCrop, "padding") else getattr(transform, name)
+            value = _plain(_of_images(value))
+        except (AttributeError, TypeError):
             return None
-        value = _padding_of(transform) if (cls, name) == (v2.RandomCrop, "padding") else getattr(transform, name)
-        value = _plain(_of_images(value))
-        if name == "interpolation" and isinstance(value, int):
+        if name == "interpolation":
             value = _PILLOW_NUMBERS.get(value, value)
         if cls is v2.RandomErasing and name == "value" and value is None:  # as v2 keeps it
             value = "random"
-        if value is _UNKNOWN:
-            return None
-        if value != _plain(parameter.default):
+        if parameter.default is parameter.empty or value != _plain(parameter.default):
             found[name] = value
-    return {"name": cls.__name__, **found}
+    return found
 
 
 def _composes(holder: Any) -> dict[str, Any]:
     """Return the attributes that are a Compose, such as that of presets of torchvision's reference trainings."""
     held = dict(getattr(holder, "__dict__", {}))
     held |= held.get("_modules", {})
-    kinds = {name: type(value) for name, value in held.items()}
     return {
-        name: held[name]
-        for name, kind in kinds.items()
-        if kind.__name__ == "Compose" and kind.__module__.startswith("torchvision.")
+        name: one
+        for name, one in held.items()
+        if type(one).__name__ == "Compose" and type(one).__module__.startswith("torchvision.")
     }
 
 
-_UNKNOWN = object()
-
-
 def _plain(value: Any) -> Any:
-    """Return a value as YAML has it."""
-    if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
-        return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
-    kind = type(value).__name__
-    if kind == "InterpolationMode":
-        return value.value
-    if kind == "dtype":
-        return str(value).removeprefix("torch.")
-    if kind == "Tensor":
-        return numbers(value)
-    return number(value) if isinstance(value, float) else value if value is None or kind in _PLAIN else _UNKNOWN
+    """Return a value as YAML has it. Raises TypeError if YAML has no such value."""
+    import torch
+    from torchvision.transforms import InterpolationMode
 
-
-_PLAIN = ("bool", "int", "str")
+    match value:
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case InterpolationMode():
+            return value.value
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
+        case torch.Tensor():
+            return numbers(value)
+        case float():
+            return number(value)
+        case None | int() | str():
+            return value
+    raise TypeError(f"{value!r} cannot be written as YAML")

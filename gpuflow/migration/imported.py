@@ -368,6 +368,10 @@ class Step(Generic[State]):
     gaps: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def behind(self, *gaps: Problem) -> Step[State]:
+        """Return this step with gaps before its own."""
+        return replace(self, gaps=(*gaps, *self.gaps))
+
     def then(self, after: Step[State]) -> Step[State]:
         """Return this step and the one that was read from its state, as one."""
         joined = {key: getattr(self, key) + getattr(after, key) for key in ("entries", "floats", "gaps", "notes")}
@@ -414,9 +418,9 @@ def filters_apart(name: str, size: tuple[int, int] = (224, 224)) -> str:
     return apart(lambda image: image.resize(size, wanted), lambda image: image.resize(size, similar))
 
 
-def decode() -> Entry:
-    """Return the first stage of all that is imported."""
-    return Entry("decode", {"color": "rgb"})
+def decode(**parameters: Any) -> Entry:
+    """Return the first stage of all that is imported. parameters: besides its color."""
+    return entry_of("decode", color="rgb", **parameters)
 
 
 def normalize(
@@ -430,12 +434,9 @@ def normalize(
         >>> normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)).as_yaml
         {'normalize': {'mean': 'imagenet', 'std': 'imagenet'}}
     """
-    parameters: dict[str, Any] = {}
-    for name, values in (("mean", mean), ("std", std)):
-        parameters[name] = "imagenet" if named and tuple(numbers(values)) == IMAGENET[name] else numbers(values)
-    if dtype != "float32":
-        parameters["dtype"] = dtype
-    return Entry("normalize", parameters)
+    given = {"mean": numbers(mean), "std": numbers(std)}
+    written = {key: "imagenet" if named and tuple(one) == IMAGENET[key] else one for key, one in given.items()}
+    return entry_of("normalize", **written, dtype=None if dtype == "float32" else dtype)
 
 
 def each_channel(numbers: Sequence[float], *, gray: bool) -> tuple[float, ...]:
