@@ -16,7 +16,6 @@ from gpuflow.migration.imported import (
     Entry,
     Imported,
     Step,
-    apart,
     decode,
     each_channel,
     entry_of,
@@ -24,7 +23,6 @@ from gpuflow.migration.imported import (
     normalize,
     number,
     numbers,
-    picture,
     read_document,
     size_of,
     span,
@@ -110,10 +108,10 @@ class _State:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1 / _TOP,)
 
-    def gap(self, key: str, rule: str, nearest: str, measured: str = "") -> Problem:
+    def gap(self, key: str, rule: str, nearest: str) -> Problem:
         """Return the gap of a transform whose key is not carried over as it is; of the whole without a key."""
         at = (*self.at, key) if key else self.at
-        return self.document.gap(rule, *at, nearest=nearest, apart=measured)
+        return self.document.gap(rule, *at, nearest=nearest)
 
     def scale(self, mean: Sequence[float], std: Sequence[float]) -> _State:
         """Subtract `mean` and divide by `std`, after all that was scaled before."""
@@ -237,16 +235,10 @@ def _filters(given: _Given, state: _State, stage: str) -> tuple[dict[str, Any], 
             rule = "takes OpenCV's nearest pixels, of two that are equally near often the other one"
             gaps = [state.gap("interpolation", rule, f"{stage}: {{interpolation: nearest, antialias: false}}")]
         return {**({} if mode == _LINEAR else {"interpolation": _FILTERS[mode]}), "antialias": False}, gaps
-    from PIL.Image import Resampling
-
     nearest = "bilinear" if mode == _AREA else "bicubic"
-    measured = apart(
-        lambda image: cv2.resize(picture(), (224, 168), interpolation=mode),
-        lambda image: image.resize((224, 168), Resampling[nearest.upper()]),
-    )
     rule = f"is OpenCV's number {mode}, a filter that the stage {stage} does not have"
     action = f"{stage}: {{interpolation: {nearest}, antialias: true}}"
-    return filter_keys(nearest), [state.gap("interpolation", rule, action, measured)]
+    return filter_keys(nearest), [state.gap("interpolation", rule, action)]
 
 
 _Given = Mapping[str, Any]

@@ -20,7 +20,6 @@ from gpuflow.migration.imported import (
     decode,
     entry_of,
     filter_keys,
-    filters_apart,
     normalize,
     read_document,
     size_of,
@@ -42,7 +41,7 @@ class Processor:
     converts images to RGB.
     """
 
-    size: Mapping[str, int] = field(default_factory=lambda: _224)
+    size: Mapping[str, int] = field(default_factory=lambda: _square(224))
     resample: int = _BICUBIC
     statistics: _Statistics = _HALF
     crop: Mapping[str, int] | None = None
@@ -318,11 +317,10 @@ def _filters(file: _File) -> tuple[dict[str, Any], list[Problem]]:
     keys = filter_keys(name)
     if name in FILTERS:
         return keys, []
-    measured = filters_apart(name)
+    rule = f"is {name}, which the stage resize does not have"
     if name == "lanczos":
-        measured += "; the fast processor takes bicubic itself with torchvision below 0.27"
-    rule, nearest = f"is {name}, which the stage resize does not have", keys.get("interpolation", "bilinear")
-    return keys, [file.gap("resample", rule, f"interpolation: {nearest}", measured)]
+        rule += "; the fast processor takes bicubic itself with torchvision below 0.27"
+    return keys, [file.gap("resample", rule, f"interpolation: {keys.get('interpolation', 'bilinear')}")]
 
 
 def _scale(file: _File) -> Iterator[Entry]:

@@ -16,7 +16,6 @@ from gpuflow.migration.imported import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     PILLOW_13,
-    PILLOW_FILTERS,
     Document,
     Entry,
     Imported,
@@ -25,7 +24,6 @@ from gpuflow.migration.imported import (
     each_channel,
     entry_of,
     filter_keys,
-    filters_apart,
     gap,
     needs,
     normalize,
@@ -401,19 +399,15 @@ def evaluation(config: DataConfig, source: str) -> tuple[list[Entry], list[Probl
     (channels, height, width), mode = config.input_size, config.crop_mode
 
     def note_gap(rule: str, nearest: str, apart: str = "") -> None:
-        gaps.append(gap(f"{source}:", rule, nearest=nearest, apart=apart))
+        gaps.append(gap(f"{source}:", rule, nearest, apart))
 
     if channels != 3:
         rule = f"input_size has {channels} channels, and gpuflow decodes three"
         note_gap(rule, "decode: {color: gray} and one mean and std")
     filters = filter_keys(config.interpolation)
-    if (filter_name := config.interpolation) not in FILTERS:
-        measured = "for evaluation, timm draws none"
-        if filter_name != "random":
-            known = filter_name in PILLOW_FILTERS
-            measured = filters_apart(filter_name, (width, height)) if known else "not measured: timm does not have it"
-        rule = f"interpolation is {filter_name!r}, which the stage resize does not have"
-        note_gap(rule, f"resize: {filters or '{interpolation: bilinear}'}", measured)
+    if config.interpolation not in FILTERS:
+        rule = f"interpolation is {config.interpolation!r}, which the stage resize does not have"
+        note_gap(rule, f"resize: {filters or '{interpolation: bilinear}'}")
     box = [math.floor(side / config.crop_pct) for side in (height, width)]
     about = f"{height} / crop_pct {config.crop_pct:g}"
     ending = [entry_of("center_crop", size=size_of((height, width))), normalize(config.mean, config.std)]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpuflow.errors import Problem, suggest
 from gpuflow.migration.imported import (
     Entry,
@@ -67,14 +69,16 @@ class _Reader:
         self._notes: list[str] = []
 
     def read(self) -> Imported:
-        self._check_keys()
-        operators = {name: _operators(node) for name, node in self._nodes.items()}
-        for name, found in operators.items():
-            for operator in found:
+        lower: dict[str, set[str]] = {}
+        for name, node in self._nodes.items():
+            unknown = [key for key in node if key not in _KEYS]
+            self._gaps += [unknown_key(self._at(name), (key,), node[key], _KEYS, "torchpipe") for key in unknown]
+            operators = _operators(node)
+            lower[name] = {operator.lower() for operator in operators}
+            for operator in operators:
                 if operator.lower() not in _KNOWN:
                     rule = f"{operator} is an operator that gpuflow has not"
-                    self._gap(name, rule, "leave it out", apart="not measured")
-        lower = {name: {operator.lower() for operator in found} for name, found in operators.items()}
+                    self._gap(name, rule, "leave it out")
         decoding = [name for name, found in lower.items() if {_ON_GPU[0], _ON_CPU[0]} & found]
         if not decoding:
             raise source_error(f"{self._path}:", "has no node that decodes by DecodeTensor or DecodeMat")
@@ -82,21 +86,19 @@ class _Reader:
         on_gpu = any(_ON_GPU[0] in lower[name] for name in decoding)
         fallback = on_gpu and any(_ON_CPU[0] in lower[name] for name in decoding)
         preset = self._preset({name: paths[name] for name in decoding}, on_gpu=on_gpu)
-        models = [name for name in (*paths[decoding[0]], *self._nodes) if _MODEL in lower[name]]
-        model, *others = dict.fromkeys(models) or (None,)
+        ahead = paths[decoding[0]]
+        model, *others = dict.fromkeys(name for name in (*ahead, *self._nodes) if _MODEL in lower[name]) or (None,)
         for other in others:
             self._gap(other, "is a second model", f"serve.model of [{model}] alone")
-        path = [*paths[decoding[0]], *([model] if model else [])]
-        entries = self._normalization(path, named=preset.color == "rgb")
+        entries = self._normalization([*ahead, *([model] if model else [])], named=preset.color == "rgb")
         served = None if model is None else self._served(model)
+        if not entries:
+            self._notes.insert(0, _NO_NUMBERS)
+        if fallback:
+            self._notes.insert(0, _FALLBACK)
         return Imported(
             source=f"torchpipe:{self._path}",
-            matches=(
-                *_MATCHES,
-                *((_FALLBACK,) if fallback else ()),
-                *(() if entries else (_NO_NUMBERS,)),
-                *self._notes,
-            ),
+            matches=(*_MATCHES, *self._notes),
             pipelines={"train": entries, "val": entries},
             gaps=tuple(self._gaps),
             preset=preset,
@@ -106,15 +108,9 @@ class _Reader:
     def _at(self, name: str) -> str:
         return f"{self._path}: [{name}]"
 
-    def _gap(self, name: str, rule: str, nearest: str, *path: str, apart: str = "") -> None:
+    def _gap(self, name: str, rule: str, nearest: str, *path: str) -> None:
         """Note what of a node is not carried over. path: its key."""
-        self._gaps.append(gap(self._at(name), rule, nearest=nearest, apart=apart, path=path))
-
-    def _check_keys(self) -> None:
-        for name, node in self._nodes.items():
-            self._gaps += [
-                unknown_key(self._at(name), (key,), node[key], _KEYS, "torchpipe") for key in node if key not in _KEYS
-            ]
+        self._gaps.append(gap(self._at(name), rule, nearest, path=path))
 
     def _path_from(self, name: str) -> list[str]:
         """Return the nodes that an image passes from a node on, which `next` joins.
@@ -142,13 +138,13 @@ class _Reader:
             following = [one for one in path if one == name or one not in paths]
             color = next((self._nodes[one]["color"] for one in following if "color" in self._nodes[one]), "rgb")
             found[name] = (self._side(following, "resize_h"), self._side(following, "resize_w"), str(color))
-        first = next(iter(found.values()))
+        (height, width, color), *_ = found.values()
         for name, other in found.items():
-            if other != first:
+            if other != (height, width, color):
                 rule = "resizes to another size or color than the node before it"
-                self._gap(name, rule, f"{first[0]}x{first[1]}, {first[2]}, for all files")
+                self._gap(name, rule, f"{height}x{width}, {color}, for all files")
         preset = "torchpipe_gpu" if on_gpu else "torchpipe_cpu"
-        return PresetEntry(preset=preset, height=first[0], width=first[1], color=first[2])
+        return PresetEntry(preset=preset, height=height, width=width, color=color)
 
     def _side(self, path: list[str], key: str) -> int:
         """Return the number of pixels that the first node with this key has."""
@@ -166,11 +162,8 @@ class _Reader:
         """
         for name in path:
             if {"mean", "std"} <= self._nodes[name].keys():
-                mean, std = (
-                    [level / 255 for level in self._value(name, key, _numbers, _NUMBERS_RULE)]
-                    for key in ("mean", "std")
-                )
-                return [normalize(mean, std, named=named)]
+                mean, std = (np.divide(self._value(name, key, _numbers, _NUMBERS_RULE), 255) for key in ("mean", "std"))
+                return [normalize(mean.tolist(), std.tolist(), named=named)]
         return []
 
     def _served(self, model: str) -> dict[str, Any] | None:
@@ -183,11 +176,10 @@ class _Reader:
             return None
         if (batch := _first_side(node, "max")) is not None:
             keys["batch"] = batch
-        for key, ours, make, rule in (
-            ("instance_num", "instances", int, "must be a whole number"),
-            ("batching_timeout", "timeout_ms", float, "must be a number of milliseconds"),
-        ):
-            keys |= {ours: self._value(model, key, make, rule)} if key in node else {}
+        if "instance_num" in node:
+            keys["instances"] = self._value(model, "instance_num", int, "must be a whole number")
+        if "batching_timeout" in node:
+            keys["timeout_ms"] = self._value(model, "batching_timeout", float, "must be a number of milliseconds")
         return {**keys, **self._engine(model, keys.get("batch", 1)), "preprocessing": "trust"}
 
     def _engine(self, model: str, batch: int) -> dict[str, Any]:

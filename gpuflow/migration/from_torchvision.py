@@ -68,8 +68,8 @@ class _State:
 
     place: the place, such as `train:val[2]`. table: the vocabulary.
     tensor, scaled: whether the image is a tensor, and one of floats: of 0 to 1, but for conversions that run by their
-    names. dtype: that of the floats. gray: it has one channel. mean: that of Normalize. least_side: the fewest pixels
-    that its shorter side may have. floats: the number of entries from the one on that makes floats.
+    names. dtype: that of the floats. gray: it has one channel. mean: that of Normalize. floats: the number of entries
+    from the one on that makes floats.
     """
 
     place: str
@@ -79,7 +79,6 @@ class _State:
     dtype: str = "float32"
     gray: bool = False
     mean: tuple[float, ...] | None = None
-    least_side: int = 1
     floats: int = 0
 
     def level(self, value: float) -> int | None:
@@ -135,7 +134,7 @@ def _read(transform: Any, state: _State) -> _Step:
     elif (equal := _EQUAL.get((library, name))) is not None:
         step = _carried_over(state, transform, equal(state, transform))
     elif library == "torchvision" and name not in _REFUSED:
-        step = _by_name(replace(state, least_side=1), transform)
+        step = _by_name(state, transform)
     else:
         step = _refused(state, transform)
     return replace(step, notes=(*_notes(transform, state), *step.notes))
@@ -177,7 +176,7 @@ def _random_apply(state: _State, transform: Any) -> _Step:
     names = ", ".join(type(part).__name__ for part in transform.transforms)
     rule = f"RandomApply of {names} with p={transform.p:g} has no equal stage"
     change = "which changes all images" if transform.p < 1 else ""
-    return _with_gap(step, f"{state.place}:", rule, nearest="its transforms without RandomApply", apart=change)
+    return _with_gap(step, f"{state.place}:", rule, "its transforms without RandomApply", change)
 
 
 def _random_choice(state: _State, transform: Any) -> _Step:
@@ -196,11 +195,11 @@ def _random_order(state: _State, transform: Any) -> _Step:
 def _unlike(step: _Step, state: _State, container: Any) -> _Step:
     """Add the gap of a container to what stands for it."""
     name = type(container).__name__
-    return _with_gap(step, f"{state.place}:", f"{name} {_REFUSED[name]}", nearest=_NEAREST[name], apart=_DRAWS)
+    return _with_gap(step, f"{state.place}:", f"{name} {_REFUSED[name]}", _NEAREST[name], _DRAWS)
 
 
-def _with_gap(step: _Step, place: str, rule: str, *, nearest: str, apart: str) -> _Step:
-    return replace(step, gaps=(gap(place, rule, nearest=nearest, apart=apart), *step.gaps))
+def _with_gap(step: _Step, place: str, rule: str, nearest: str, apart: str) -> _Step:
+    return step.behind(gap(place, rule, nearest, apart))
 
 
 # --- single transforms ------------------------------------------------------------------------------------------------
@@ -221,20 +220,16 @@ def _preset(state: _State, preset: Any) -> _Step:
 
 def _carried_over(state: _State, transform: Any, found: _Equal) -> _Step:
     """Return the step of a transform for which there is a stage, at least for some of its parameters."""
-    name = type(transform).__name__
-    movable = name in _MOVABLE and state.floats <= 1
-    if name == "CenterCrop":  # which pads smaller images by 0, also of floats
-        movable = movable and state.least_side >= max(_sides(transform.size))
-    after = replace(state, least_side=_least_side(transform, state.least_side))
+    movable = type(transform).__name__ in _MOVABLE and state.floats <= 1
     unfit = isinstance(found, Entry) and _fault(state, found) is not None  # a number that the stage does not take
     if found is None or unfit or (state.floats and not movable):
-        return _by_name(after, transform)
+        return _by_name(state, transform)
     if isinstance(found, Entry):
-        return _on_levels(after, found)
+        return _on_levels(state, found)
     stage = make_stage(found.entry.as_yaml, state.table)
     measured = apart(lambda image: transform(_input(state, image)), lambda image: _run(stage, image))
-    step = _on_levels(after, found.entry)
-    return _with_gap(step, f"{state.place}:", found.rule, nearest=repr(stage), apart=measured)
+    step = _on_levels(state, found.entry)
+    return _with_gap(step, f"{state.place}:", found.rule, repr(stage), measured)
 
 
 def _on_levels(state: _State, entry: Entry) -> _Step:
@@ -281,7 +276,7 @@ def _refused(state: _State, transform: Any, reason: str = "is not a transform th
     if nearest is None:
         nearest = "leave it out"
         measured = apart(lambda image: transform(_input(state, image)), lambda image: _input(state, image))
-    return _with_gap(Step(state=state, entries=entries), place, rule, nearest=nearest, apart=measured)
+    return _with_gap(Step(state=state, entries=entries), place, rule, nearest, measured)
 
 
 def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _Step:
@@ -289,10 +284,10 @@ def _holder(state: _State, place: str, rule: str, held: Mapping[str, Any]) -> _S
     names = ", ".join(held)
     if len(held) > 1:
         nearest, about = f"its attributes {names}, each a Compose", "views of one image are written as views"
-        return _with_gap(Step(state=state), place, rule, nearest=nearest, apart=about)
+        return _with_gap(Step(state=state), place, rule, nearest, about)
     step = _read(held[names], replace(state, place=f"{state.place}.{names}"))
     nearest, about = f"its attribute {names}, a Compose", "what else its code does is not known"
-    return _with_gap(step, place, rule, nearest=nearest, apart=about)
+    return _with_gap(step, place, rule, nearest, about)
 
 
 # --- what changes the type of an image --------------------------------------------------------------------------------
@@ -419,16 +414,6 @@ def _target(size: Any) -> dict[str, Any]:
 
 def _sides(size: Any) -> list[int]:
     return [size] if isinstance(size, int) else [int(side) for side in size]
-
-
-def _least_side(transform: Any, before: int) -> int:
-    """Return how many pixels the shorter side has at least after a transform. before: what it had before."""
-    name = type(transform).__name__
-    if name in _CROPS or (
-        name == "Resize" and transform.size is not None and getattr(transform, "max_size", None) is None
-    ):
-        return min(_sides(transform.size))
-    return before if name in _SAME_SIZE else 1
 
 
 def _resize(state: _State, t: Any) -> _Equal:
@@ -661,16 +646,11 @@ _EQUAL = {
 """What stands for each transform, by library and name."""
 
 _PRESETS = ("ImageClassification", "SemanticSegmentation")
-_MOVABLE = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomErasing")
+_MOVABLE = ("RandomHorizontalFlip", "RandomVerticalFlip", "RandomErasing")
 """Transforms that may follow Normalize, and whose stage then stands before normalize."""
 _EXACT = ("center_crop", "flip", "iou_crop", "pad", "random_crop", "random_erasing", "zoom_out")
 """Stages whose results are levels of the image, so that they do not round."""
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
-_CROPS = ("CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
-_SAME_SIZE = (
-    *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomErasing", "ColorJitter", "Grayscale", "RandomGrayscale"),
-    *("GaussianBlur", "RandAugment", "TrivialAugmentWide", "AutoAugment"),
-)
 _RESIZING = ("Resize", "RandomResizedCrop", "RandomResizedCropAndInterpolation", "ScaleJitter")
 _WARPING = ("RandomRotation", "RandomAffine", "RandomPerspective", "RandAugment", "TrivialAugmentWide", "AutoAugment")
 _REFUSED = {

@@ -132,7 +132,7 @@ class Document:
 
     def gap(self, rule: str, *at: Key, nearest: str, apart: str = "") -> Problem:
         """Return what `gap` does, at the value that these keys lead to."""
-        return gap(self.place(*at), rule, nearest=nearest, apart=apart, path=at)
+        return gap(self.place(*at), rule, nearest, apart, at)
 
 
 def source_error(
@@ -378,7 +378,7 @@ class Step(Generic[State]):
         return replace(after, **joined)
 
 
-def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key, ...] = ()) -> Problem:
+def gap(place: str, rule: str, nearest: str, apart: str = "", path: tuple[Key, ...] = ()) -> Problem:
     """Return the problem of something that no stage equals.
 
     Args:
@@ -407,15 +407,6 @@ def filter_keys(name: str, *, antialias: bool = True) -> dict[str, Any]:
     """
     keys = {"interpolation": "bicubic"} if name in ("bicubic", "lanczos") else {}
     return keys if antialias else {**keys, "antialias": False}
-
-
-def filters_apart(name: str, size: tuple[int, int] = (224, 224)) -> str:
-    """Return what `apart` says of a filter of Pillow and that of `filter_keys`. size: (width, height)."""
-    from PIL.Image import Resampling
-
-    nearest = filter_keys(name).get("interpolation", "bilinear")
-    wanted, similar = Resampling[name.upper()], Resampling[nearest.upper()]
-    return apart(lambda image: image.resize(size, wanted), lambda image: image.resize(size, similar))
 
 
 def decode(**parameters: Any) -> Entry:

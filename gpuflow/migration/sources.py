@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
+import math
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, Problem
@@ -19,7 +21,16 @@ from gpuflow.migration.from_huggingface import processor_document, read_huggingf
 from gpuflow.migration.from_timm import data_config, read_timm
 from gpuflow.migration.from_torchpipe import read_torchpipe
 from gpuflow.migration.from_torchvision import read_transform
-from gpuflow.migration.imported import Entry, Imported, gap, named_transform, needs, read_document, source_error
+from gpuflow.migration.imported import (
+    Entry,
+    Imported,
+    entry_of,
+    gap,
+    named_transform,
+    needs,
+    read_document,
+    source_error,
+)
 from gpuflow.pipeline.program import Program, WarpStep
 from gpuflow.pipeline.stage import Stage
 from gpuflow.version import __version__
@@ -83,12 +94,10 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
     if len(set(names)) < len(names):
         rule = f"give the pipelines {', '.join(names)}; two sources must give train, which is random, and val"
         raise source_error(f"{' '.join(sources)}:", rule, action="import them one by one")
-    text = to_yaml(found)
-    config = _checked(text, " ".join(sources), table)
+    text, config = _checked(found, table)
     if partial and not isinstance(config, Config) and any(problem.code == "stage.size" for problem in config):
         found = list(map(_of_one_size, found))
-        text = to_yaml(found)
-        config = _checked(text, " ".join(sources), table)
+        text, config = _checked(found, table)
     problems = tuple(problem for one in found for problem in one.gaps)
     if not isinstance(config, Config):
         raise ConfigError(problems + config)
@@ -101,16 +110,15 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
 
 def _of_one_size(found: Imported) -> Imported:
     """Return what was imported with a crop behind each resize that leaves images of varying size, and a gap for it."""
-    pipelines, gaps = {}, found.gaps
+    pipelines, gaps = dict(found.pipelines), found.gaps
     for name, entries in found.pipelines.items():
-        pipelines[name] = entries
-        for i, entry in reversed(list(enumerate(entries))):
-            sides = [entry.parameters.get(key) for key in ("max_size", "longer", "shorter")]
+        for i in reversed(range(len(entries))):
+            sides = [entries[i].parameters.get(key) for key in ("max_size", "longer", "shorter")]
             if (side := next(filter(None, sides), None)) is not None:
-                pipelines[name] = [*entries[: i + 1], Entry("center_crop", {"size": side}), *entries[i + 1 :]]
+                pipelines[name] = [*entries[: i + 1], entry_of("center_crop", size=side), *entries[i + 1 :]]
                 rule = f"leaves images of varying size in {name}, which no batch can hold"
                 nearest = f"center_crop: {{size: {side}}}, which centres smaller images on black"
-                gaps = (*gaps, gap(f"{found.source}:", rule, nearest=nearest))
+                gaps = (*gaps, gap(f"{found.source}:", rule, nearest))
                 break
     return replace(found, pipelines=pipelines, gaps=gaps)
 
@@ -121,19 +129,19 @@ def _has_one_warp_for_several(program: Program) -> bool:
     return any(sum(stage.warps is not None for stage in step.stages) > 1 for step in steps)
 
 
-def _checked(text: str, sources: str, table: Mapping[str, type[Stage]]) -> Config | tuple[Problem, ...]:
-    """Return the file as it is read, or what `gpuflow check` says of it."""
-    with tempfile.TemporaryDirectory(prefix="gpuflow_") as folder:
-        path = Path(folder) / "imported.yaml"
-        path.write_text(text, encoding="utf-8")
+def _checked(found: Sequence[Imported], table: Mapping[str, type[Stage]]) -> tuple[str, Config | tuple[Problem, ...]]:
+    """Return what was imported as YAML, and as it is read, or what `gpuflow check` says of it."""
+    text = to_yaml(found)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="gpuflow_", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
         try:
-            return read_config(path, table)
+            return text, read_config(file.name, table)
         except ConfigError as error:
-            return tuple(replace(problem, place=f"{sources}, as YAML:") for problem in error.problems)
+            place = f"{' '.join(one.source for one in found)}, as YAML:"
+            return text, tuple(replace(problem, place=place) for problem in error.problems)
 
 
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
-_WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _COLUMN, _WIDTH = 40, 118
 _BATCH = {"train": "{size: 64, drop_last: true}", "val": "{size: 64}"}
 
@@ -212,25 +220,21 @@ def _body(found: Sequence[Imported]) -> Iterator[str]:
 
 def _preset(one: Imported, indent: str) -> Iterator[str]:
     if one.preset is not None:
-        for key in ("preset", "height", "width", "color"):
-            yield f"{indent}{key}: {_flow(getattr(one.preset, key))}"
+        for key, value in asdict(one.preset).items():
+            yield f"{indent}{key}: {value}"
 
 
 def _entries(entries: Sequence[Entry], indent: str) -> Iterator[str]:
     for entry in entries:
-        line = f"{indent}- {entry.stage}: {_flow(entry.parameters)}" if entry.parameters else f"{indent}- {entry.stage}"
+        line = f"{indent}- {entry.stage}{f': {_flow(entry.parameters)}' if entry.parameters else ''}"
         yield f"{line:{_COLUMN}}  # {entry.comment}" if entry.comment else line
 
 
 def _flow(value: Any) -> str:
     """Return a value on one line of YAML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    plain = json.loads(json.dumps(value))  # without lists that two keys share, which YAML would name
+    text: str = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
 
 
 # --- other libraries' transforms, to compare with: `gpuflow parity --against SOURCE` ----------------------------------

@@ -143,9 +143,8 @@ def test_a_lambda_is_an_error_unless_the_rest_is_enough(imported: Run, tmp_path:
 def test_what_check_refuses_is_an_error(imported: Run) -> None:
     done = imported(f"{THEIRS}:no_size")
     assert (done.code, done.out) == (1, "")
-    assert (
-        f"error: {THEIRS}:no_size, as YAML: pipelines.val.stages[1].normalize leaves images of varying size" in done.err
-    )
+    place = f"error: torchvision:{THEIRS}:no_size, as YAML: pipelines.val.stages[1].normalize"
+    assert f"{place} leaves images of varying size" in done.err
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_folder_and_which_processor_is_matched(tmp_path: Path) -> None:
         ),
         (
             {"resample": 1},
-            "x.json:16: resample is lanczos, which the stage resize does not have; nearest: interpolation: ",
+            "x.json:16: resample is lanczos, which the stage resize does not have; the fast processor takes bicubic",
         ),
         (
             {"use_square_size": True},
@@ -274,7 +274,6 @@ def test_what_timm_has_and_no_stage_equals(tmp_path: Path) -> None:
         "x.json:9: crop_cpt is not a key of timm's pretrained_cfg that gpuflow knows, got 1; did you"
     )
     assert "interpolation is 'lanczos', which the stage resize does not have; nearest: " in lanczos
-    assert "levels apart on a test picture" in lanczos
     assert "crop_mode 'center' with an input of 96x128 fits the image around a box; nearest: resize" in box
 
 
@@ -538,7 +537,7 @@ def test_serialised_transforms_of_albumentations(tmp_path: Path, transform: dict
         (
             {"name": "Resize", "height": 3, "width": 3, "interpolation": 3},
             "x.json:12: transform.transforms[0].interpolation is OpenCV's number 3, a filter that the stage resize "
-            "does not have; nearest: resize: {interpolation: bilinear, antialias: true} (up to ",
+            "does not have; nearest: resize: {interpolation: bilinear, antialias: true}",
         ),
         (
             {"name": "Resize", "height": 3, "width": 3, "interpolation": 0},
