@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpuflow.config import Config, check_config, read_config
+from gpuflow.config import check_config, read_config
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.integrations import LoaderAdapter
@@ -312,41 +312,48 @@ def _load(
     distributed: bool,
     device: torch.device | None,
 ) -> Loader:
-    def build(config: Config) -> Loader:
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(dataset, (str, Path)):
+            read_config(dataset, stage_table())  # reports the file's own faults, with their lines
+            read, _ = read_yaml(str(dataset))
+            blocks = {"source": read["source"], "run": read.get("run", {})}
+        else:
+            blocks = {"source": {**_listed(dataset, Path(folder) / "samples.jsonl"), "seed": seed}}
+        data = {**blocks, "pipelines": {name: dict(pipeline)}}
         return build_loader(
-            config, name, rank=ranks.rank, world_size=ranks.world_size, device=device, rank_given=not distributed
+            check_config(data, stage_table(), place=_PLACE.removesuffix(":")),
+            name,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            device=device,
+            rank_given=not distributed,
         )
 
-    def config_of(source: object, **blocks: Any) -> Config:
-        data = {"source": source, "pipelines": {name: dict(pipeline)}, **blocks}
-        return check_config(data, stage_table(), place=_PLACE.removesuffix(":"))
 
-    if isinstance(dataset, (str, Path)):
-        read_config(dataset, stage_table())  # reports the file's own faults, with their lines
-        data, _ = read_yaml(str(dataset))
-        return build(config_of(data["source"], run=data.get("run", {})))
+def _listed(dataset: Any, listing: Path) -> dict[str, Any]:
+    """Write the samples of a dataset as a listing, and return the keys of its source."""
     samples, classes = _samples(dataset)
     classes = [name if name and name == name.strip() else json.dumps(name) for name in classes]  # listings strip blanks
-    with tempfile.TemporaryDirectory() as folder:
-        listing = Path(folder) / "samples.jsonl"
-        with listing.open("w", encoding="utf-8") as file:
-            for path, label in samples:
-                file.write(json.dumps({"path": str(Path(path).absolute()), "label": classes[label]}) + "\n")
-        return build(config_of({"listing": str(listing), "classes": classes, "seed": seed}))
+    with listing.open("w", encoding="utf-8") as file:
+        for path, label in samples:
+            file.write(json.dumps({"path": str(Path(path).absolute()), "label": classes[label]}) + "\n")
+    return {"listing": str(listing), "classes": classes}
 
 
 def _samples(dataset: Any) -> tuple[Iterable[tuple[str, int]], list[str]]:
     """Return the paths and labels of timm's or torchvision's dataset of files, and the names of its classes."""
     reader = getattr(dataset, "reader", dataset)
     samples, places = getattr(reader, "samples", None), getattr(reader, "class_to_idx", None)
+    kind, mapped = type(dataset).__name__, getattr(dataset, "target_transform", None)
+
+    def refused(rule: str, value: object, action: str) -> ConfigError:
+        return ConfigError([_problem("dataset", rule, value, action)])
+
     if samples is None or places is None:
         rule = "must be a dataset of files with `samples` and `class_to_idx`, or the path of a YAML file"
-        action = "name the data in the block source of a YAML file"
-        raise ConfigError([_problem("dataset", rule, type(dataset).__name__, action)])
-    if getattr(dataset, "target_transform", None) is not None:
-        rule, action = "must have no target_transform", "map the labels in the loop"
-        raise ConfigError([_problem("dataset", rule, dataset.target_transform, action)])
-    if sorted(places.values()) != list(range(len(places))):
-        rule, action = "must have class_to_idx with the numbers from 0 on, each once", "number the classes so"
-        raise ConfigError([_problem("dataset", rule, sorted(places.values()), action)])
+        raise refused(rule, kind, "name the data in the block source of a YAML file")
+    if mapped is not None:
+        raise refused("must have no target_transform", mapped, "map the labels in the loop")
+    if (numbers := sorted(places.values())) != list(range(len(places))):
+        raise refused("must have class_to_idx with the numbers from 0 on, each once", numbers, "number the classes so")
     return samples, sorted(places, key=places.__getitem__)

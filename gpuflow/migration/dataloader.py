@@ -26,7 +26,6 @@ from gpuflow.errors import (
     UNSET,
     Code,
     ConfigError,
-    Key,
     LoaderError,
     Problem,
     StateError,
@@ -91,20 +90,20 @@ def files_hash(dataset: Any) -> int | None:
 
 
 def problem(
-    path: tuple[Key, ...], rule: str, value: object = UNSET, action: str = "", code: Code = "config.conflict"
+    path: str, rule: str, value: object = UNSET, action: str = "", code: Code = "config.conflict"
 ) -> ConfigError:
-    """Return the error of an argument of `gpuflow.wrap`, to which `path` leads.
+    """Return the error of an argument of `gpuflow.wrap`, or of one of its attributes: dataloader.batch_size.
 
     Examples:
-        >>> problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
+        >>> problem("dataloader.batch_size", "must be a number of samples", None, "set it")
         ConfigError('gpuflow.wrap: dataloader.batch_size must be a number of samples, got null; set it')
     """
-    return ConfigError([Problem(PLACE, rule, value, action, path, code)])
+    return ConfigError([Problem(PLACE, rule, value, action, tuple(path.split(".")), code)])
 
 
-def _refused(rule: str, value: object = UNSET, action: str = "", path: tuple[str, ...] = ()) -> ConfigError:
+def _refused(rule: str, value: object = UNSET, action: str = "", path: str = "dataloader.dataset") -> ConfigError:
     """Return the error of a dataset."""
-    return problem(("dataloader", "dataset", *path), rule, value, action, "config.type")
+    return problem(path, rule, value, action, "config.type")
 
 
 def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:
@@ -115,10 +114,8 @@ def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:
     if not isinstance(dataset, DatasetFolder):
         return None
     if dataset.transform is not None:
-        action = "pass it as transforms_gpu, and give the dataset none"
-        raise _refused(
-            "must be None, because the dataset gives encoded bytes", dataset.transform, action, ("transform",)
-        )
+        rule, action = "must be None, because the dataset gives encoded bytes", "pass it as transforms_gpu instead"
+        raise _refused(rule, dataset.transform, action, "dataloader.dataset.transform")
     plain = _reads_as(dataset, DatasetFolder) and dataset.target_transform is None
     if not plain or dataset.loader is not bytes_loader:
         return None
@@ -266,9 +263,6 @@ class SamplerDraws:
         self._last: tuple[int, str, list[int]] | None = None
         self._warned = False
 
-    def __len__(self) -> int:
-        return len(self._dataloader)
-
     def draw(self, epoch: int, start: int) -> tuple[Ints, list[int]]:
         """Return the samples of an epoch, and how many are in each batch.
 
@@ -359,7 +353,7 @@ class SamplerDraws:
         return type(batches) is not BatchSampler or type(batches.sampler) is not SequentialSampler or batches.drop_last
 
     def _batches(self) -> tuple[Ints, list[int]]:
-        dataloader, count = self._dataloader, len(self)
+        dataloader, count = self._dataloader, len(self._dataloader)
         assert dataloader.batch_sampler is not None
         iterator = iter(dataloader.batch_sampler)
         if not (self._begun and dataloader.persistent_workers):  # the seed of a DataLoader's workers

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, final
 
 import numpy as np
@@ -27,8 +26,8 @@ from gpuflow.loader.loader import Loader
 from gpuflow.loader.sampler import ListedEpochs
 from gpuflow.migration.dataloader import PLACE, SamplerDraws, files_hash, problem, source_of
 from gpuflow.migration.from_torchvision import read_transform
-from gpuflow.pipeline.stage import Pipeline, Stage
-from gpuflow.pipeline.views import ViewsPipeline, ViewsProgram
+from gpuflow.pipeline.stage import Stage
+from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.runtime.ranks import Ranks
 
 _CPU, _GPU = "transforms_cpu", "transforms_gpu"
@@ -79,18 +78,28 @@ class WrappedLoader:
     Each `for` has the sampler draw a new epoch, in full, as the DataLoader would: for equal seeds of torch the order is
     the same. `sampler.set_epoch` works as before. A `break` leaves no thread behind; an exception, also one of the
     dataset, is raised in the loop.
+
+    dataset, sampler, batch_sampler, batch_size, drop_last: the DataLoader's. classes: the class names; empty if the
+    dataset has none. pipeline: the stages, those of the transforms included. preprocessing: the fingerprint of the
+    stages and all their parameters, 16 hex digits.
     """
 
     def __init__(self, loader: Loader, dataloader: DataLoader[Any], draws: SamplerDraws) -> None:
         self._loader, self._dataloader, self._draws = loader, dataloader, draws
         self._files_hash = files_hash(dataloader.dataset)
+        self.dataset: Any = dataloader.dataset
+        self.sampler: Any = dataloader.sampler
+        self.batch_sampler: Any = dataloader.batch_sampler
+        self.batch_size, self.drop_last = dataloader.batch_size, dataloader.drop_last
+        self.classes, self.pipeline = loader.classes, loader.pipeline
+        self.preprocessing = loader.preprocessing
 
     def __len__(self) -> int:
         """Return the steps of an epoch: the DataLoader's length."""
         return len(self._dataloader)
 
     def __iter__(self) -> Iterator[Batch]:
-        if files_hash(self._dataloader.dataset) != self._files_hash:
+        if files_hash(self.dataset) != self._files_hash:
             raise LoaderError(
                 "the dataset has other samples or labels than when gpuflow.wrap read them; call gpuflow.wrap again, "
                 f"then set_epoch({self._loader.upcoming_epoch}) of what it returns"
@@ -105,48 +114,6 @@ class WrappedLoader:
         """Make the next `for` run this epoch, and tell the sampler, if it has a `set_epoch`."""
         self._draws.set_epoch(epoch)
         self._loader.set_epoch(epoch)
-
-    # --- what it is ---------------------------------------------------------------------------------------------
-
-    @property
-    def dataset(self) -> Any:
-        """Return the DataLoader's."""
-        return self._dataloader.dataset
-
-    @property
-    def sampler(self) -> Any:
-        """Return the DataLoader's."""
-        return self._dataloader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """Return the DataLoader's."""
-        return self._dataloader.batch_sampler
-
-    @property
-    def batch_size(self) -> int | None:
-        """Return the DataLoader's; None if it was made with a batch sampler."""
-        return self._dataloader.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        """Return the DataLoader's."""
-        return self._dataloader.drop_last
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the class names; empty if the dataset has none."""
-        return self._loader.classes
-
-    @property
-    def pipeline(self) -> Pipeline | ViewsPipeline:
-        """Return the stages, those of the transforms included."""
-        return self._loader.pipeline
-
-    @property
-    def preprocessing(self) -> str:
-        """Return the fingerprint of the stages and all their parameters, 16 hex digits."""
-        return self._loader.preprocessing
 
     def __repr__(self) -> str:
         return f"<gpuflow.WrappedLoader of {type(self.dataset).__name__} in {len(self)} steps; {self.pipeline!r}>"
@@ -189,9 +156,7 @@ class WrappedLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -201,38 +166,36 @@ class WrappedLoader:
 def _check_dataloader(dataloader: Any) -> None:
     """Raise ConfigError if this is no DataLoader whose batches gpuflow can make."""
     if not isinstance(dataloader, DataLoader):
-        raise problem(("dataloader",), "must be a torch.utils.data.DataLoader", type(dataloader).__name__)
+        raise problem("dataloader", "must be a torch.utils.data.DataLoader", type(dataloader).__name__)
     if type(dataloader).__iter__ is not DataLoader.__iter__:
         action = "wrap the DataLoader before another library prepares it, on several ranks with a DistributedSampler"
-        raise problem(("dataloader",), "must iterate as a DataLoader does", type(dataloader).__name__, action)
+        raise problem("dataloader", "must iterate as a DataLoader does", type(dataloader).__name__, action)
     if isinstance(dataloader.dataset, IterableDataset):
         action = "use gpuflow.load with source.tar for shards"
-        raise problem(
-            ("dataloader", "dataset"), "must be a map-style dataset, and is an IterableDataset", action=action
-        )
+        raise problem("dataloader.dataset", "must be a map-style dataset, and is an IterableDataset", action=action)
     if dataloader.batch_sampler is None:
-        raise problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
+        raise problem("dataloader.batch_size", "must be a number of samples", None, "set it")
     if dataloader.collate_fn is not default_collate:
         name = getattr(dataloader.collate_fn, "__qualname__", type(dataloader.collate_fn).__name__)
         rule = f"must be the default, because gpuflow makes the batches, and is {name}"
         action = "remove it; mixup and cutmix are stages"
-        raise problem(("dataloader", "collate_fn"), rule, action=action)
+        raise problem("dataloader.collate_fn", rule, action=action)
     try:
         len(dataloader)
     except (TypeError, NotImplementedError) as error:
         action = "give it a __len__, the number of batches of an epoch"
-        raise problem(("dataloader", "batch_sampler"), "must have a length", action=action) from error
+        raise problem("dataloader.batch_sampler", "must have a length", action=action) from error
 
 
 def _check_arguments(cpu_percentage: Any, parallel_type: Any, local_rank: Any) -> None:
     if cpu_percentage != "auto" and not (type(cpu_percentage) in (int, float) and 0 <= cpu_percentage <= 1):
         action = "0.3 stands for 30%"
-        raise problem(("cpu_percentage",), "must be auto or within [0, 1]", cpu_percentage, action)
+        raise problem("cpu_percentage", "must be auto or within [0, 1]", cpu_percentage, action)
     if parallel_type not in ("ddp", "dp", None):
         action = "None is for a single GPU"
-        raise problem(("parallel_type",), "must be ddp, dp or None", parallel_type, action)
+        raise problem("parallel_type", "must be ddp, dp or None", parallel_type, action)
     if local_rank is not None and not (type(local_rank) is int and local_rank >= 0):
-        raise problem(("local_rank",), "must be the number of a GPU", local_rank, "pass LOCAL_RANK as a whole number")
+        raise problem("local_rank", "must be the number of a GPU", local_rank, "pass LOCAL_RANK as a whole number")
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
@@ -249,13 +212,13 @@ def _configured(
 ) -> tuple[Config, str]:
     """Return the file with the stages of the transforms, checked, and the pipeline's name."""
     if Path(path).suffix == ".toml":
-        raise problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
+        raise problem("config", "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
     on_gpu, on_cpu = (
         None if transforms is None else stages_of(transforms, argument, stages, tensor=tensor)
         for transforms, argument, tensor in ((transforms_gpu, _GPU, True), (transforms_cpu, _CPU, False))
     )
     if on_gpu is not None and on_gpu.resize is not None:
-        raise problem((_GPU,), "cannot have cv2_resize, because the file resizes", action="remove it")
+        raise problem(_GPU, "cannot have cv2_resize, because the file resizes", action="remove it")
     if on_cpu is not None and on_gpu is not None:
         _check_same(on_cpu, on_gpu)
     chosen = _pipeline(path, name)
@@ -268,12 +231,12 @@ def _configured(
     if isinstance(program, ViewsProgram):
         if found is not None:
             action = "write the stages into the file's views"
-            raise problem((given,), f"cannot follow the views of the pipeline {chosen!r}", action=action)
+            raise problem(given, f"cannot follow the views of the pipeline {chosen!r}", action=action)
         return config, chosen
     if isinstance(program.decoder, Preset):
         if share and cpu_percentage:
             rule = f"must be auto or 0 with preset: {program.decoder.name}, which decodes in one place"
-            raise problem(("cpu_percentage",), rule, cpu_percentage, "remove it")
+            raise problem("cpu_percentage", rule, cpu_percentage, "remove it")
     elif share:
         config = read_config(path, stages, [*overrides, *share], added)
     if on_cpu is not None and on_cpu.resize is not None:
@@ -289,7 +252,7 @@ def _pipeline(path: str | Path, name: str | None) -> str:
     pipelines = read_yaml(str(path))[0].get("pipelines")
     names = list(map(str, pipelines)) if isinstance(pipelines, dict) else []
     if len(names) > 1:
-        raise problem(("name",), f"must be one of the pipelines of {path}: {', '.join(names)}", None, "pass name=")
+        raise problem("name", f"must be one of the pipelines of {path}: {', '.join(names)}", None, "pass name=")
     return names[0] if names else "train"
 
 
@@ -299,7 +262,7 @@ def _check_same(on_cpu: Found, on_gpu: Found) -> None:
         if cpu != gpu:
             cpu_text, gpu_text = ("nothing" if entry is None else _shown(entry) for entry in (cpu, gpu))
             rule = f"must stand for the same stages as {_GPU}; stage {i} of the two is {cpu_text} and {gpu_text}"
-            raise problem((_CPU,), rule, action="make them equal, or leave out transforms_cpu")
+            raise problem(_CPU, rule, action="make them equal, or leave out transforms_cpu")
 
 
 def _shown(entry: Mapping[str, Any]) -> str:
@@ -312,7 +275,7 @@ def _check_resize(resize: Cv2Resize, size: tuple[int | None, ...], path: str) ->
         wanted = f"resize: {{height: {resize.height}, width: {resize.width}}}"
         shown = " x ".join("varying" if side is None else str(side) for side in size)
         rule = f"is cv2_resize to {resize.height} x {resize.width}, and the stages of {path} give images of {shown}"
-        raise problem((_CPU,), rule, action=f"write {wanted} there")
+        raise problem(_CPU, rule, action=f"write {wanted} there")
 
 
 # --- ranks and devices ------------------------------------------------------------------------------------------------
@@ -338,7 +301,7 @@ def _device(parallel_type: str | None, local_rank: int | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if local_rank >= visible:
         rule = f"must be below the number of GPUs that torch sees, {visible}"
-        raise problem(("local_rank",), rule, local_rank, f"start {visible} processes on this host")
+        raise problem("local_rank", rule, local_rank, f"start {visible} processes on this host")
     return torch.device("cuda", local_rank)
 
 

@@ -133,10 +133,8 @@ def _hostile() -> Iterator[tuple[str, bytes]]:
         yield f"jpeg {name}", _jpeg(_picture(61, 83, seed=i), name)
     for name in ("4:4:4", "4:2:0"):
         yield f"jpeg {name}, progressive", _jpeg(_picture(61, 83), name, (cv2.IMWRITE_JPEG_PROGRESSIVE, 1))
-    for height, width in ((1, 1), (2, 1), (5, 7), (33, 17), (480, 641)):
+    for height, width in ((1, 1), (2, 1), (5, 7), (33, 17), (480, 641), (3, 400), (300, 2)):
         yield f"jpeg {width}x{height}", _jpeg(_picture(height, width))
-    yield "jpeg 400x3", _jpeg(_picture(3, 400))
-    yield "jpeg 2x300", _jpeg(_picture(300, 2))
     yield "jpeg 16x16, upscaled", _jpeg(_picture(16, 16), "4:4:4")
     yield "jpeg gray", _jpeg(_picture(50, 70)[..., 0])
     yield "jpeg CMYK", _by_pillow(_picture(48, 49), "JPEG", mode="CMYK")
@@ -144,19 +142,18 @@ def _hostile() -> Iterator[tuple[str, bytes]]:
     yield "jpeg with restarts", _jpeg(_picture(64, 80), "4:2:0", (cv2.IMWRITE_JPEG_RST_INTERVAL, 3))
     for orientation in range(1, 9):
         yield f"jpeg EXIF {orientation}", _by_pillow(_picture(40, 60), "JPEG", orientation=orientation, quality=90)
-    yield "png", _by_pillow(_picture(45, 71), "PNG")
-    yield "png gray", _by_pillow(_picture(45, 71), "PNG", mode="L")
+    rgb = _picture(45, 71)
+    yield "png", _by_pillow(rgb, "PNG")
+    yield "png gray", _by_pillow(rgb, "PNG", mode="L")
     yield "png with alpha", _by_pillow(_with_alpha(45, 71), "PNG")
-    yield "png with a palette", _by_pillow(_picture(45, 71), "PNG", mode="P")
-    yield (
-        "png with alpha in its palette",
-        _by_pillow(_picture(45, 71), "PNG", mode="P", transparency=bytes((0, 127, 255)) * 85),
-    )
-    gray = _picture(45, 71)[..., 0]
+    yield "png with a palette", _by_pillow(rgb, "PNG", mode="P")
+    levels = bytes((0, 127, 255)) * 85
+    yield "png with alpha in its palette", _by_pillow(rgb, "PNG", mode="P", transparency=levels)
+    gray = rgb[..., 0]
     yield "png gray, one level transparent", _by_pillow(gray, "PNG", mode="L", transparency=int(gray[15, 35]))
     yield "png EXIF 6", _by_pillow(_picture(40, 60), "PNG", orientation=6)
-    yield "webp", _by_pillow(_picture(52, 70), "WEBP")
-    yield "webp lossless", _by_pillow(_picture(52, 70), "WEBP", lossless=True)
+    for name, lossless in (("webp", False), ("webp lossless", True)):
+        yield name, _by_pillow(_picture(52, 70), "WEBP", lossless=lossless)
     yield "webp with alpha", _by_pillow(_with_alpha(52, 70), "WEBP")
     yield "bmp", _by_pillow(_picture(31, 29), "BMP")
 

@@ -122,6 +122,8 @@ def _attempt(stage: str, make: Callable[..., torch.Tensor], *arguments: Any) -> 
     with warnings.catch_warnings(action="ignore"):  # on large images, unusual palettes, filters that Pillow lacks
         try:
             return make(*arguments)
+        except BadSampleError as error:
+            return error
         except Exception as error:
             if is_system_fault(error):
                 raise
@@ -216,20 +218,12 @@ class OpenCv(Way):
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         for i, data in enumerate(images):
-            try:
-                pixels = self._image(prefix.program, data, s.Keys(self.seed, 0, np.array([i])))
-            except cv2.error as error:
-                yield BadSampleError("decode", f"OpenCV: {error.err}")
-                continue
-            except BadSampleError as error:
-                yield error
-                continue
-            yield pixels if pixels is not None else BadSampleError("decode", "OpenCV: no image")
+            yield _attempt("decode", self._image, prefix.program, data, s.Keys(self.seed, 0, np.array([i])))
 
-    def _image(self, program: Program, data: Encoded, keys: s.Keys) -> torch.Tensor | None:
+    def _image(self, program: Program, data: Encoded, keys: s.Keys) -> torch.Tensor:
         image: Any = imdecode(data, OPENCV_FLAGS[program.decoder.color])
         if image is None:
-            return None
+            raise BadSampleError("decode", "OpenCV: no image")
         image = image.reshape(*image.shape[:2], -1)
         for step in program.steps:
             match step:

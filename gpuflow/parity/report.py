@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,25 +127,21 @@ class Pair:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the pictures as plain values; None for numbers that are not finite."""
+        found = asdict(replace(self, pictures=()))
+        del found["pictures"]
         return {
-            "a": self.a,
-            "b": self.b,
-            "asked": self.asked,
+            **found,
             "verdict": ("breach" if self.breach else "pass") if self.asked else None,
             "rows": [
                 {
-                    **{key: value for key, value in _finite(asdict(row)).items() if key != "causes"},
-                    "alone": dict(row.alone),
-                    "reference_refuses": dict(row.reference_refuses),
-                    **({"causes": dict(row.causes)} if row.causes else {}),
+                    **_finite(asdict(row)),
+                    **{key: dict(getattr(row, key)) for key in ("alone", "reference_refuses", "causes")},
                     "breach": row.breach,
                 }
                 for row in self.rows
             ],
             "logits": [_finite(asdict(logits)) for logits in self.logits],
             "skipped": [{"stage": stage, "reason": reason} for stage, reason in self.skipped],
-            "faults": list(self.faults),
-            "notes": list(self.notes),
         }
 
 
@@ -205,10 +201,8 @@ class Report:
             "version": 1,
             "verdict": "breach" if self.breach else "pass",
             **{field.name: getattr(self, field.name) for field in fields(self)},
-            "images": dict(self.images),
             "pairs": [pair.as_dict() for pair in self.pairs],
             "ways": [asdict(way) for way in self.ways],
-            "versions": dict(self.versions),
         }
 
 

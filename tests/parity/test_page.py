@@ -172,6 +172,7 @@ def test_json_has_everything_but_the_pictures(tmp_path: Path) -> None:
         "refused": ["empty file"],
         "alone": {},
         "reference_refuses": {},
+        "causes": {},
         "pixels": 0,
         "value": 0,
         "breach": True,
