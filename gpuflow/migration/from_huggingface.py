@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from gpuflow.errors import Problem
 from gpuflow.migration.imported import (
@@ -17,77 +20,88 @@ from gpuflow.migration.imported import (
     Document,
     Entry,
     Imported,
+    Keys,
     decode,
     entry_of,
     filter_keys,
     normalize,
+    of_length,
     read_document,
     size_of,
 )
 
-_Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-_HALF: _Statistics = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_IMAGENET: _Statistics = IMAGENET_MEAN, IMAGENET_STD
-_BILINEAR, _BICUBIC = 2, 3
-"""Pillow's numbers of these filters."""
+_Size = int | dict[str, Any]
+_Statistics = Annotated[
+    float | tuple[float, ...],
+    AfterValidator(lambda value: (value,) * 3 if isinstance(value, float | int) else value),
+    of_length("three numbers", 3),
+]
+_HALF = 0.5, 0.5, 0.5
+_CLIP = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+    "do_convert_rgb": True,
+}
+_IMAGENET = {"image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
+_EIGHT_BITS = 1 / 255
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Processor:
-    """Holds the defaults of a class of image processors, for keys that a file leaves out.
-
-    statistics: the mean and the standard deviation. square: a size that is one number is that of a square. convert: it
-    converts images to RGB.
-    """
-
-    size: Mapping[str, int] = field(default_factory=lambda: _square(224))
-    resample: int = _BICUBIC
-    statistics: _Statistics = _HALF
-    crop: Mapping[str, int] | None = None
-    square: bool = True
-    crop_pct: float | None = None
-    convert: bool = False
-    normalizes: bool = True
-
-
-def _square(side: int) -> dict[str, int]:
+def _square(side: int) -> dict[str, Any]:
     return {"height": side, "width": side}
 
 
-_224 = _square(224)
-_MOBILENET = Processor(size={"shortest_edge": 256}, resample=_BILINEAR, crop=_224, square=False)
-_OF_CLIP = Processor(size={"shortest_edge": 224}, statistics=_CLIP, crop=_224, square=False, convert=True)
-PROCESSORS = {
-    "BeitImageProcessor": Processor(),
+class Processor(Keys):
+    """Holds the keys of an image processor, by default those of BeitImageProcessor. resample: Pillow's number."""
+
+    do_resize: bool = True
+    size: _Size = _square(224)
+    resample: Annotated[int, Field(ge=0, le=5)] | None = 3
+    default_to_square: bool = True
+    use_square_size: bool = False
+    keep_aspect_ratio: bool = False
+    ensure_multiple_of: PositiveInt = 1
+    crop_pct: PositiveFloat | None = None
+    do_center_crop: bool = False
+    crop_size: _Size = 224
+    do_pad: bool = False
+    pad_size: _Size | None = None
+    do_rescale: bool = True
+    rescale_factor: PositiveFloat | None = _EIGHT_BITS
+    do_normalize: bool = True
+    image_mean: _Statistics | None = _HALF
+    image_std: _Statistics | None = _HALF
+    do_convert_rgb: bool = False
+
+
+_BILINEAR = 2
+_SHORTER = {"do_center_crop": True, "default_to_square": False}
+_OF_CLIP = {"size": {"shortest_edge": 224}, **_SHORTER, **_CLIP}
+_MOBILENET = {"size": {"shortest_edge": 256}, **_SHORTER, "resample": _BILINEAR}
+PROCESSORS: Mapping[str, Mapping[str, Any]] = {
+    "BeitImageProcessor": {},
     "BitImageProcessor": _OF_CLIP,
-    "BlipImageProcessor": Processor(size=_square(384), statistics=_CLIP, convert=True),
+    "BlipImageProcessor": {"size": _square(384), **_CLIP},
     "ChineseCLIPImageProcessor": _OF_CLIP,
     "CLIPImageProcessor": _OF_CLIP,
-    "ConvNextImageProcessor": Processor(size={"shortest_edge": 384}, square=False, crop_pct=224 / 256),
-    "DeiTImageProcessor": Processor(size=_square(256), crop=_224),
-    "DPTImageProcessor": Processor(size=_square(384)),
-    "LayoutLMv3ImageProcessor": Processor(resample=_BILINEAR),
+    "ConvNextImageProcessor": {"size": {"shortest_edge": 384}, "default_to_square": False, "crop_pct": 224 / 256},
+    "DeiTImageProcessor": {"size": _square(256), "do_center_crop": True},
+    "DPTImageProcessor": {"size": _square(384)},
+    "LayoutLMv3ImageProcessor": {"resample": _BILINEAR},
     "MobileNetV1ImageProcessor": _MOBILENET,
     "MobileNetV2ImageProcessor": _MOBILENET,
-    "PvtImageProcessor": Processor(statistics=_IMAGENET),
-    "RTDetrImageProcessor": Processor(
-        size=_square(640),
-        resample=_BILINEAR,
-        statistics=_IMAGENET,
-        square=False,
-        normalizes=False,
-    ),
-    "SegformerImageProcessor": Processor(size=_square(512), resample=_BILINEAR, statistics=_IMAGENET),
-    "SiglipImageProcessor": Processor(square=False, convert=True),
-    "ViTImageProcessor": Processor(resample=_BILINEAR),
+    "PvtImageProcessor": _IMAGENET,
+    "RTDetrImageProcessor": {
+        "size": _square(640),
+        "resample": _BILINEAR,
+        **_IMAGENET,
+        "default_to_square": False,
+        "do_normalize": False,
+    },
+    "SegformerImageProcessor": {"size": _square(512), "resample": _BILINEAR, **_IMAGENET},
+    "SiglipImageProcessor": {"default_to_square": False, "do_convert_rgb": True},
+    "ViTImageProcessor": {"resample": _BILINEAR},
 }
-"""The classes that only resize, crop at the centre, rescale and normalize."""
-_KEYS = (
-    *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
-    *("image_mean", "image_std", "do_pad", "pad_size", "crop_pct", "default_to_square"),
-    *("use_square_size", "do_convert_rgb", "keep_aspect_ratio", "ensure_multiple_of"),
-)
+"""The classes that only resize, crop at the centre, rescale and normalize, with the keys that a file may leave out."""
 _IGNORED = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "data_format", "device"),
     *("do_reduce_labels", "reduce_labels", "format", "do_convert_annotations", "size_divisor"),
@@ -112,7 +126,6 @@ _TAKES_RGB = (
 )
 _NEVER_NULL = ("resample", "rescale_factor", "image_mean", "image_std")
 """Keys that transformers refuses to work with where they are null and used."""
-_EIGHT_BITS = 1 / 255
 
 
 def processor_document(name: str) -> Document:
@@ -141,13 +154,19 @@ def read_huggingface(name: str) -> Imported:
         [{'decode': {'color': 'rgb'}}, {'resize': {'height': 224, 'width': 224}}]
     """
     document = processor_document(name)
-    problems = list(document.unknown((), document.data, (*_KEYS, *_IGNORED), "an image processor"))
-    processor = _class_of(document)
-    if isinstance(processor, Problem):
-        problems.append(processor)
-        processor = PROCESSORS["ViTImageProcessor"]
-    file = _File(document=document, processor=processor)
-    converts = bool(file.get("do_convert_rgb", processor.convert))
+    problems = list(document.unknown((), document.data, (*Processor.model_fields, *_IGNORED), "an image processor"))
+    defaults = _class_of(document)
+    if isinstance(defaults, Problem):
+        problems.append(defaults)
+        defaults = PROCESSORS["ViTImageProcessor"]
+    given = {**defaults}
+    for key, value in document.data.items():
+        if value is not None or key in _NEVER_NULL:
+            given[key] = value
+        elif key.startswith("do_"):  # a switch that is null is off, as in transformers
+            given[key] = False
+    file = _File(document, document.parsed(Processor, given), is_convnext="crop_pct" in defaults)
+    converts = file.keys.do_convert_rgb
     parts = list(_parts(file))
     entries = [decode(background=[255, 255, 255] if converts else None)]
     entries += [part for part in parts if isinstance(part, Entry)]
@@ -156,7 +175,7 @@ def read_huggingface(name: str) -> Imported:
     return Imported(source=f"hf:{name}", matches=(matches,), pipelines={"val": entries}, gaps=tuple(problems))
 
 
-def _class_of(document: Document) -> Processor | Problem:
+def _class_of(document: Document) -> Mapping[str, Any] | Problem:
     """Return the defaults of the file's class; the gap of a class that is not known."""
     key = "image_processor_type" if document.data.get("image_processor_type") else "feature_extractor_type"
     name = document.data.get(key)
@@ -170,47 +189,28 @@ def _class_of(document: Document) -> Processor | Problem:
     return document.gap(rule, key, nearest="the stages of ViTImageProcessor with these keys")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _File:
-    """Reads the values of a file, and the defaults of its class for keys that it leaves out."""
+    """Holds a file, its keys with the defaults of its class, and whether that is ConvNextImageProcessor."""
 
     document: Document
-    processor: Processor
+    keys: Processor
+    is_convnext: bool
 
-    def get(self, key: str, default: Any) -> Any:
-        """Return the value of a key, or the class's default. A switch that is null is off, as in transformers."""
-        keys = self.document.data
-        value = keys.get(key)
-        if value is not None:
-            return value
-        if key in keys and key in _NEVER_NULL:
+    def used(self, key: str) -> Any:
+        """Return the value of a key that must not be null where it is used."""
+        if (value := getattr(self.keys, key)) is None:
             raise self.document.error("must not be null", key, action="write a value, or leave the key out")
-        return False if key in keys and key.startswith("do_") else default
-
-    def positive(self, key: str, default: float | None) -> float:
-        """Return the value of a key, which must be a number above 0."""
-        value = self.get(key, default)
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise self.document.error("must be a number above 0", key, value=value)
-        return float(value)
-
-    def numbers(self, key: str, default: tuple[float, ...]) -> list[float]:
-        """Return the value of a key, one number for each channel. A single number counts for all three."""
-        value = self.get(key, default)
-        value = [value] * 3 if isinstance(value, (int, float)) else list(value)
-        if len(value) != 3 or not all(isinstance(x, (int, float)) for x in value):
-            raise self.document.error("must be three numbers", key, value=value)
         return value
 
-    def crop(self, key: str, value: Any) -> Entry:
+    def crop(self, key: str) -> Entry:
         """Return the crop of the size that a key has."""
-        match value:
+        match value := getattr(self.keys, key):
             case int(side):
                 return _crop(side, side)
             case {"height": int(height), "width": int(width)}:
                 return _crop(height, width)
-            case _:
-                raise self.document.error("must be a number, or height and width", key, value=value)
+        raise self.document.error("must be a number, or height and width", key, value=value)
 
     def gap(self, key: str, rule: str, nearest: str, measured: str = "") -> Problem:
         """Return the gap of a key that is not carried over as it is."""
@@ -222,11 +222,12 @@ _Parts = Iterator[Entry | Problem]
 
 
 def _parts(file: _File) -> _Parts:
-    if file.get("do_resize", True):
+    keys = file.keys
+    if keys.do_resize:
         yield from _resize(file)
-    if file.get("do_center_crop", file.processor.crop is not None):
-        yield file.crop("crop_size", file.get("crop_size", file.processor.crop or _224))
-    if file.get("do_pad", False):
+    if keys.do_center_crop:
+        yield file.crop("crop_size")
+    if keys.do_pad:
         yield from _pad(file)
     yield from _scale(file)
 
@@ -234,36 +235,32 @@ def _parts(file: _File) -> _Parts:
 def _pad(file: _File) -> _Parts:
     """Yield the crop of a size that is padded to, which centres smaller images on black."""
     rule = "pads at the bottom and right, to pad_size or the batch's largest image"
-    if (size := file.get("pad_size", None)) is None:
+    if file.keys.pad_size is None:
         yield file.gap("do_pad", rule, "leave it out: images of one size need no padding")
         return
-    crop = file.crop("pad_size", size)
+    crop = file.crop("pad_size")
     yield file.gap("do_pad", rule, f"center_crop: {{size: {crop.parameters['size']}}}, which centres them on black")
     yield crop
 
 
 def _resize(file: _File) -> _Parts:
-    processor = file.processor
+    keys = file.keys
     filters, problems = _filters(file)
     yield from problems
-    size = file.get("size", processor.size)
-    if file.get("keep_aspect_ratio", False):
+    size, multiple = keys.size, keys.ensure_multiple_of
+    if keys.keep_aspect_ratio:
         yield file.gap("keep_aspect_ratio", "resizes by one scale to about this size", "resize, to exactly this size")
-    multiple = file.positive("ensure_multiple_of", 1)
-    edges = size.values() if isinstance(size, Mapping) else [size]
+    edges = [size] if isinstance(size, int) else size.values()
     if any(isinstance(side, int) and side % multiple for side in edges):
-        yield file.gap("ensure_multiple_of", f"rounds sides to multiples of {multiple:g}", "resize, without rounding")
-    if file.get("use_square_size", False):
-        yield file.gap(
-            "use_square_size", "makes images square, of the side that the class has without 'size'", "resize"
-        )
+        yield file.gap("ensure_multiple_of", f"rounds sides to multiples of {multiple}", "resize, without rounding")
+    if keys.use_square_size:
+        rule = "makes images square, of the side that the class has without 'size'"
+        yield file.gap("use_square_size", rule, "resize")
     if isinstance(size, int):
-        size = _square(size) if file.get("default_to_square", processor.square) else {"shortest_edge": size}
-    if not isinstance(size, Mapping):
-        raise file.document.error("must be a number or a mapping", "size", value=size)
+        size = _square(size) if keys.default_to_square else {"shortest_edge": size}
     sides = {key: value for key, value in size.items() if value is not None}
     match sides:
-        case {"shortest_edge": int(side), **rest} if processor.crop_pct is not None and not rest:
+        case {"shortest_edge": int(side), **rest} if file.is_convnext and not rest:
             yield from _convnext(file, side, filters)
         case {"height": int(height), "width": int(width), **rest} if not rest:
             yield entry_of("resize", height=height, width=width, **filters)
@@ -278,7 +275,7 @@ def _resize(file: _File) -> _Parts:
             yield entry_of("resize", longer=longer, **filters)
         case _:
             rule = "must give whole numbers: height and width, or shortest_edge, or max_height and max_width"
-            raise file.document.error(rule, "size", value=dict(size))
+            raise file.document.error(rule, "size", value=size)
 
 
 def _limited(file: _File, side: int, most: Any, filters: Mapping[str, Any]) -> _Parts:
@@ -303,17 +300,14 @@ def _convnext(file: _File, side: int, filters: Mapping[str, Any]) -> Iterator[En
     if side >= 384:
         yield Entry("resize", {**_square(side), **filters})
         return
-    share = file.positive("crop_pct", file.processor.crop_pct)
+    share = file.used("crop_pct")
     yield entry_of("resize", f"{side} / crop_pct {share:g}", shorter=int(side / share), **filters)
     yield _crop(side, side)
 
 
 def _filters(file: _File) -> tuple[dict[str, Any], list[Problem]]:
     """Return the key `interpolation`, unless it is the default, and the gap of a filter that `resize` does not have."""
-    resample = file.get("resample", file.processor.resample)
-    if type(resample) is not int or resample not in range(len(PILLOW_FILTERS)):
-        raise file.document.error("must be a filter of Pillow, 0 to 5", "resample", value=resample)
-    name = PILLOW_FILTERS[resample]
+    name = PILLOW_FILTERS[file.used("resample")]
     keys = filter_keys(name)
     if name in FILTERS:
         return keys, []
@@ -325,12 +319,11 @@ def _filters(file: _File) -> tuple[dict[str, Any], list[Problem]]:
 
 def _scale(file: _File) -> Iterator[Entry]:
     """Yield the rescaling and normalization (pixel * factor - mean) / std, in units of 0 to 1."""
-    factor = file.positive("rescale_factor", _EIGHT_BITS) if file.get("do_rescale", True) else 1.0
+    factor = file.used("rescale_factor") if file.keys.do_rescale else 1.0
     unit = _EIGHT_BITS / factor
-    if file.get("do_normalize", file.processor.normalizes):
-        given = zip(("image_mean", "image_std"), file.processor.statistics, strict=True)
-        mean, std = (file.numbers(key, default) for key, default in given)
-        yield normalize([x * unit for x in mean], [x * unit for x in std])
+    if file.keys.do_normalize:
+        mean, std = (np.multiply(file.used(key), unit).tolist() for key in ("image_mean", "image_std"))
+        yield normalize(mean, std)
     elif factor != 1:
         yield normalize(std=[unit] * 3)
 

@@ -28,6 +28,7 @@ from gpuflow.migration.imported import (
     needs,
     normalize,
     numbers,
+    of_length,
     read_document,
     size_of,
     source_error,
@@ -53,21 +54,10 @@ _MATCHES = (
 )
 
 
-def _of_length(rule: str, *lengths: int) -> AfterValidator:
-    """Return the check that a list has one of these lengths. rule: what it must be."""
-
-    def check(value: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(value) not in lengths:
-            raise ValueError(rule)
-        return value
-
-    return AfterValidator(check)
-
-
 _Side = Annotated[int, Field(ge=1, le=LONGEST)]
 _Channels = Annotated[
     tuple[NonNegativeFloat, ...],
-    _of_length("one number for each channel", 1, 3),
+    of_length("one number for each channel", 1, 3),
     AfterValidator(partial(each_channel, gray=False)),
 ]
 
@@ -80,7 +70,7 @@ class DataConfig(Keys):
         (3, 224, 224)
     """
 
-    input_size: Annotated[tuple[_Side, ...], _of_length("three integers: channels, height, width", 3)] = (
+    input_size: Annotated[tuple[_Side, ...], of_length("three integers: channels, height, width", 3)] = (
         3,
         224,
         224,

@@ -12,32 +12,22 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import cv2
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from gpuflow.arrays import Bytes, Floats
+from gpuflow.arrays import Floats
 from gpuflow.config.words import problems_of
 from gpuflow.config.yaml_file import Lines, read_yaml
 from gpuflow.decode.codecs import pixels_of_test_image
 from gpuflow.errors import UNSET, Code, ConfigError, GpuflowError, Key, Problem, reason_of, suggest
 from gpuflow.pipeline.parameters import IMAGENET
 
-_HEIGHT, _WIDTH = 361, 480
-
-
-@cache
-def picture() -> Bytes:
-    """Return an RGB picture with waves, an edge and some noise: uint8 [361, 480, 3]."""
-    large = cv2.resize(pixels_of_test_image("rgb"), (_WIDTH, _HEIGHT), interpolation=cv2.INTER_CUBIC)
-    noise = np.random.default_rng(0).normal(0, 12, large.shape)
-    shown: Bytes = np.clip(large + noise, 0, 255).astype(np.uint8)
-    shown.flags.writeable = False
-    return shown
+_SIZE = 480, 361
+"""Width and height of the test picture."""
 
 
 def apart(transform: Callable[[Any], Any], stage: Callable[[Any], Any]) -> str:
@@ -50,7 +40,8 @@ def apart(transform: Callable[[Any], Any], stage: Callable[[Any], Any]) -> str:
     from PIL import Image
 
     try:
-        wanted, again, found = (_levels(run(Image.fromarray(picture()))) for run in (transform, transform, stage))
+        image = cv2.resize(pixels_of_test_image("rgb"), _SIZE, interpolation=cv2.INTER_CUBIC)
+        wanted, again, found = (_levels(run(Image.fromarray(image))) for run in (transform, transform, stage))
     except Exception as error:  # a user's code may raise anything
         return f"not measured: on a test picture it raises {reason_of(error, with_type=True)}"
     if wanted.shape != again.shape or (wanted != again).any():
@@ -85,6 +76,17 @@ class Keys(BaseModel):
 
 
 Model = TypeVar("Model", bound=Keys)
+
+
+def of_length(rule: str, *lengths: int) -> AfterValidator:
+    """Return the check that a list has one of these lengths. rule: what it must be."""
+
+    def check(value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(value) not in lengths:
+            raise ValueError(rule)
+        return value
+
+    return AfterValidator(check)
 
 
 class Document:
@@ -127,8 +129,9 @@ class Document:
         try:
             return model.model_validate(values)
         except ValidationError as error:
-            problems = [(problem, (*at, *problem.path)) for problem in problems_of(error, model, values)]
-            raise ConfigError([replace(one, place=self.place(*path), path=path) for one, path in problems]) from error
+            faults = [(problem, (*at, *problem.path)) for problem in problems_of(error, model, values)]
+            problems = [replace(one, place=self.place(*path), path=path, code="import.source") for one, path in faults]
+            raise ConfigError(problems) from error
 
     def gap(self, rule: str, *at: Key, nearest: str, apart: str = "") -> Problem:
         """Return what `gap` does, at the value that these keys lead to."""

@@ -11,7 +11,7 @@ import pytest
 
 from gpuflow.config import read_config
 from gpuflow.migration import read_sources
-from gpuflow.migration.from_huggingface import PROCESSORS
+from gpuflow.migration.from_huggingface import PROCESSORS, Processor
 from gpuflow.parity import Report, study
 from gpuflow.parity.report import verdict
 from gpuflow.stages import STAGES
@@ -141,15 +141,13 @@ def test_image_processors_of_transformers(keys: dict[str, Any], photos: Path, tm
 
 def test_the_defaults_of_image_processors_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    for name, ours in PROCESSORS.items():
-        theirs = getattr(transformers, name)
-        assert dict(theirs.size) == dict(ours.size), name
+    for name, keys in PROCESSORS.items():
+        theirs, ours = getattr(transformers, name), Processor(**keys)
+        assert isinstance(ours.size, dict) and dict(theirs.size) == ours.size, name
         assert int(theirs.resample) == ours.resample, name
-        assert (tuple(theirs.image_mean), tuple(theirs.image_std)) == ours.statistics, name
-        assert bool(getattr(theirs, "do_center_crop", False)) == (ours.crop is not None), name
-        assert theirs.default_to_square == ours.square, name
-        assert bool(getattr(theirs, "do_convert_rgb", False)) == ours.convert, name
-        assert bool(getattr(theirs, "do_normalize", False)) == ours.normalizes, name
+        assert (tuple(theirs.image_mean), tuple(theirs.image_std)) == (ours.image_mean, ours.image_std), name
+        for key in ("do_center_crop", "default_to_square", "do_convert_rgb", "do_normalize"):
+            assert bool(getattr(theirs, key, False)) == getattr(ours, key), name
 
 
 # --- Albumentations ---------------------------------------------------------------------------------------------------
