@@ -228,19 +228,22 @@ def _parts(file: _File) -> _Parts:
     if keys.do_center_crop:
         yield file.crop("crop_size")
     if keys.do_pad:
-        yield from _pad(file)
-    yield from _scale(file)
-
-
-def _pad(file: _File) -> _Parts:
-    """Yield the crop of a size that is padded to, which centres smaller images on black."""
-    rule = "pads at the bottom and right, to pad_size or the batch's largest image"
-    if file.keys.pad_size is None:
-        yield file.gap("do_pad", rule, "leave it out: images of one size need no padding")
-        return
-    crop = file.crop("pad_size")
-    yield file.gap("do_pad", rule, f"center_crop: {{size: {crop.parameters['size']}}}, which centres them on black")
-    yield crop
+        rule = "pads at the bottom and right, to pad_size or the batch's largest image"
+        if keys.pad_size is None:
+            yield file.gap("do_pad", rule, "leave it out: images of one size need no padding")
+        else:
+            crop = file.crop("pad_size")
+            nearest = f"center_crop: {{size: {crop.parameters['size']}}}, which centres them on black"
+            yield file.gap("do_pad", rule, nearest)
+            yield crop
+    # (pixel * factor - mean) / std, in units of 0 to 1
+    factor = file.used("rescale_factor") if keys.do_rescale else 1.0
+    unit = _EIGHT_BITS / factor
+    if keys.do_normalize:
+        mean, std = (np.multiply(file.used(key), unit).tolist() for key in ("image_mean", "image_std"))
+        yield normalize(mean, std)
+    elif factor != 1:
+        yield normalize(std=[unit] * 3)
 
 
 def _resize(file: _File) -> _Parts:
@@ -315,17 +318,6 @@ def _filters(file: _File) -> tuple[dict[str, Any], list[Problem]]:
     if name == "lanczos":
         rule += "; the fast processor takes bicubic itself with torchvision below 0.27"
     return keys, [file.gap("resample", rule, f"interpolation: {keys.get('interpolation', 'bilinear')}")]
-
-
-def _scale(file: _File) -> Iterator[Entry]:
-    """Yield the rescaling and normalization (pixel * factor - mean) / std, in units of 0 to 1."""
-    factor = file.used("rescale_factor") if file.keys.do_rescale else 1.0
-    unit = _EIGHT_BITS / factor
-    if file.keys.do_normalize:
-        mean, std = (np.multiply(file.used(key), unit).tolist() for key in ("image_mean", "image_std"))
-        yield normalize(mean, std)
-    elif factor != 1:
-        yield normalize(std=[unit] * 3)
 
 
 def _crop(height: int, width: int) -> Entry:

@@ -73,7 +73,8 @@ class _Reader:
         for name, node in self._nodes.items():
             unknown = [key for key in node if key not in _KEYS]
             self._gaps += [unknown_key(self._at(name), (key,), node[key], _KEYS, "torchpipe") for key in unknown]
-            operators = _operators(node)
+            backend = str(node.get("backend") or node.get("Interpreter::backend") or "").replace("(or)", "")
+            operators = re.findall(r"[A-Za-z_]\w*", backend)  # such as SyncTensor[Sequential[DecodeTensor]]
             lower[name] = {operator.lower() for operator in operators}
             for operator in operators:
                 if operator.lower() not in _KNOWN:
@@ -225,16 +226,10 @@ def _first_side(node: Mapping[str, Any], key: str) -> int | None:
 
 
 def _numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
+    return list(map(float, text.split(",")))
 
 
 _NO_NUMBERS = (
     "The file names no mean and std: add normalize, and for train the other stages of transforms_gpu, which "
     "gpuflow import module:attribute writes down."
 )
-
-
-def _operators(node: Mapping[str, Any]) -> list[str]:
-    """Return the names in a backend such as SyncTensor[ Sequential[DecodeTensor,ResizeTensor] ]."""
-    backend = str(node.get("backend") or node.get("Interpreter::backend") or "").replace("(or)", "")
-    return re.findall(r"[A-Za-z_]\w*", backend)

@@ -188,10 +188,6 @@ def _random_choice(state: _State, transform: Any) -> _Step:
     return _unlike(first, state, transform)
 
 
-def _random_order(state: _State, transform: Any) -> _Step:
-    return _unlike(_in_order(state, transform.transforms), state, transform)
-
-
 def _unlike(step: _Step, state: _State, container: Any) -> _Step:
     """Add the gap of a container to what stands for it."""
     name = type(container).__name__
@@ -227,7 +223,10 @@ def _carried_over(state: _State, transform: Any, found: _Equal) -> _Step:
     if isinstance(found, Entry):
         return _on_levels(state, found)
     stage = make_stage(found.entry.as_yaml, state.table)
-    measured = apart(lambda image: transform(_input(state, image)), lambda image: _run(stage, image))
+    levels = replace(state, tensor=True, scaled=False)
+    measured = apart(
+        lambda image: transform(_input(state, image)), lambda image: stage.torchvision()(_input(levels, image))
+    )
     step = _on_levels(state, found.entry)
     return _with_gap(step, f"{state.place}:", found.rule, repr(stage), measured)
 
@@ -371,13 +370,6 @@ def _input(state: _State, image: Any) -> Any:
     return functional.to_dtype(tensor, scale=True) if state.scaled else tensor
 
 
-def _run(stage: s.Stage, image: Any) -> Any:
-    """Run a stage on a PIL image, as torchvision's transform of uint8 tensors."""
-    from torchvision.transforms.v2 import functional
-
-    return stage.torchvision()(functional.pil_to_tensor(image))
-
-
 # --- equal stages -----------------------------------------------------------------------------------------------------
 
 
@@ -407,12 +399,8 @@ _PILLOW_NUMBERS = dict(enumerate(PILLOW_FILTERS))
 
 def _target(size: Any) -> dict[str, Any]:
     """Return the keys for a size: an int, or a sequence of one or two."""
-    sides = _sides(size)
+    sides = [size] if isinstance(size, int) else list(map(int, size))
     return {"shorter": sides[0]} if len(sides) == 1 else {"height": sides[0], "width": sides[1]}
-
-
-def _sides(size: Any) -> list[int]:
-    return [size] if isinstance(size, int) else [int(side) for side in size]
 
 
 def _resize(state: _State, t: Any) -> _Equal:
@@ -694,11 +682,6 @@ def _to_scaled(state: _State, t: Any) -> _Step:
     return Step(state=replace(state, tensor=True, scaled=True) if scales else state)
 
 
-def _to_rgb(state: _State, t: Any) -> _Step:
-    """Return the change to three channels, which images have unless Grayscale has left one."""
-    return _by_name(state, t) if state.gray else Step(state=state)
-
-
 _CONVERSIONS: dict[str, Callable[[_State, Any], _Step]] = {
     "ToTensor": _to_scaled,
     "MaybeToTensor": _to_scaled,
@@ -711,7 +694,7 @@ _CONVERSIONS: dict[str, Callable[[_State, Any], _Step]] = {
     "Normalize": _normalize,
     "ToPureTensor": _nothing,
     "Identity": _nothing,
-    "RGB": _to_rgb,
+    "RGB": lambda state, t: _by_name(state, t) if state.gray else Step(state=state),
 }
 """What changes the type of an image, but not its pixels. timm has some of these, too."""
 _STEPS: dict[tuple[str, str], Callable[[_State, Any], _Step]] = {
@@ -722,7 +705,7 @@ _STEPS: dict[tuple[str, str], Callable[[_State, Any], _Step]] = {
     ("torch", "Sequential"): _in_order,
     ("torchvision", "RandomApply"): _random_apply,
     ("torchvision", "RandomChoice"): _random_choice,
-    ("torchvision", "RandomOrder"): _random_order,
+    ("torchvision", "RandomOrder"): lambda state, t: _unlike(_in_order(state, t.transforms), state, t),
 }
 """What reads a transform that is more than one stage, by library and name."""
 

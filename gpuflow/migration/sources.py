@@ -268,10 +268,6 @@ def library_transform(source: str) -> LibraryTransform:
     return _OPENERS[library](name)
 
 
-def _torchvision(name: str) -> LibraryTransform:
-    return LibraryTransform(_to_tensor(named_transform(name)), f"{name} on PIL images, {_version('torchvision')}")
-
-
 def _timm(name: str) -> LibraryTransform:
     config, _ = data_config(name)
     timm = needs("timm.data", f"timm:{name}")
@@ -320,7 +316,9 @@ def _albumentations(name: str) -> LibraryTransform:
 
 
 _OPENERS: dict[str, Callable[[str], LibraryTransform]] = {
-    "torchvision": _torchvision,
+    "torchvision": lambda name: LibraryTransform(
+        _to_tensor(named_transform(name)), f"{name} on PIL images, {_version('torchvision')}"
+    ),
     "timm": _timm,
     "hf": _huggingface,
     "albumentations": _albumentations,

@@ -409,7 +409,7 @@ class Library(Way):
         if isinstance(first, BadSampleError) and all(isinstance(result, BadSampleError) for result in results):
             return f"it fails on every image of gpuflow's own: {first.reason}"
         second = self._result(pictures[0])
-        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and not _same(first, second):
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and not torch.equal(first, second):
             return "it draws random numbers; name the transforms of validation"
         random = next((stage for stage in self.program.pipeline.stages if stage.random), None)
         return f"{random!r} is random, so the library draws something else" if random is not None else None
@@ -486,10 +486,6 @@ def _rows_first(image: Image) -> Image:
     copy = image.copy()
     copy.__class__ = RowsFirst
     return copy
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool((a == b).all())
 
 
 # --- all ways ---------------------------------------------------------------------------------------------------------

@@ -338,17 +338,12 @@ class PairComparison:
                 ((way, fault),) = faults
                 reason = f"{way} refuses it: {fault.stage}: {fault.reason}"
                 may_differ = way == self.b
-            excused = may_differ and self._may_refuse(sample)
+            # torchvision may refuse any image, another library any but the user's: it keeps one or four channels, too.
+            kind = self._rule.kind
+            excused = may_differ and (kind == "reference" or (kind == "library" and sample.kind != "own"))
             if isinstance(a, torch.Tensor) and not excused:
                 self._find_cause(sample, size, a)
             (self._reference_refuses if excused else self._alone).append((sample.name, reason))
-
-    def _may_refuse(self, sample: ParityImage) -> bool:
-        """Return True if the reference may refuse an image: torchvision any, another library any but the user's.
-
-        Another library refuses an image, too, where it keeps its one or four channels.
-        """
-        return self._rule.kind == "reference" or (self._rule.kind == "library" and sample.kind != "own")
 
     def _compare(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor, b: torch.Tensor) -> None:
         self._same_device = self._same_device and a.device.type == b.device.type

@@ -278,16 +278,14 @@ def breaches(pair: Pair) -> Iterator[str]:
             apart = f"{show_levels(row.max)} levels apart{more}, limit {show_allowed(row)}" if row.apart else ""
             alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
             none = "no image could be compared" if row.images == 0 and not row.alone else ""
-            causes = (f"because of {_some(images)}: {cause}" for cause, images in row.causes)
+            causes = (
+                f"because of {images[0]}{f' and {len(images) - 1} more' if len(images) > 1 else ''}: {cause}"
+                for cause, images in row.causes
+            )
             faults = "; ".join(filter(None, (apart, alone, none, *causes)))
             yield f"{pair.a} against {pair.b} after {row.stage}: {faults}"
     for fault in pair.faults:
         yield f"{pair.a} against {pair.b}: {fault}"
-
-
-def _some(images: Sequence[str]) -> str:
-    """Return the first of these names, and how many there are."""
-    return images[0] if len(images) == 1 else f"{images[0]} and {len(images) - 1} more"
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -318,26 +316,6 @@ def show_levels(value: float) -> str:
     if value == 0:
         return "0"
     return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 1 else f"{value:.4g}"
-
-
-def row_cells(row: Row, report: Report) -> list[str]:
-    """Format a row: the stage; maximum, 99.9th percentile and mean of own and of hostile images; differing; limit."""
-    name = f"{row.stage}, whole" if row.number == len(report.stages) else row.stage
-    levels = [
-        cell
-        for one in (row.own, row.hostile)
-        for cell in (["-"] * 3 if one is None else map(show_levels, (one.max, one.p999, one.mean)))
-    ]
-    return [name, *levels, f"{row.differ}/{row.images}", show_allowed(row)]
-
-
-def logit_cells(pair: Pair) -> list[list[str]]:
-    """Format the largest and the mean difference of logits, and the flips, of own and of hostile images."""
-    found = {one.kind: one for one in pair.logits}
-    return [
-        [show_logit(one.max), show_logit(one.mean), f"{one.flips}/{one.images}"] if one is not None else ["-"] * 3
-        for one in (found.get("own"), found.get("hostile"))
-    ]
 
 
 def show_allowed(row: Row) -> str:
@@ -371,12 +349,22 @@ def _pair_grids(report: Report, pairs: Sequence[Pair]) -> Iterator[RenderableTyp
         yield title
         table = _grid()
         for row in pair.rows:
-            name, *cells = row_cells(row, report)
-            table.add_row(f"  {name}", *cells, style="red" if row.breach else "")
+            name = f"  {row.stage}, whole" if row.number == len(report.stages) else f"  {row.stage}"
+            levels = [
+                cell
+                for one in (row.own, row.hostile)
+                for cell in (["-"] * 3 if one is None else map(show_levels, (one.max, one.p999, one.mean)))
+            ]
+            differ = f"{row.differ}/{row.images}"
+            table.add_row(name, *levels, differ, show_allowed(row), style="red" if row.breach else "")
         if pair.logits:
-            both = logit_cells(pair)
-            table.add_row("  logits", *(cell for largest, mean, _ in both for cell in (largest, "", mean)))
-            table.add_row("  top-1 flips", *(cell for *_, flips in both for cell in ("", flips, "")))
+            found = {one.kind: one for one in pair.logits}
+            apart, flips = ["  logits"], ["  top-1 flips"]
+            for one in map(found.get, ("own", "hostile")):
+                apart += ["-", "", "-"] if one is None else [show_logit(one.max), "", show_logit(one.mean)]
+                flips += ["", "-" if one is None else f"{one.flips}/{one.images}", ""]
+            table.add_row(*apart)
+            table.add_row(*flips)
         yield table
 
 

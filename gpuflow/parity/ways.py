@@ -254,14 +254,12 @@ class Training(Way):
                     with warnings.catch_warnings(action="ignore", category=UserWarning):
                         batch = next(batches)
                     for i, index in enumerate(batch.indices.tolist(), start=done):
-                        yield batch.images[i - done] if index == i else _fault(listed, i)
+                        if index == i:
+                            yield batch.images[i - done]
+                            continue
+                        rows = map(json.loads, listed.read_text(encoding="utf-8").splitlines())
+                        yield next(BadSampleError(row["stage"], row["reason"]) for row in rows if row["index"] == i)
                     done += len(batch.indices)
-
-
-def _fault(listed: Path, index: int) -> BadSampleError:
-    """Read from the loader's list of bad samples why a sample is bad."""
-    rows = map(json.loads, listed.read_text(encoding="utf-8").splitlines())
-    return next(BadSampleError(row["stage"], row["reason"]) for row in rows if row["index"] == index)
 
 
 @dataclass(frozen=True, slots=True)
