@@ -232,6 +232,7 @@ class _Part(s.Stage):
         return self.policy.stage_name
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class _Moving(_Part, s.Geometry):
     """The geometric operations of one round."""
 
@@ -289,6 +290,7 @@ def _map_of(operation: int, magnitude: float, height: int, width: int) -> tuple[
     return tuple(numbers)
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class _Colouring(_Part, s.Pointwise):
     """The pointwise operations of one round. Coefficients of a sample [2]: its operation and magnitude."""
 
@@ -334,6 +336,7 @@ def _table(operation: int, magnitude: float) -> Bytes:
     return table
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class _Sharpening(_Part, s.Local):
     """The sharpening of one round. Coefficients of a sample [2]: whether it is sharpened, and its factor."""
 
@@ -347,6 +350,7 @@ class _Sharpening(_Part, s.Local):
         return _SHARPNESS.filters(coefficients)
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class _Blurring(_Part, s.Local):
     """The blurring of one round. Coefficients of a sample [2]: whether it is blurred, and its sigma."""
 

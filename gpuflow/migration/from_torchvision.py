@@ -320,14 +320,15 @@ def _converted(state: _State, transform: Any) -> _Step:
         return Step(state=replace(state, tensor=True))
     if dtype == "None":  # images are not converted
         return Step(state=state)
-    scaled = dtype != "uint8"
-    after = replace(state, tensor=True, scaled=scaled, dtype=dtype if scaled else state.dtype)
+    changed: dict[str, Any] = {"tensor": True, "scaled": dtype != "uint8"}
+    changed |= {"dtype": dtype} if changed["scaled"] else {}
     if not state.floats and scale and dtype in ("uint8", *_FLOAT_TYPES):
-        return Step(state=after)
+        return Step(state=replace(state, **changed))
     step = _by_name(state, transform)
     floats = (*step.entries, *step.floats)
-    after = replace(after, floats=state.floats + len(floats))
-    return replace(step, state=after, entries=(), floats=floats) if floats else step
+    if not floats:
+        return step
+    return replace(_on_floats(replace(state, **changed), *floats), gaps=step.gaps, notes=step.notes)
 
 
 def _unscaled(state: _State, transform: Any) -> _Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
-import io
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -208,6 +208,7 @@ class Report:
 
 # --- for the terminal -------------------------------------------------------------------------------------------------
 
+NAIVE_TITLE = "What naive sharing would have cost"
 _LISTED = 6
 _WIDTHS = (18, 6, 8, 8, 9, 8, 8, 8, 7)
 _HEADINGS = (
@@ -218,26 +219,15 @@ _HEADINGS = (
 
 def render(report: Report) -> RenderableType:
     """Render the whole report, for 80 columns or more."""
-    counts = ", ".join(f"{count} {kind}" for kind, count in report.images.items())
     parts: list[RenderableType] = [
         Text(f"{report.file}, pipeline {report.pipeline}, preprocessing {report.preprocessing}", style="bold"),
         *(Padding(Text(line, style="dim"), (0, 0, 0, 2)) for line in report.stages),
-        Text(f"\nDifferences in levels of 0-255, over {counts} images, up to each stage"),
+        Text(f"\nDifferences in levels of 0-255, over {_counts(report)} images, up to each stage"),
         *_pair_grids(report, report.judged),
     ]
     if report.naive:
-        parts += [
-            Text("\nWhat naive sharing would have cost, which is not judged", style="bold"),
-            *_pair_grids(report, report.naive),
-        ]
-    ways = [(way.name, way.about if way.missing is None else f"skipped: {way.missing}") for way in report.ways]
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    lists: dict[str, Sequence[tuple[str, ...]]] = {
-        "What decodes": ways,
-        "Notes": [(note,) for note in notes(report)],
-        "Versions": [(versions,)],
-    }
-    for title, rows in lists.items():
+        parts += [Text(f"\n{NAIVE_TITLE}, which is not judged", style="bold"), *_pair_grids(report, report.naive)]
+    for title, rows in sections(report):
         table = Table.grid(padding=(0, 2))
         for row in rows:
             table.add_row(*map(Text, row))
@@ -278,14 +268,27 @@ def breaches(pair: Pair) -> Iterator[str]:
             apart = f"{show_levels(row.max)} levels apart{more}, limit {show_allowed(row)}" if row.apart else ""
             alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
             none = "no image could be compared" if row.images == 0 and not row.alone else ""
-            causes = (
-                f"because of {images[0]}{f' and {len(images) - 1} more' if len(images) > 1 else ''}: {cause}"
-                for cause, images in row.causes
-            )
+            causes = (f"because of {_some(images)}: {cause}" for cause, images in row.causes)
             faults = "; ".join(filter(None, (apart, alone, none, *causes)))
             yield f"{pair.a} against {pair.b} after {row.stage}: {faults}"
     for fault in pair.faults:
         yield f"{pair.a} against {pair.b}: {fault}"
+
+
+def _some(images: Sequence[str]) -> str:
+    """Return the first of these names, and how many there are."""
+    return images[0] if len(images) == 1 else f"{images[0]} and {len(images) - 1} more"
+
+
+def sections(report: Report) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return the sections after the pairs, each with its title and its rows."""
+    ways = [(way.name, way.about if way.missing is None else f"skipped: {way.missing}") for way in report.ways]
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    return [("What decodes", [*ways]), ("Notes", [(note,) for note in notes(report)]), ("Versions", [(versions,)])]
+
+
+def _counts(report: Report) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in report.images.items())
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -316,6 +319,26 @@ def show_levels(value: float) -> str:
     if value == 0:
         return "0"
     return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 1 else f"{value:.4g}"
+
+
+def row_cells(row: Row, report: Report) -> list[str]:
+    """Format a row: the stage; maximum, 99.9th percentile and mean of own and of hostile images; differing; limit."""
+    name = f"{row.stage}, whole" if row.number == len(report.stages) else row.stage
+    levels = [
+        cell
+        for one in (row.own, row.hostile)
+        for cell in (["-"] * 3 if one is None else map(show_levels, (one.max, one.p999, one.mean)))
+    ]
+    return [name, *levels, f"{row.differ}/{row.images}", show_allowed(row)]
+
+
+def logit_cells(pair: Pair) -> list[list[str]]:
+    """Format the largest and the mean difference of logits, and the flips, of own and of hostile images."""
+    found = {one.kind: one for one in pair.logits}
+    return [
+        [show_logit(one.max), show_logit(one.mean), f"{one.flips}/{one.images}"] if one is not None else ["-"] * 3
+        for one in (found.get("own"), found.get("hostile"))
+    ]
 
 
 def show_allowed(row: Row) -> str:
@@ -349,22 +372,12 @@ def _pair_grids(report: Report, pairs: Sequence[Pair]) -> Iterator[RenderableTyp
         yield title
         table = _grid()
         for row in pair.rows:
-            name = f"  {row.stage}, whole" if row.number == len(report.stages) else f"  {row.stage}"
-            levels = [
-                cell
-                for one in (row.own, row.hostile)
-                for cell in (["-"] * 3 if one is None else map(show_levels, (one.max, one.p999, one.mean)))
-            ]
-            differ = f"{row.differ}/{row.images}"
-            table.add_row(name, *levels, differ, show_allowed(row), style="red" if row.breach else "")
+            name, *cells = row_cells(row, report)
+            table.add_row(f"  {name}", *cells, style="red" if row.breach else "")
         if pair.logits:
-            found = {one.kind: one for one in pair.logits}
-            apart, flips = ["  logits"], ["  top-1 flips"]
-            for one in map(found.get, ("own", "hostile")):
-                apart += ["-", "", "-"] if one is None else [show_logit(one.max), "", show_logit(one.mean)]
-                flips += ["", "-" if one is None else f"{one.flips}/{one.images}", ""]
-            table.add_row(*apart)
-            table.add_row(*flips)
+            both = logit_cells(pair)
+            table.add_row("  logits", *(cell for largest, mean, _ in both for cell in (largest, "", mean)))
+            table.add_row("  top-1 flips", *(cell for *_, flips in both for cell in ("", flips, "")))
         yield table
 
 
@@ -379,7 +392,6 @@ def _grid() -> Table:
 
 
 _WHITE = 255
-_COLUMNS = 110
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
@@ -396,21 +408,42 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
 
 
 def page(report: Report) -> str:
-    """Render the report as HTML: what the terminal shows, and the pictures."""
+    """Render the report as HTML."""
     outcome = "breach" if report.breach else "pass"
-    console = Console(width=_COLUMNS, record=True, file=io.StringIO(), highlight=False)
-    console.print(render(report))
+    facts = {
+        "pipeline": _code("\n".join(report.stages)),
+        "preprocessing": _code(report.preprocessing),
+        "images": html.escape(_counts(report)),
+        "model": html.escape(report.model),
+        **({"command": _code(report.command)} if report.command else {}),
+        "date": html.escape(report.date),
+    }
     body = [
-        f"<h1>Parity of {html.escape(report.file)}</h1>",
+        f"<header><h1>Parity of {html.escape(report.file)}</h1>",
         f'<p class="verdict {outcome}">{html.escape(verdict(report))}</p>',
-        f"<p>{report.date} <code>{html.escape(report.command)}</code></p>",
-        console.export_html(inline_styles=True, code_format='<pre tabindex="0">{code}</pre>'),
+        f"<dl>{''.join(f'<dt>{key}</dt><dd>{value}</dd>' for key, value in facts.items())}</dl></header>",
+        "<h2>What must agree</h2>",
+        "<p>Differences in levels of 0-255, up to each stage: of the values as they are where these are pixels, and of "
+        "normalized values as the levels that they stand for. 99.9 % of the values are no further apart than the "
+        "middle column says. <em>Own</em> images are yours; <em>hostile</em> ones are made to tell decoders and "
+        "resizers apart.</p>",
+        *(_pair(report, pair) for pair in report.judged),
     ]
-    for pair in (*report.judged, *report.naive):
-        differing = [picture for picture in pair.pictures if picture.difference.any()] or pair.pictures[:1]
-        if differing:
-            body += [f"<h2>{html.escape(f'{pair.a} against {pair.b}')}</h2>"]
-            body += [_picture(pair, picture) for picture in differing]
+    if report.naive:
+        body += [
+            f"<h2>{NAIVE_TITLE}</h2>",
+            "<p>The same images, had training and serving shared no more than a description. Nothing is judged "
+            "here.</p>",
+            _summary(report.naive),
+            *(_pair(report, pair) for pair in report.naive),
+        ]
+    for title, rows in sections(report):
+        escaped = [("", [html.escape(cell) for cell in row]) for row in rows]
+        if len(rows[0]) == 1:
+            shown = f"<ul>{''.join(f'<li>{line}</li>' for _, (line,) in escaped)}</ul>"
+        else:
+            shown = _table([], escaped).replace("<table>", '<table class="text">')
+        body += [f"<h2>{title}</h2>", shown]
     return html_page(f"{outcome.upper()}: parity of {report.file}", _STYLE, body)
 
 
@@ -427,6 +460,67 @@ def html_page(title: str, style: str, body: Sequence[str]) -> str:
         f"<title>{html.escape(title)}</title><style>{style}</style></head>"
     )
     return "\n".join([head, "<body><main>", *body, "</main></body></html>", ""])
+
+
+def _code(text: str) -> str:
+    return f"<code>{html.escape(text)}</code>"
+
+
+def _table(head: Sequence[Sequence[str]], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Render a table from rows of (CSS class, cells). Cells are HTML; the first cell of a row is its heading."""
+    heads = "".join(f"<tr>{''.join(cells)}</tr>" for cells in head)
+    lines = (
+        f'<tr class="{kind}"><th scope="row">{cells[0]}</th>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
+        for kind, cells in rows
+    )
+    scroll = '<div class="scroll" tabindex="0" role="group" aria-label="table">'  # which the keyboard can scroll
+    return f"{scroll}<table><thead>{heads}</thead><tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def _heads(name: str, figures: Sequence[str], rest: Sequence[str]) -> list[list[str]]:
+    """Return two heading lines, with the figures once for own images and once for hostile images."""
+    groups = [f'<th colspan="{len(figures)}">{kind} images</th>' for kind in ("own", "hostile")]
+    return [
+        [f'<th rowspan="2">{name}</th>', *groups, *(f'<th rowspan="2">{one}</th>' for one in rest)],
+        [f"<th>{figure}</th>" for figure in (*figures, *figures)],
+    ]
+
+
+def _pair(report: Report, pair: Pair) -> str:
+    rows = []
+    for row in pair.rows:
+        cells = row_cells(row, report)[: None if pair.asked else -1]
+        rows.append(("breach" if row.breach else "", [html.escape(cell) for cell in cells]))
+    badge = ""
+    if pair.asked:
+        outcome = "breach" if pair.breach else "pass"
+        badge = f'<span class="badge {outcome}">{outcome.upper()}</span>'
+    about = pair.asked or next(way.about for way in report.ways if way.name == pair.b)
+    rest = ["images that differ", *(["allowed"] if pair.asked else [])]
+    parts = [f"<h3>{html.escape(f'{pair.a} against {pair.b}')} {badge}</h3><p class='about'>{html.escape(about)}</p>"]
+    parts.append(_table(_heads("after", ("max", "99.9 %", "mean"), rest), rows))
+    if pair.logits:
+        cells = ["logits", *itertools.chain.from_iterable(logit_cells(pair))]
+        parts.append(_table(_heads("the model", ("max", "mean", "flips"), []), [("", cells)]))
+    differing = [picture for picture in pair.pictures if picture.difference.any()]
+    parts += [_picture(pair, picture) for picture in differing or pair.pictures[:1]]
+    return f"<section>{''.join(parts)}</section>"
+
+
+def _summary(pairs: Sequence[Pair]) -> str:
+    """Render a line per naive way: its mean difference on the user's own images as a bar, and its flips."""
+    means = {
+        pair.b: levels.mean for pair in pairs if pair.rows and (levels := pair.rows[-1].own or pair.rows[-1].hostile)
+    }
+    largest = max([*means.values(), 1e-9])
+    rows = []
+    for pair in pairs:
+        flips = next((f"{one.flips} of {one.images}" for one in pair.logits), "-")
+        mean = means.get(pair.b, 0.0)
+        bar = f'<span class="bar" style="width:{max(100 * mean / largest, 0.5):.1f}%"></span>'
+        rows.append(("", [html.escape(pair.b), bar, show_levels(mean), flips]))
+    head = ["<th>instead of val</th>", '<th class="wide"></th>', "<th>mean, levels</th>", "<th>top-1 flips</th>"]
+    return _table([head], rows)
 
 
 def _picture(pair: Pair, picture: Picture) -> str:
@@ -463,27 +557,40 @@ def data_uri(pixels: Bytes) -> str:
 
 # The colours of the figures in plots/.
 _STYLE = """
-:root { color-scheme: light dark; --ink: #222; --gray: #6b6b6b; --paper: #fff; --card: #f7f7f5; --pass: #00704f;
-  --breach: #b3440a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e6e3; --gray: #a09d98; --paper: #17181a; --card: #1f2023;
-  --pass: #3fb68b; --breach: #f08a4b; } }
+:root { color-scheme: light dark; --ink: #222; --gray: #6b6b6b; --rule: #ddd; --paper: #fff; --card: #f7f7f5;
+  --pass: #00704f; --breach: #b3440a; --bar: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e6e3; --gray: #a09d98; --rule: #3a3a3c; --paper: #17181a;
+  --card: #1f2023; --pass: #3fb68b; --breach: #f08a4b; --bar: #5aa9dd; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, "DejaVu Sans", sans-serif; }
 main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.6rem; margin: 0 0 .5rem; }
-h2 { font-size: 1.05rem; margin: 2rem 0 0; }
-code, pre { font: .85em/1.45 ui-monospace, "DejaVu Sans Mono", monospace; }
-code { overflow-wrap: anywhere; }
-pre { background: var(--card); padding: 1rem; overflow-x: auto; }
-pre span[style*="color"] { color: var(--gray) !important; background: none !important; }
-pre span[style*="800000"] { color: var(--breach) !important; }
-pre span[style*="008000"] { color: var(--pass) !important; }
+h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
+h3 { font-size: 1.05rem; margin: 0; }
+.about { color: var(--gray); font-size: .9rem; margin: 0 0 .5rem; }
+code { font: .85em/1.45 ui-monospace, "DejaVu Sans Mono", monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .verdict { font-size: 1.15rem; font-weight: 600; padding: .7rem 1rem; border-left: .35rem solid;
   background: var(--card); margin: .8rem 0 1.2rem; white-space: pre-wrap; }
 .pass { color: var(--pass); } .breach { color: var(--breach); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem; margin: 0; }
+dt { color: var(--gray); } dd { margin: 0; min-width: 0; }
+section { background: var(--card); border: 1px solid var(--rule); border-radius: .5rem; padding: 1rem; margin: 1rem 0; }
+.badge { font-size: .8rem; border: 1px solid; border-radius: 1rem; padding: .05rem .6rem; margin-left: .3rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; width: 100%;
+  margin: .3rem 0; }
+th, td { padding: .22rem .6rem; text-align: right; border-bottom: 1px solid var(--rule); vertical-align: bottom; }
+th { font-weight: 600; } thead th { color: var(--gray); font-weight: normal; } th[colspan] { text-align: center; }
+tbody th, thead tr:first-child th:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
+tbody tr:last-child > * { border-bottom: 0; }
+tr.breach > * { color: var(--breach); font-weight: 600; }
+.text td { text-align: left; width: 100%; overflow-wrap: anywhere; }
+.wide { width: 50%; } td:has(.bar) { vertical-align: middle; }
+.bar { display: block; height: .8rem; background: var(--bar); border-radius: .15rem; }
 .images { display: grid; grid-template-columns: repeat(3, minmax(0, 14rem)); gap: .3rem .8rem; margin-top: .8rem; }
 .images p { grid-column: 1 / -1; margin: 0; font-size: .85rem; overflow-wrap: anywhere; }
 figure { margin: 0; } figcaption { font-size: .8rem; color: var(--gray); }
 img { width: 100%; max-height: 22rem; object-fit: contain; object-position: left top; image-rendering: pixelated;
   background: #000; display: block; }
+li { overflow-wrap: anywhere; }
 """

@@ -114,7 +114,7 @@ def test_the_verdict_stands_at_the_top() -> None:
     assert lines[1:3] == ["Parity of configs/<x>.yaml", "PASS: val and serve agree as they must; skipped: val@cuda"]
     breach = Reader(page(report(served=5))).text
     assert "BREACH: val against serve after normalize: 5 levels apart, limit equal" in breach
-    assert breach.index("BREACH: val") < breach.index("Differences in levels") < breach.index("What naive sharing")
+    assert breach.index("BREACH: val") < breach.index("What must agree") < breach.index("What naive sharing")
 
 
 def test_a_page_is_self_contained_and_follows_light_and_dark() -> None:
