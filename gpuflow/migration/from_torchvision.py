@@ -452,7 +452,7 @@ def _zoom_out(state: _State, t: Any) -> _Equal:
 def _scale_jitter(state: _State, t: Any) -> _Equal:
     """Return a scale_jitter; torchvision's size is width, height."""
     keys = {"size": size_of(t.target_size[::-1]), "scale": numbers(t.scale_range)}
-    return _sampled(state, "scale_jitter", keys, t)
+    return _sampled(state, "scale_jitter", t, **keys)
 
 
 def _iou_crop(state: _State, t: Any) -> _Equal:
