@@ -55,10 +55,6 @@ class MixSource:
         )
         self._keypoints = _keypoint_counts(parts)
 
-    def with_parts(self, parts: Sequence[Source]) -> MixSource:
-        """Return a mix of other samples of the same sources."""
-        return MixSource(parts, self.classes)
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the number of samples of each source."""
@@ -154,7 +150,7 @@ class MixSource:
         return {self._first(number) + i: left_out for number, part in parts for i, left_out in part.items()}
 
     def without_records(self) -> MixSource:
-        return self.with_parts([without_records(part) for part in self.parts])
+        return MixSource([without_records(part) for part in self.parts], self.classes)
 
     @property
     def storage(self) -> Storage | None:

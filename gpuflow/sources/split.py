@@ -19,7 +19,6 @@ import csv
 import io
 import math
 import warnings
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction as Exact
@@ -47,7 +46,7 @@ from gpuflow.sources.base import (
 )
 from gpuflow.sources.mix import MixSource
 from gpuflow.sources.spec import SourceSpec
-from gpuflow.sources.split_spec import TEST, TRAIN, VAL, Pairs, SplitSpec, pairs
+from gpuflow.sources.split_spec import TEST, TRAIN, VAL, SplitSpec, pairs
 from gpuflow.sources.split_values import column_texts, file_texts, group_names, names_of_samples
 from gpuflow.sources.storage import Allocate, Payload, Storage
 
@@ -122,13 +121,11 @@ def subset(source: Source, spec: SourceSpec, name: str, known: Sequence[str] = (
     if name not in spec.part_names and not by_column:
         return source
     division = divide(source, spec, known)
-    place = division.names.index(name) if name in division.names else -2
-    parts = division.parts
+    chosen = division.parts == (division.names.index(name) if name in division.names else -2)
     if not isinstance(source, MixSource):
-        return _part(source, spec, name, np.flatnonzero(parts == place))
-    ends = np.cumsum(source.sizes)[:-1]
-    chosen = zip(source.parts, np.split(parts, ends), strict=True)
-    return source.with_parts([_part(part, spec, name, np.flatnonzero(own == place)) for part, own in chosen])
+        return _part(source, spec, name, np.flatnonzero(chosen))
+    parts = zip(source.parts, np.split(chosen, np.cumsum(source.sizes)[:-1]), strict=True)
+    return MixSource([_part(part, spec, name, np.flatnonzero(own)) for part, own in parts], source.classes)
 
 
 def _part(source: Source, spec: SourceSpec, name: str, indices: Ints) -> Subset:
@@ -249,46 +246,43 @@ def _divided(source: Source, spec: SourceSpec, known: Sequence[str]) -> Division
         return Division(spec.part_names, np.concatenate([by_name(part, spec) for part in sources]))
     if rule.column is not None or rule.files:
         return _by_texts(source, spec, rule, known)
-    names = names_of_samples(source)
-    groups, numbers = np.unique(np.array(group_names(source, spec, rule, names), object), return_inverse=True)
-    points = [key64("part", spec.seed, name) for name in groups.tolist()]
-    sizes = np.bincount(numbers)
-    shares = rule.shares
-    strata = np.zeros(len(source), np.int64) if rule.is_stable else _strata(source, spec, rule)
-    rest = np.arange(len(source))
-    if rule.folds is not None:
-        test = _by_points(points, () if rule.test is None else (Exact(str(rule.test)),))[numbers]
-        rest = np.flatnonzero(test < 0)
-        shares = (Exact(1, rule.folds),) * rule.folds
-        count = len(np.unique(numbers[rest]))
-        if count < rule.folds:
-            what = "samples" if rule.group is None else f"groups ({_group_words(rule)})"
-            outside = " outside the part test" * (rule.test is not None)
-            raise SourceError(
-                f"source.split.folds must be at most the number of {what}{outside}, {count}, got {rule.folds}; lower it"
-            )
-    elif rule.is_stable:
-        parts = _by_points(points, shares)[numbers]
-        spread = math.sqrt(float(np.sum(sizes.astype(float) ** 2)))
-        sds = tuple(spread * math.sqrt(float(share * (1 - share))) for share in shares)
-        _warn_of_large_groups(rule, parts, groups, numbers, strata, shares)
-        return Division(rule.names, parts, deviations=sds)
-    chosen = np.full(len(source), -1, np.int64)
-    owners = np.zeros(len(source), np.int64)
-    if rule.group is None:  # each source of a mix has its shares
-        owners = np.repeat(np.arange(len(sources)), [len(part) for part in sources])
-    for owner in np.unique(owners).tolist():
-        own = rest[owners[rest] == owner]
-        if rule.group is None and len(np.unique(numbers[own])) == len(own):
-            own = own[np.lexsort((np.array(points, np.uint64)[numbers[own]], strata[own]))]
-            dealt = None if rule.folds is None else np.arange(len(own)) % rule.folds
-            chosen[own] = _cut(strata[own], pairs(rule.parts)) if dealt is None else dealt
-        else:
-            chosen[own] = _by_groups(numbers[own], points, strata[own], shares)
-    _warn_of_large_groups(rule, chosen, groups, numbers, strata, shares)
+    names = group_names(source, spec, rule, names_of_samples(source))
+    groups, numbers = np.unique(np.array(names, object), return_inverse=True)
+    points = np.array([key64("part", spec.seed, name) for name in groups.tolist()], np.uint64)
+    strata = _strata(source, spec, rule)
+    deviations = None
+    if rule.is_stable:
+        chosen = _by_points(points, rule.shares)[numbers]
+        spread = float(np.linalg.norm(np.bincount(numbers)))
+        deviations = tuple(spread * math.sqrt(float(share * (1 - share))) for share in rule.shares)
+    else:
+        chosen = np.full(len(source), -1, np.int64)
+        rest = np.flatnonzero(_by_points(points, rule.test_shares)[numbers] < 0)
+        _check_folds(rule, len(np.unique(numbers[rest])))
+        owners = np.zeros(len(source), np.int64)
+        if rule.group is None:  # each source of a mix has its shares
+            owners = np.repeat(np.arange(len(sources)), [len(part) for part in sources])
+        for owner in np.unique(owners[rest]).tolist():
+            own = rest[owners[rest] == owner]
+            if rule.group is None and len(np.unique(numbers[own])) == len(own):
+                own = own[np.lexsort((points[numbers[own]], strata[own]))]
+                chosen[own] = _cut(strata[own], rule.shares) if rule.folds is None else np.arange(len(own)) % rule.folds
+            else:
+                chosen[own] = _by_groups(numbers[own], points.tolist(), strata[own], rule.shares)
+    _warn_of_large_groups(rule, chosen, groups, numbers, strata)
     if rule.folds is None:
-        return Division(rule.names, chosen)
-    return Division(rule.names, np.where(chosen < 0, 2, np.where(chosen == rule.fold, 1, 0)), chosen)
+        return Division(rule.names, chosen, deviations=deviations)
+    return Division(rule.names, np.where(chosen < 0, 2, chosen == rule.fold), chosen)
+
+
+def _check_folds(rule: SplitSpec, count: int) -> None:
+    """Raise SourceError for more folds than there are groups outside the part test."""
+    if rule.folds is not None and count < rule.folds:
+        what = "samples" if rule.group is None else f"groups ({_group_words(rule)})"
+        outside = " outside the part test" * (rule.test is not None)
+        raise SourceError(
+            f"source.split.folds must be at most the number of {what}{outside}, {count}, got {rule.folds}; lower it"
+        )
 
 
 def _named_splits(source: Source, spec: SourceSpec) -> Ints:
@@ -305,10 +299,7 @@ def _by_fractions(source: Source, spec: SourceSpec) -> Ints:
     labels, classes = source.labels, source.classes
     if not has_one_class(source):
         labels, classes = np.zeros(len(source), np.int64), ("",)
-    parts = np.full(len(source), -1, np.int64)
-    for place in range(len(spec.fractions)):
-        parts[split_indices(labels, classes, [share for _, share in spec.fractions], spec.seed, place)] = place
-    return parts
+    return parts_by_fractions(labels, classes, [share for _, share in spec.fractions], spec.seed)
 
 
 def _by_texts(source: Source, spec: SourceSpec, rule: SplitSpec, known: Sequence[str]) -> Division:
@@ -318,33 +309,33 @@ def _by_texts(source: Source, spec: SourceSpec, rule: SplitSpec, known: Sequence
         values, place = file_texts(source, rule)
     else:
         values, place = column_texts(source, spec, rule.column, key)
+    names: Sequence[str] = rule.names
+    texts = sorted(set(values) - {""})
     if rule.fold is not None:
-        folds = [int(text) if text.isascii() and text.isdecimal() else -1 for text in values]
-        names: Sequence[str] = rule.names
-        texts = [
-            VAL if fold == rule.fold else TRAIN if fold >= 0 else text for fold, text in zip(folds, values, strict=True)
-        ]
-        allowed: Sequence[str] = (TRAIN, VAL, TEST)
-        words = f"the number of a fold, or {TEST}"
-        wrong = [i for i, text in enumerate(values) if folds[i] < 0 and text not in ("", TEST)]
-        if VAL not in texts:
+        folds = {text: int(text) for text in texts if text.isascii() and text.isdecimal()}
+        if rule.fold not in folds.values():
             raise SourceError(
                 f"source.split.fold must be the number of a fold in {rule.column}, got {rule.fold}; choose one of "
-                f"{', '.join(map(str, sorted(set(folds) - {-1}))) or 'none'}"
+                f"{', '.join(map(str, sorted(set(folds.values())))) or 'none'}"
             )
+        lookup = {text: int(fold == rule.fold) for text, fold in folds.items()} | {TEST: 2}
+        allowed: Sequence[str] = (TEST,)
+        words = f"the number of a fold, or {TEST}"
+        action = "correct it"
     else:
-        texts = values
-        names = rule.names or tuple(dict.fromkeys((*known, *sorted(set(values) - {""}))))
-        allowed = tuple(dict.fromkeys((*known, TRAIN, VAL, TEST))) if known else tuple(names)
-        words = f"one of {', '.join(allowed)} (the pipelines' names)"
-        wrong = [i for i, text in enumerate(values) if text and text not in allowed]
-    if wrong:
-        i = wrong[0]
-        close = suggest(values[i], allowed, else_all=False)
-        other = "correct it" if rule.fold is not None else "correct it, or give a pipeline this name"
-        raise SourceError(f"{key}: {place(i)}: {rule.column} must be {words}, got {values[i]!r}; {close or other}")
-    lookup = {name: number for number, name in enumerate(names)} | {"": -1}
-    return Division(tuple(names), np.array([lookup[text] for text in texts], np.int64))
+        names = names or tuple(dict.fromkeys((*known, *texts)))
+        allowed = tuple(dict.fromkeys((*known, TRAIN, VAL, TEST))) if known else names
+        lookup = {name: number for number, name in enumerate(names) if name in allowed}
+        words, action = (
+            f"one of {', '.join(allowed)} (the pipelines' names)",
+            "correct it, or give a pipeline this name",
+        )
+    lookup[""] = -1
+    if wrong := [text for text in values if text not in lookup]:
+        close = suggest(wrong[0], allowed, else_all=False)
+        here = f"{key}: {place(values.index(wrong[0]))}"
+        raise SourceError(f"{here}: {rule.column} must be {words}, got {wrong[0]!r}; {close or action}")
+    return Division(tuple(names), np.array([lookup[text] for text in values], np.int64))
 
 
 def _strata(source: Source, spec: SourceSpec, rule: SplitSpec) -> Ints:
@@ -352,7 +343,7 @@ def _strata(source: Source, spec: SourceSpec, rule: SplitSpec) -> Ints:
     if rule.stratify_column is not None:
         values = column_texts(source, spec, rule.stratify_column, "source.split.stratify").values
         return np.unique(np.array(values, object), return_inverse=True)[1].astype(np.int64)
-    if rule.stratify is not False and has_one_class(source):
+    if rule.stratify is not False and not rule.is_stable and has_one_class(source):
         labels: Ints = source.labels
         return labels
     if rule.stratify:
@@ -365,21 +356,20 @@ def _strata(source: Source, spec: SourceSpec, rule: SplitSpec) -> Ints:
     return np.zeros(len(source), np.int64)
 
 
-def _by_points(points: Sequence[int], shares: Sequence[Exact]) -> Ints:
-    """Return the number of the share that each point lies in, -1 in none. points: in [0, 2**64)."""
-    ends = [int(end * 2**64) for end in accumulate(shares)]
-    if ends and abs(float(sum(shares)) - 1) < 1e-9:
-        ends[-1] = 2**64
-    places = [bisect_right(ends, point) for point in points]
-    return np.array([place if place < len(ends) else -1 for place in places], np.int64)
+def _by_points(points: Array, shares: Sequence[Exact]) -> Ints:
+    """Return the number of the share that each point lies in, -1 in none. points: uint64, in [0, 2**64)."""
+    ends = [min(int(end * 2**64), 2**64 - 1) for end in accumulate(shares)]
+    if 1 - sum(shares) < 1e-9:
+        ends.pop()
+    places = np.searchsorted(np.array(ends, np.uint64), points, side="right")
+    return np.where(places < len(shares), places, -1)
 
 
-def _cut(strata: Ints, shares: Pairs[float]) -> Ints:
-    """Return the part of each sample of ascending strata, each of which is cut at its shares."""
+def _cut(strata: Ints, shares: Sequence[float | Exact]) -> Ints:
+    """Return the part of each sample of ascending strata, each of which is cut at its shares; -1 for the rest."""
     sizes = np.unique(strata, return_counts=True)[1]
-    counts = split_counts(sizes, [share for _, share in shares])
-    numbers = [*range(counts.shape[1] - 1), -1]
-    return np.concatenate([np.repeat(numbers, row) for row in counts])
+    numbers = [*range(len(shares)), -1]
+    return np.concatenate([np.repeat(numbers, counts) for counts in split_counts(sizes, list(map(float, shares)))])
 
 
 def _by_groups(numbers: Ints, points: Sequence[int], strata: Ints, shares: Sequence[Exact]) -> Ints:
@@ -437,9 +427,7 @@ def _group_words(rule: SplitSpec) -> str:
     return "equal content" if block is None else block.column or "paths"
 
 
-def _warn_of_large_groups(
-    rule: SplitSpec, parts: Ints, groups: Array, numbers: Ints, strata: Ints, shares: Sequence[Exact]
-) -> None:
+def _warn_of_large_groups(rule: SplitSpec, parts: Ints, groups: Array, numbers: Ints, strata: Ints) -> None:
     """Warn where one group has more samples of a stratum than the share of its part."""
     if rule.group is None:
         return
@@ -447,14 +435,15 @@ def _warn_of_large_groups(
     cells, firsts, amounts = np.unique(numbers * count + strata, return_index=True, return_counts=True)
     own = parts[firsts]
     totals = np.bincount(strata)[cells % count]
-    excess = amounts - np.ceil(np.array([*map(float, shares), 1.0])[own] * totals)  # the last one is of no part
+    shares = np.array([*map(float, rule.shares), 1.0])  # the last one is of no part
+    excess = amounts - np.ceil(shares[own] * totals)
     k = int(np.argmax(excess))
     if excess[k] > 0:
         what = f"{amounts[k]} of the {totals[k]} samples" + " of one class" * (count > 1)
         held = np.count_nonzero((strata == strata[firsts[k]]) & (parts == own[k])) / totals[k]
         warnings.warn(
             f"source.split: group {groups[cells[k] // count]!r} has {what}, "
-            f"more than the share of its part, {float(shares[own[k]]):.3g}, which holds {held:.3g} of them; divide the "
+            f"more than the share of its part, {shares[own[k]]:.3g}, which holds {held:.3g} of them; divide the "
             "group, or change the shares",
             stacklevel=2,
         )
@@ -463,19 +452,24 @@ def _warn_of_large_groups(
 # --- fractions --------------------------------------------------------------------------------------------------------
 
 
-def split_indices(labels: Ints, classes: Sequence[str], fractions: Sequence[float], seed: int, place: int) -> Ints:
-    """Draw the sorted indices of the samples in split number `place`."""
-    class_sizes = np.bincount(labels, minlength=len(classes))
-    ends = np.cumsum(split_counts(class_sizes, fractions), axis=1)
-    members = np.argsort(labels, kind="stable")
-    class_ends = np.cumsum(class_sizes)
-    chosen = []
-    for label in np.flatnonzero(class_sizes).tolist():
-        size = int(class_sizes[label])
-        first = 0 if place == 0 else int(ends[label, place - 1])
-        picked = permute(np.arange(first, ends[label, place]), size, key64("split", seed, classes[label]))
-        chosen.append(members[class_ends[label] - size + picked])
-    return np.sort(np.concatenate(chosen)).astype(np.int64)
+def parts_by_fractions(labels: Ints, classes: Sequence[str], fractions: Sequence[float], seed: int) -> Ints:
+    """Return the number of each sample's part, -1 for none: a permutation orders each class, which is then cut.
+
+    Examples:
+        >>> parts_by_fractions(np.array([0, 0, 0, 0, 1, 1]), ("cat", "dog"), [0.5, 0.5], seed=0).tolist()
+        [0, 1, 0, 1, 1, 0]
+    """
+    sizes = np.bincount(labels, minlength=len(classes))
+    members = np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
+    orders = [
+        own[permute(np.arange(len(own)), len(own), key64("split", seed, name))]
+        for name, own in zip(classes, members, strict=True)
+        if len(own)
+    ]
+    order = np.concatenate(orders)
+    parts = np.empty(len(labels), np.int64)
+    parts[order] = _cut(labels[order], fractions)
+    return parts
 
 
 def split_counts(class_sizes: Ints, fractions: Sequence[float]) -> Ints:

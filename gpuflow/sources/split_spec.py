@@ -97,8 +97,15 @@ class SplitSpec:
 
     @property
     def shares(self) -> tuple[Exact, ...]:
-        """Return the share of each part as it is written. One that is missing to 1 is of no part."""
+        """Return the share of each part as it is written, or of each fold. One that is missing to 1 is of no part."""
+        if self.folds is not None:
+            return (Exact(1, self.folds),) * self.folds
         return tuple(Exact(str(share)) for _, share in pairs(self.parts))
+
+    @property
+    def test_shares(self) -> tuple[Exact, ...]:
+        """Return the share of the part test that folds have in common; none without it."""
+        return () if self.test is None else (Exact(str(self.test)),)
 
     @property
     def group_block(self) -> GroupSpec | None:

@@ -7,7 +7,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,57 +47,71 @@ def names_of_samples(source: Source) -> list[str]:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def column_texts(source: Source, spec: SourceSpec, column: str, key: str) -> Texts:
+def column_texts(source: Source, spec: SourceSpec, column: str, key: str, action: str = "") -> Texts:
     """Read a column of all samples as texts, without outer spaces; an empty one where there is no value.
 
-    The source is indexed again, with this column as its only field. Numbers are texts as JSON writes them.
+    Numbers are texts as JSON writes them.
 
     Args:
         source: the whole source that `spec` describes.
         column: its name, the same in all sources of a mix.
         key: the key in YAML that names it, for messages.
+        action: what to do about a sample without a value; by default none needs one.
 
     Raises SourceError: there is no such column, or a value is neither text nor a number.
     """
     parts = source.parts if isinstance(source, MixSource) else (source,)
-    found = [_column_of(part, one, column, key) for part, one in zip(parts, spec.sources, strict=True)]
     ends = np.cumsum([len(part) for part in parts])
+    values = list[str]()
+    places = list[Callable[[int], str]]()
+    for part, one in zip(parts, spec.sources, strict=True):
+        found, place = column_values(part, one, column, "any", key)
+        for i, value in enumerate(found):
+            values.append(_text(value))
+            if not isinstance(value, str | int | float | None) or (action and not values[-1]):
+                rule = "must be text, but not empty, or a number" if action else "must be text or a number"
+                here = f"{key}: {place(i)}: {column}"
+                raise SourceError(f"{here} {rule}, got {show(value)}; {action or 'correct it'}")
+        places.append(place)
 
-    def place(i: int) -> str:
+    def place_of(i: int) -> str:
         number = int(np.searchsorted(ends, i, side="right"))
-        return found[number].place(i - int(ends[number]) + len(parts[number]))
+        return places[number](i - int(ends[number]) + len(parts[number]))
 
-    return Texts([value for texts in found for value in texts.values], place)
+    return Texts(values, place_of)
 
 
-def _column_of(source: Source, spec: SourceSpec, column: str, key: str) -> Texts:
+def column_values(
+    source: Source, spec: SourceSpec, column: str, kind: Literal["number", "any"], key: str
+) -> tuple[Any, Callable[[int], str]]:
+    """Read the values of a column, and where each stands. The source is indexed again, with it as its only field.
+
+    kind: the type of the field. key: see `column_texts`. Raises SourceError.
+    """
     assert isinstance(spec, Samples)
     try:
-        other = spec.with_one_column(_FIELD, column, "any").open()
+        other = spec.with_one_column(_FIELD, column, kind).open()
     except SourceError as error:
         raise SourceError(f"{key}: {error}") from error
     try:
-        if entries_of(other) != entries_of(source):
+        if len(other) != len(source) or entries_of(other) != entries_of(source):
+            paths = ([one.path(i) for i in range(len(one))] for one in (source, other))
+            pairs_of_paths = enumerate(zip_longest(*paths, fillvalue="none"))
+            i, (first, second) = next((i, pair) for i, pair in pairs_of_paths if pair[0] != pair[1])
             raise SourceError(
-                f"{key}: {spec.where}: must give the same samples with the column {column!r} as without it; write the "
-                "parts into a file: split: {column: part, file: NAME}"
+                f"{key}: {spec.where}: must give the same samples with the column {column!r} as without it, but sample "
+                f"{i} is {second} and not {first}; write its values into a file, and name that with the key file"
             )
         place = getattr(other, "locate", None) or other.path
-        values = records_of(other, range(len(other))).columns[_FIELD]
-        assert isinstance(values, list)
-        for i, value in enumerate(values):
-            if not isinstance(value, str | int | float | None):
-                here = f"{key}: {place(i)}: {column}"
-                raise SourceError(f"{here} must be text or a number, got {show(value)}; correct it")
-        return Texts(list(map(_text, values)), place)
+        return records_of(other, range(len(other))).columns[_FIELD], place
     finally:
         other.close()
 
 
-def _text(value: str | float | None) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, str):
         return value.strip()
-    return "" if value is None or value != value else json.dumps(value)
+    return json.dumps(value) if isinstance(value, int | float) and value == value else ""
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -178,22 +193,18 @@ def group_names(source: Source, spec: SourceSpec, rule: SplitSpec, names: Sequen
     if block is None:
         return _digests(source)
     if block.column is not None:
-        values, place = column_texts(source, spec, block.column, "source.split.group")
-        if "" in values:
-            raise SourceError(
-                f"source.split.group: {place(values.index(''))}: {block.column} must not be empty; a sample without a "
-                "group is in no part that can be kept apart: name its group"
-            )
-        return values
-    pattern = re.compile(block.path or "")
-    found = [match[1] if (match := pattern.search(name)) is not None else None for name in names]
-    for name, group in zip(names, found, strict=True):
-        if not group:
-            what = "does not match" if group is None else "gives an empty name"
+        action = "a sample without a group is in no part that can be kept apart: name its group"
+        return column_texts(source, spec, block.column, "source.split.group", action).values
+    groups = list[str]()
+    for name in names:
+        match = re.search(block.path or "", name)
+        if match is None or not match[1]:
+            what = "does not match" if match is None else "gives an empty name"
             raise SourceError(
                 f"source.split.group.path must match every path; {name} {what}, got {block.path!r}; correct it"
             )
-    return [group or "" for group in found]
+        groups.append(match[1])
+    return groups
 
 
 def _digests(source: Source) -> list[str]:

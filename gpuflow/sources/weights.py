@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
 from gpuflow.arrays import Floats, Ints
 from gpuflow.errors import SourceError, show
-from gpuflow.sources.base import Source, entries_of, has_one_class, records_of
+from gpuflow.sources.base import Source, has_one_class
 from gpuflow.sources.labels import Codes
 from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.spec import Samples, SourceSpec, WeightsSpec
 from gpuflow.sources.split import Subset
+from gpuflow.sources.split_values import column_texts, column_values
 from gpuflow.sources.storage.local import missing_path
 from gpuflow.sources.tar_members import DAMAGED_ARRAY
-
-_FIELD = "weight"
 
 
 def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
@@ -56,7 +53,7 @@ def weights_of(spec: SourceSpec, source: Source) -> Floats | None:
     else:
         place = spec.where
         lines = None
-        weights = np.array(_from_column(spec, spec.weights.column or "", source, "number"), np.float64)
+        weights, _ = column_values(source, spec, spec.weights.column or "", "number", "source.weights")
     if len(weights) != len(source):
         raise SourceError(
             f"source.weights: {place} must have one weight for each of the {len(source)} samples, got {len(weights)}; "
@@ -82,17 +79,10 @@ def balanced_groups(spec: Samples, source: Source) -> tuple[tuple[str, ...], Int
             raise SourceError(f"source.weights.balance {rule}; name a column: balance: {{column: NAME}}")
         return source.classes, source.labels
     part, whole = (source.indices, source.source) if isinstance(source, Subset) else (slice(None), source)
-    column = spec.weights.balance.column
     codes = Codes()
-    groups = list[int]()
-    for i, value in enumerate(_from_column(spec, column, whole, "any")):
-        text = value.strip() if isinstance(value, str) else json.dumps(value) if isinstance(value, int | float) else ""
-        if not text or value != value:
-            raise SourceError(
-                f"source.weights.balance: {spec.where}: {column} of sample {i} ({whole.path(i)}) must be text or a "
-                f"number, got {show(value)}; correct it"
-            )
-        groups.append(codes[text])
+    key = "source.weights.balance"
+    texts = column_texts(whole, spec, spec.weights.balance.column, key, "correct it").values
+    groups = [codes[text] for text in texts]
     return tuple(map(str, codes)), np.array(groups, np.int64)[part]
 
 
@@ -124,35 +114,6 @@ def _check_above_0(weights: Floats, place: str, whole: str) -> None:
         raise SourceError(
             f"source.weights: {place}: at least one weight{whole} must be above 0, got zeros alone; correct them"
         )
-
-
-def _from_column(spec: Samples, column: str, source: Source, kind: Literal["number", "any"]) -> Any:
-    """Read the values of a column. The source is indexed again, with it as its only field besides those of files.
-
-    kind: the type of the field.
-    """
-    try:
-        other = spec.with_one_column(_FIELD, column, kind).open()
-    except SourceError as error:
-        raise SourceError(f"source.weights: {error}") from error
-    try:
-        _check_same_samples(spec, source, other)
-        return records_of(other, range(len(other))).columns[_FIELD]
-    finally:
-        other.close()
-
-
-def _check_same_samples(spec: Samples, source: Source, other: Source) -> None:
-    """Raise SourceError where a source that was indexed again has other samples, or has them in another order."""
-    if len(source) == len(other) and entries_of(source) == entries_of(other):
-        return
-    count = min(len(source), len(other))
-    differ = next((i for i in range(count) if source.path(i) != other.path(i)), count)
-    first, second = (each.path(differ) if differ < len(each) else "none" for each in (source, other))
-    raise SourceError(
-        f"source.weights: {spec.where}: must give the same samples with the column of weights as without it, but "
-        f"sample {differ} is {second} and not {first}; write the weights into a file: weights: {{file: NAME}}"
-    )
 
 
 def _from_file(place: str, column: str | None) -> tuple[Floats, Sequence[int] | None]:

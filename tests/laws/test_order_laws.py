@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpuflow.loader.sampler import ShardedOrder, ShuffledOrder
-from gpuflow.sources.split import split_indices
+from gpuflow.sources.split import parts_by_fractions
 
 SIZE = 400
 """Places in each permutation."""
@@ -103,7 +103,7 @@ def test_which_samples_a_split_takes_depends_on_seed_and_class() -> None:
     labels, classes = np.arange(4 * SIZE) % 4, ("a", "b", "c", "d")
     taken = []
     for seed in SEEDS:
-        part = split_indices(labels, classes, [0.5, 0.5], seed, 0)
+        part = np.flatnonzero(parts_by_fractions(labels, classes, [0.5, 0.5], seed) == 0)
         for label in range(4):
             chosen = np.zeros(SIZE, np.int64)
             chosen[part[part % 4 == label] // 4] = 1

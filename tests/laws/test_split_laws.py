@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.rng import key64
 from gpuflow.sources import KINDS, Division, Source, divide, open_source, source_spec, subset
-from gpuflow.sources.split import _by_groups, split_indices
+from gpuflow.sources.split import _by_groups, parts_by_fractions
 from gpuflow.sources.split_values import names_of_samples
 
 
@@ -267,7 +267,7 @@ def test_exact_parts_have_their_sizes_in_each_class(kind: str, tmp_path: Path) -
 
 @kinds
 def test_fractions_give_what_they_gave(kind: str, tmp_path: Path) -> None:
-    """The indices of a part are those of `split_indices`, which a test of sources pins."""
+    """The indices of a part are those of `parts_by_fractions`, which a test of sources pins."""
     keys = block(kind, tmp_path / "a", items(48))
     spec = source_spec(**keys, split=SHARES, seed=7)
     source = open_source(spec)
@@ -275,7 +275,7 @@ def test_fractions_give_what_they_gave(kind: str, tmp_path: Path) -> None:
         found: list[NDArray[np.int64]] = []
         for part, chosen in _sources(source, subset(source, spec, name)):
             labels, classes = (np.zeros(len(part), int), [""]) if kind == "coco" else (part.labels, part.classes)
-            found.append(split_indices(labels, classes, list(SHARES.values()), 7, place))
+            found.append(np.flatnonzero(parts_by_fractions(labels, classes, list(SHARES.values()), 7) == place))
             assert chosen.indices.dtype == np.int64 and (chosen.indices == found[-1]).all()
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.sources import Allocate, Payload, Subset, open_source, source_spec, subset
-from gpuflow.sources.split import split_counts, split_indices
+from gpuflow.sources.split import parts_by_fractions, split_counts
 from tests.sources.conftest import ReadAll
 from tests.texts import outline
 
@@ -59,10 +59,9 @@ def shares(draw: st.DrawFn) -> list[float]:
 def test_splits_are_disjoint_exact_and_stratified(labels: list[int], fractions: list[float], seed: int) -> None:
     whole = np.array(labels, dtype=np.int64)
     classes = tuple(map(str, range(7)))
-    parts = [split_indices(whole, classes, fractions, seed, place) for place in range(len(fractions))]
-    together = np.concatenate(parts)
-    assert len(np.unique(together)) == len(together)
-    assert all((np.diff(part) > 0).all() for part in parts)
+    part_of = parts_by_fractions(whole, classes, fractions, seed)
+    parts = [np.flatnonzero(part_of == place) for place in range(len(fractions))]
+    assert len(part_of) == len(labels) and set(part_of.tolist()) <= {-1, *range(len(fractions))}
     ends = np.floor(np.cumsum(fractions) * len(whole) + 0.5 + 1e-9).astype(int)
     assert np.cumsum([len(part) for part in parts]).tolist() == ends.tolist()
     for part, fraction in zip(parts, fractions, strict=True):
@@ -88,10 +87,10 @@ def test_the_next_class_compensates_the_rounding_of_one_class() -> None:
 def test_a_split_depends_on_the_seed_only() -> None:
     labels = np.arange(1000) % 10
     classes = tuple(map(str, range(10)))
-    first = split_indices(labels, classes, [0.9, 0.1], 0, 1)
-    assert first[:8].tolist() == [2, 6, 11, 16, 23, 29, 45, 47]
-    assert (split_indices(labels, classes, [0.9, 0.1], 0, 1) == first).all()
-    assert (split_indices(labels, classes, [0.9, 0.1], 1, 1) != first).any()
+    first = parts_by_fractions(labels, classes, [0.9, 0.1], 0)
+    assert np.flatnonzero(first == 1)[:8].tolist() == [2, 6, 11, 16, 23, 29, 45, 47]
+    assert (parts_by_fractions(labels, classes, [0.9, 0.1], 0) == first).all()
+    assert (parts_by_fractions(labels, classes, [0.9, 0.1], 1) != first).any()
 
 
 def test_subset_is_a_source(read_all: ReadAll) -> None:

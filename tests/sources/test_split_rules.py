@@ -232,7 +232,9 @@ def test_no_such_column() -> None:
 
 def test_a_group_that_is_empty() -> None:
     edited(9, ",p1,", ",  ,")
-    assert failed({"parts": SHARES, "group": "patient"}).startswith("source.split.group: all.csv:9: patient must not")
+    assert failed({"parts": SHARES, "group": "patient"}).startswith(
+        "source.split.group: all.csv:9: patient must be text"
+    )
 
 
 def test_a_value_that_is_no_text() -> None:
@@ -240,7 +242,7 @@ def test_a_value_that_is_no_text() -> None:
         '{"path": "1.jpg", "label": 0, "site": 1}\n{"path": "2.jpg", "label": 0, "site": [2]}\n'
     )
     text = failed({"parts": SHARES, "group": "site"}, listing="all.jsonl")
-    assert text.startswith("source.split.group: all.jsonl:2: site must be text or a number, got [2]")
+    assert text.startswith("source.split.group: all.jsonl:2: site must be text, but not empty, or a number, got [2]")
 
 
 def test_fewer_groups_than_folds() -> None:

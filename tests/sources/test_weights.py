@@ -118,9 +118,9 @@ def test_a_column_of_other_samples_is_refused(
     with pytest.raises(SourceError) as error:
         weights_of(whole, source)
     assert str(error.value) == (
-        f"source.weights: {listing}: must give the same samples with the column of weights as without it, but sample "
+        f"source.weights: {listing}: must give the same samples with the column 'w' as without it, but sample "
         f"{differ} is {str(listing.parent) + second if second else 'none'} and not {listing.parent}{first}; "
-        "write the weights into a file: weights: {file: NAME}"
+        "write its values into a file, and name that with the key file"
     )
 
 
@@ -198,7 +198,7 @@ def test_a_value_that_names_no_group(value: Any, tmp_path: Path) -> None:
     with pytest.raises(SourceError) as error:
         balanced(keys, {"column": "site"})
     assert outline(error.value).startswith("source.weights.balance, got ")
-    assert "of sample 6" in str(error.value)
+    assert "l.jsonl:7: site must be text" in str(error.value)
 
 
 def test_balance_needs_one_class_each_or_a_column(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_balance_needs_one_class_each_or_a_column(tmp_path: Path) -> None:
             balanced(keys, "class")
         assert outline(error.value).startswith("source.weights.balance")
     with pytest.raises(
-        SourceError, match=r"^source\.weights: .*header must have the column 'sit' once.*did you mean 'site'"
+        SourceError, match=r"^source\.weights\.balance: .*header must have the column 'sit' once.*did you mean 'site'"
     ):
         balanced(with_sites("csv", tmp_path, SITES), {"column": "sit"})
 
