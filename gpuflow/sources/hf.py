@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, final
 
 import numpy as np
 
-from gpuflow.arrays import Array, Ints
+from gpuflow.arrays import Array
 from gpuflow.errors import Problem, SourceError, near_word
 from gpuflow.sources.base import Source
 from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, classes_of_boxes, label_columns, label_field
@@ -30,7 +30,7 @@ from gpuflow.sources.hf_tables import (
     pyarrow,
     rows_of,
 )
-from gpuflow.sources.labels import Locate, label_values, resolve_labels, sample_labels
+from gpuflow.sources.labels import Locate, label_values, sample_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_table import Masks, RecordBuilder, RecordTable, TableSource
 from gpuflow.sources.spec import Named, WithSplits, WithWindow
@@ -374,48 +374,12 @@ class _Reader:
         columns = label_columns(field, column)
         for one in columns:
             self._check_column(one, "the column of labels")
-        if field.kind in (None, "class") and column in self._schema.names:
-            return self._class_labels(column, classes)
         is_number = field.kind in ("number", "vector")
         known = None if is_number else self._classes_of(column, classes)
         labels = sample_labels(field, column, known, self._where, self._locate)
         for block in self._blocks(columns, labels=[] if is_number else [column]):
             labels.add(label_values([block[one] for one in columns]))
         return labels.build()
-
-    def _class_labels(self, column: str, classes: GivenClasses) -> tuple[Classes, Ints]:
-        """Read labels of one class each, from a column of numbers or of names."""
-        pa = pyarrow()
-        stored = self._schema.field(column).type
-        names = self._class_names(column)
-        kind = stored.value_type if pa.types.is_dictionary(stored) else stored
-        if not (pa.types.is_integer(kind) or _is_text(kind)):
-            raise SourceError(
-                f"{self._where}: the column {column!r} must hold a class of each sample, a number or a name, got "
-                f"{kind}; declare fields with a label of another kind, or without one"
-            )
-        parts = [batch.column(0) for table in self._tables for batch in self._read(table, [column])]
-        values = pa.chunked_array(parts, stored).cast(kind)
-        if values.null_count:
-            i = int(np.argmax(values.is_null().to_numpy()))
-            raise SourceError(
-                f"{self._locate.value(i, column)} must be a class, got null; correct it or remove the row"
-            )
-        codes = values.dictionary_encode().combine_chunks()
-        if isinstance(codes, pa.ChunkedArray):
-            codes = codes.chunk(0)
-        numbers = codes.indices.to_numpy()
-        written = codes.dictionary.to_pylist()
-
-        def locate(code: int) -> str:
-            return self._locate.value(int(np.argmax(numbers == code)), column)
-
-        if names is not None and pa.types.is_integer(kind):
-            written = [_name(value, names, locate, code) for code, value in enumerate(written)]
-        found, lookup = resolve_labels(
-            [str(value) for value in written], self._classes_of(column, classes), locate, self._where
-        )
-        return found, lookup[numbers]
 
     def _records(self) -> RecordTable:
         declared = tuple((name, replace(field, column=field.column or name)) for name, field in self._spec.declared)
