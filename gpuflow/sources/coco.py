@@ -23,7 +23,7 @@ from gpuflow.pipeline.records import GEOMETRIC
 from gpuflow.sources.field_spec import FieldPairs, FieldSpec
 from gpuflow.sources.labels import Locate
 from gpuflow.sources.listing_text import check_path, load, parsed_json, resolved
-from gpuflow.sources.record_table import RecordBuilder, TableSource, WholeFiles
+from gpuflow.sources.record_table import SourceBuilder, TableSource, WholeFiles
 from gpuflow.sources.spec import Listed, Samples
 from gpuflow.sources.storage import PathTableBuilder, is_remote, open_storage
 from gpuflow.sources.storage.local import missing_path
@@ -32,7 +32,7 @@ _IMAGES = 4096
 """Number of images in one block."""
 _SIDE = 2**31
 """The width and height of an entry must be less than this number of pixels; others are ignored."""
-_OF_ANNOTATIONS = ("bbox", "segmentation", "keypoints")
+_OF_ANNOTATIONS = ("bbox", "segmentation", "keypoints", "labels")
 
 
 @final
@@ -56,42 +56,41 @@ class Coco(Listed, Samples):
         """Index the file. All annotations are read and checked; images only when they are loaded."""
         place = self.coco if is_remote(self.coco) else os.path.expanduser(self.coco)
         document = _document(place)
-        classes, label_of = _categories(document, place)
+        names = _categories(document, place)
         images = sorted(_checked_images(document, place), key=lambda image: image["id"])
         sample_of = {image["id"]: i for i, image in enumerate(images)}
         if len(sample_of) < len(images):
             twice = next(a["id"] for a, b in pairwise(images) if a["id"] == b["id"])
             raise SourceError(f"{place}: images must have unique ids, got {twice} twice; correct one")
         annotations = document["annotations"]
-        held = _held_annotations(annotations, sample_of, label_of, place)
+        held = _held_annotations(annotations, sample_of, names, place)
         declared = self.declared or _default_fields(annotations)
         declared = tuple((name, _with_column(field)) for name, field in declared)
         places = Locate(
             lambda i: f"{place}: image {images[i]['file_name']!r}",
             row=lambda i, column, j: f"{place}: annotations[{held[i][j]}].{column}",
         )
-        builder = RecordBuilder(declared, None, place, places, mixed_masks=True)
+        builder = SourceBuilder(declared, tuple(names.values()), place, places, mixed_masks=True)
         has_keypoints = any(field.type == "keypoints" for _, field in declared)
         empty_keypoints = _empty_keypoints(document, place) if has_keypoints else []
         for first in range(0, len(images), _IMAGES):
             block = slice(first, first + _IMAGES)
             of_images = [[annotations[k] for k in numbers] for numbers in held[block]]
-            builder.add(_columns(images[block], of_images, declared, empty_keypoints, place), len(of_images))
-        labels = np.fromiter((label_of[annotations[k]["category_id"]] for numbers in held for k in numbers), np.int64)
-        records = replace(builder.build(box_labels=(classes, labels)), sizes=_sizes(images))
+            builder.add(_columns(images[block], of_images, declared, names, empty_keypoints, place), len(of_images))
         table = PathTableBuilder()
         table.add([image["file_name"] for image in images])
         root = self.images if is_remote(self.images) else os.path.expanduser(self.images)
         if not is_remote(root) and not os.path.isdir(root):
             raise SourceError(f"source.images must be a directory, got {root!r}{missing_path(root)}")
-        zeros = np.zeros(len(images), np.int64)
         kept = sum(map(len, held))
         note = f"{kept:,} annotations, {sum(not numbers for numbers in held):,} images without any"
         if kept < len(annotations):
             note += f", {len(annotations) - kept:,} annotations of crowds left out"
         paths = resolved(table, root, places.sample)
         files = WholeFiles(open_storage(paths[0], self.cache), paths, root)
-        return TableSource(files, zeros, classes, has_labels=False, table=records, note=note)
+        source = builder.source(TableSource, files, len(images), {}, _sizes(images), note=note)
+        source.classes = tuple(names.values())  # also where no boxes are declared
+        return source
 
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         given = [key for key in field.given if key != "flip_pairs"]
@@ -113,7 +112,7 @@ class Coco(Listed, Samples):
     @property
     def fields_in_full(self) -> FieldPairs:
         declared = self.declared or tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
-        return tuple((name, replace(_with_column(field), labels=self.labels_of(field))) for name, field in declared)
+        return tuple((name, _with_column(field)) for name, field in declared)
 
 
 def _document(place: str) -> dict[str, Any]:
@@ -136,8 +135,8 @@ def _document(place: str) -> dict[str, Any]:
     return document
 
 
-def _categories(document: Mapping[str, Any], place: str) -> tuple[tuple[str, ...], dict[int, int]]:
-    """Return the names of the categories in ascending order of their ids, and the label of each id."""
+def _categories(document: Mapping[str, Any], place: str) -> dict[int, str]:
+    """Return the names of the categories by their ids, in ascending order."""
     names: dict[int, str] = {}
     for k, category in enumerate(document["categories"]):
         here = f"{place}: categories[{k}]"
@@ -150,8 +149,7 @@ def _categories(document: Mapping[str, Any], place: str) -> tuple[tuple[str, ...
         if category["name"] in names.values():
             raise SourceError(f"{here} must have a unique name, got {show(category['name'])} twice; rename one")
         names[category["id"]] = category["name"]
-    ids = sorted(names)
-    return tuple(names[number] for number in ids), {number: label for label, number in enumerate(ids)}
+    return dict(sorted(names.items()))
 
 
 def _checked_images(document: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
@@ -177,18 +175,18 @@ def _sizes(images: Sequence[Mapping[str, Any]]) -> Ints:
 
 
 def _held_annotations(
-    annotations: Sequence[Any], sample_of: Mapping[int, int], label_of: Mapping[int, int], place: str
+    annotations: Sequence[Any], sample_of: Mapping[int, int], names: Mapping[int, str], place: str
 ) -> list[array[int]]:
     """Collect the numbers of each sample's annotations in the file, without those of crowds. Checks all of them."""
     held = [array("q") for _ in sample_of]
     for k, annotation in enumerate(annotations):
-        sample = _check_annotation(annotation, f"{place}: annotations[{k}]", sample_of, label_of)
+        sample = _check_annotation(annotation, f"{place}: annotations[{k}]", sample_of, names)
         if not _is_crowd(annotation):
             held[sample].append(k)
     return held
 
 
-def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], label_of: Mapping[int, int]) -> int:
+def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], names: Mapping[int, str]) -> int:
     """Check an annotation. Return the sample that it belongs to."""
     if not isinstance(annotation, dict):
         raise SourceError(f"{here} must be an object, got {show(annotation)}; correct it")
@@ -196,7 +194,7 @@ def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], 
     category = annotation.get("category_id")
     if type(image) is not int or image not in sample_of:
         raise SourceError(f"{here}.image_id must be the id of one of the images, got {show(image)}; add that image")
-    if type(category) is not int or category not in label_of:
+    if type(category) is not int or category not in names:
         raise SourceError(
             f"{here}.category_id must be the id of one of the categories, got {show(category)}; add that category"
         )
@@ -231,7 +229,7 @@ def _with_column(field: FieldSpec) -> FieldSpec:
     """Return a field with COCO's key and form."""
     match field.type:
         case "boxes":
-            return FieldSpec(type="boxes", column="bbox", format="xywh")
+            return FieldSpec(type="boxes", column="bbox", format="xywh", labels="labels")
         case "mask":
             return FieldSpec(type="mask", column="segmentation", kind="polygons")
         case "keypoints":
@@ -269,6 +267,7 @@ def _columns(
     images: Sequence[Mapping[str, Any]],
     annotations: Sequence[Sequence[Mapping[str, Any]]],
     declared: FieldPairs,
+    names: Mapping[int, str],
     empty_keypoints: Sequence[float],
     place: str,
 ) -> dict[str, list[Any]]:
@@ -278,12 +277,13 @@ def _columns(
         "bbox": [[one["bbox"] for one in of_image] for of_image in annotations],
         "segmentation": [[_or_empty(one.get("segmentation")) for one in of_image] for of_image in annotations],
         "keypoints": [[one.get("keypoints") or empty_keypoints for one in of_image] for of_image in annotations],
+        "labels": [[names[one["category_id"]] for one in of_image] for of_image in annotations],
     }
     for name, field in declared:
         column = field.column or name
         if field.type in ("number", "text", "any"):
             if column in _OF_ANNOTATIONS:
-                rule = f"must not take the key {column!r} of images, because annotations have such a key, too"
+                rule = f"must not take the key {column!r} of images, because annotations have such values, too"
                 raise SourceError(f"{place}: field {name} {rule}; rename it in the images")
             columns[column] = _of_images(images, column, place)
     return columns

@@ -96,9 +96,20 @@ def classes_of_boxes(declared: FieldPairs, classes: GivenClasses) -> GivenClasse
     return classes if own is None and all(field.type != "label" for _, field in declared) else own
 
 
-def label_columns(field: FieldSpec | None, column: str) -> tuple[str, ...]:
-    """Return the columns of the samples' labels; none without a label. column: see `label_field`."""
-    return () if field is None else field.columns or (column,)
+def columns_of(declared: FieldPairs) -> list[str]:
+    """Return the columns whose values a source reads: of all fields but images and files, and of the labels of boxes.
+
+    Examples:
+        >>> columns_of(pairs_of_fields({"image": {"column": "path"}, "boxes": {"labels": "kinds"}, "label": None}))
+        ['boxes', 'kinds', 'label']
+    """
+    columns = list[str]()
+    for name, field in declared:
+        if field.type != "image" and not field.is_mask_file:
+            columns += field.columns or (field.column or name,)
+        if field.labels is not None:
+            columns.append(field.labels)
+    return list(dict.fromkeys(columns))
 
 
 def label_field(declared: FieldPairs, classes: GivenClasses) -> tuple[str, FieldSpec | None, GivenClasses]:

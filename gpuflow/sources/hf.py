@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, final
 
-import numpy as np
-
-from gpuflow.arrays import Array
 from gpuflow.errors import Problem, SourceError, near_word
 from gpuflow.sources.base import Source
-from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, classes_of_boxes, label_columns, label_field
+from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, columns_of
 from gpuflow.sources.hf_tables import (
     Cells,
     Table,
@@ -30,9 +27,9 @@ from gpuflow.sources.hf_tables import (
     pyarrow,
     rows_of,
 )
-from gpuflow.sources.labels import Locate, label_values, sample_labels
+from gpuflow.sources.labels import Locate
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.record_table import Masks, RecordBuilder, RecordTable, TableSource
+from gpuflow.sources.record_table import SourceBuilder, TableSource
 from gpuflow.sources.spec import Named, WithSplits, WithWindow
 from gpuflow.sources.storage import LocalStorage, is_remote
 from gpuflow.sources.storage.local import ancestors, identity_of, matching, missing_path, walk
@@ -248,23 +245,21 @@ class _Reader:
                 )
 
     def source(self, splits: Mapping[str, tuple[int, int]]) -> HfSource:
-        declared = dict(self._spec.declared)
-        image = next((field.column or name for name, field in declared.items() if field.type == "image"), None)
-        cells = self._cells(self._image_column(image or self._spec.image))
-        if not declared:
-            column = self._label_column()
-            classes, labels = self._labels(FieldSpec(type="label", column=column), column, self._spec.classes)
-            return HfSource(cells, labels, classes, splits=splits)
-        records = self._records()
-        column, label, given = label_field(self._spec.declared, self._spec.classes)
-        if label is None:
-            classes = records.box_classes
-            labels = np.zeros(int(self._rows.ends[-1]), np.int64)
-        else:
-            classes, labels = self._labels(label, column, given)
-        return HfSource(cells, labels, classes, has_labels=label is not None, table=records, splits=splits)
+        spec = self._spec
+        image = next((field.column or name for name, field in spec.declared if field.type == "image"), spec.image)
+        cells = self._cells(image)
+        declared = spec.declared or (("label", FieldSpec(type="label", column=self._label_column())),)
+        columns = columns_of(declared)
+        for column in columns:
+            self._check_column(column, "the column")
+        builder = SourceBuilder(declared, spec.classes, self._where, self._locate, known=self._classes_of)
+        for block in self._blocks(columns, builder.class_columns):
+            builder.add(block, len(next(iter(block.values()))))
+        masks = {name: self._cells(field.column or name) for name, field in declared if field.is_mask_file}
+        return builder.source(HfSource, cells, int(self._rows.ends[-1]), masks, splits=splits)
 
-    def _cells(self, column: str) -> Cells:
+    def _cells(self, name: str | None) -> Cells:
+        column = self._image_column(name)
         try:
             return open_cells(self._tables, self._storage, column, self._spec.window)
         except (pyarrow().ArrowException, OSError) as error:
@@ -369,35 +364,6 @@ class _Reader:
         if isinstance(given, int) and given != len(names):
             raise SourceError(f"{self._where}: {column} has {len(names)} classes, and classes says {given}; remove it")
         return names
-
-    def _labels(self, field: FieldSpec, column: str, classes: GivenClasses) -> tuple[Classes, Array]:
-        columns = label_columns(field, column)
-        for one in columns:
-            self._check_column(one, "the column of labels")
-        is_number = field.kind in ("number", "vector")
-        known = None if is_number else self._classes_of(column, classes)
-        labels = sample_labels(field, column, known, self._where, self._locate)
-        for block in self._blocks(columns, labels=[] if is_number else [column]):
-            labels.add(label_values([block[one] for one in columns]))
-        return labels.build()
-
-    def _records(self) -> RecordTable:
-        declared = tuple((name, replace(field, column=field.column or name)) for name, field in self._spec.declared)
-        boxes = next((field for _, field in declared if field.type == "boxes"), None)
-        classes = classes_of_boxes(declared, self._spec.classes)
-        labels = [boxes.labels] if boxes is not None and boxes.labels is not None else []
-        for column in labels:
-            classes = self._classes_of(column, classes)
-        builder = RecordBuilder(declared, classes, self._where, self._locate)
-        columns = builder.columns()
-        for column in columns:
-            self._check_column(column, "the column")
-        for block in self._blocks(columns, labels):
-            builder.add(block, len(next(iter(block.values()))))
-        masks = {
-            name: Masks(self._cells(self._image_column(field.column))) for name, field in declared if field.is_mask_file
-        }
-        return builder.build(masks, (self._storage,) if masks else ())
 
     def _blocks(self, columns: Sequence[str], labels: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
         """Yield blocks of the values of columns, as lists of what JSON has. `a.b` is the member b of column a.

@@ -16,19 +16,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, final
 
-import numpy as np
-
 from gpuflow.errors import SourceError, near_word, show
 from gpuflow.sources.field_spec import (
     IMAGES_ALONE,
     FieldPairs,
     FieldSpec,
-    classes_of_boxes,
-    label_columns,
-    label_field,
+    columns_of,
     pairs_of_fields,
 )
-from gpuflow.sources.labels import Locate, label_values, names_in, sample_labels
+from gpuflow.sources.labels import Locate, names_in
 from gpuflow.sources.listing_text import (
     check_path,
     column_of,
@@ -41,7 +37,7 @@ from gpuflow.sources.listing_text import (
     parsed_number,
     resolved,
 )
-from gpuflow.sources.record_table import Masks, RecordBuilder, TableSource, WholeFiles
+from gpuflow.sources.record_table import SourceBuilder, TableSource, WholeFiles
 from gpuflow.sources.spec import Listed, Named
 from gpuflow.sources.storage import PathTableBuilder, is_remote, open_storage, parent_of
 
@@ -218,14 +214,11 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSour
     """Index a listing. Samples have the order of its rows. root: the directory that relative paths start from."""
     declared = spec.declared or _DEFAULT_FIELDS
     image = next((field.column or name for name, field in declared if field.type == "image"), "path")
-    label_column, label, label_classes = label_field(declared, spec.classes)
     lines = _Lines(place)
-    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), place, lines.locate)
-    labels = None if label is None else sample_labels(label, label_column, label_classes, place, lines.locate)
+    builder = SourceBuilder(declared, spec.classes, place, lines.locate)
     masks = {name: field.column or name for name, field in declared if field.is_mask_file}
     tables = {column: PathTableBuilder() for column in (image, *masks.values())}
-    of_labels = label_columns(label, label_column)
-    columns = list(dict.fromkeys([*tables, *of_labels, *builder.columns()]))
+    columns = list(dict.fromkeys([*tables, *columns_of(declared)]))
     data = load(place, "source.listing")
     note = ""
     if is_csv:
@@ -238,8 +231,6 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSour
     for first, block in blocks:
         for column, paths in tables.items():
             _add_paths(paths, block[column], column, first, lines.locate)
-        if labels is not None:
-            labels.add(label_values([block[column] for column in of_labels]))
         builder.add(block, len(block[image]))
     if not lines.numbers:
         raise SourceError(f"{place}: must list at least one sample, got none; add rows")
@@ -250,18 +241,8 @@ def _indexed(spec: Listing, place: str, root: str, *, is_csv: bool) -> TableSour
         path = located[column][0]
         same = is_remote(path) == storage.remote
         files[name] = WholeFiles(storage if same else open_storage(path, spec.cache), located[column], root)
-    storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
-    classes, values = ((), np.zeros(len(lines.numbers), np.int64)) if labels is None else labels.build()
-    records = builder.build({name: Masks(column) for name, column in files.items()}, storages)
-    return TableSource(
-        WholeFiles(storage, located[image], root),
-        values,
-        records.box_classes if labels is None else classes,
-        has_labels=labels is not None,
-        table=records,
-        note=note,
-        locate=lines.locate.sample,
-    )
+    whole = WholeFiles(storage, located[image], root)
+    return builder.source(TableSource, whole, len(lines.numbers), files, note=note, locate=lines.locate.sample)
 
 
 def _add_paths(table: PathTableBuilder, paths: Sequence[Any], column: str, first: int, locate: Locate) -> None:

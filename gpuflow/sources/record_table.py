@@ -1,6 +1,6 @@
 """The records of all samples in few arrays: a column for each field, and why some records are bad.
 
-`RecordBuilder` builds the table of records from values as they are written: lists and numbers of JSON.
+`SourceBuilder` builds a source with its table of records from values as they are written: lists and numbers of JSON.
 
 A fault of a file's structure is a SourceError that says where it is: a value of another type, a row of another length,
 labels or instances of another number than boxes. A number of the sample itself that is not finite makes its record bad.
@@ -18,12 +18,13 @@ import hashlib
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,8 @@ from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import SourceError, redacted, show
 from gpuflow.pipeline.records import GEOMETRIC, Column, Field, LeftOut, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources.base import fingerprint, names_of
-from gpuflow.sources.field_spec import FieldPairs, FieldSpec, GivenClasses
-from gpuflow.sources.labels import Labels, Locate
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, GivenClasses, classes_of_boxes, label_field
+from gpuflow.sources.labels import Labels, Locate, label_values, sample_labels
 from gpuflow.sources.storage import Allocate, PathTable, Payload, Range, Shard, Shards, Storage
 
 
@@ -408,6 +409,8 @@ class Masks:
         yield from self.files.parts()
 
 
+S = TypeVar("S", bound=TableSource)
+
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
@@ -447,15 +450,344 @@ _MANTISSA = 2.0**53
 
 
 @final
-class RecordBuilder:
-    """Collects the declared fields of samples, block by block, and builds their table.
+class _Block:
+    """The block of samples that is being added.
+
+    locate: the places of single samples. place: that of the whole source. mixed_masks: see `SourceBuilder`.
+    first: the number of the block's first sample. bad: why records are bad, by the number of the sample.
+    """
+
+    def __init__(self, locate: Locate, place: str, *, mixed_masks: bool) -> None:
+        self.locate = locate
+        self.place = place
+        self.mixed_masks = mixed_masks
+        self.first = 0
+        self.bad: dict[int, str] = {}
+
+
+class _FieldBuilder(ABC):
+    """Collects the values of one field, block by block.
+
+    invalid: the rows of instances that are incomplete: the sample of each, and why. left_out: the rows that are left
+    out, which are those of all fields that describe the same instances.
+    """
+
+    def __init__(self, name: str, column: str, spec: FieldSpec, block: _Block) -> None:
+        self.name = name
+        self.column = column
+        self.spec = spec
+        self.block = block
+        self.invalid: dict[int, tuple[int, str]] = {}
+        self.left_out = np.zeros(0, np.int64)
+        self.counts = [np.zeros(0, np.int64)]
+        self.arrays: list[Array] = []
+
+    @abstractmethod
+    def add(self, values: Sequence[Any]) -> Ints | None:
+        """Append the values of a block. Return the number of instances of each sample; None for a field without."""
+
+    @abstractmethod
+    def build(self) -> Store:
+        """Build the column of all samples."""
+
+    def place(self, i: int, row: int | None = None) -> str:
+        """Return the place of the value of sample i of the block, or of one of its rows."""
+        locate = self.block.locate
+        i += self.block.first
+        return locate.value(i, self.column) if row is None else locate.row(i, self.column, row)
+
+    def fault(self, i: int, rule: str, value: Any, row: int | None = None, action: str = "correct it") -> SourceError:
+        """Return the error for the value, or for one of its rows, of sample i of the block."""
+        return SourceError(f"{self.place(i, row)} {rule}, got {show(value)}; {action}")
+
+    def missing_fault(self, i: int, rule: str, value: Any) -> SourceError:
+        """Return the error for a number or a text."""
+        keep = ", or declare it with type: any, which keeps missing values" if value is None else ""
+        return self.fault(i, rule, value, action=f"correct it{keep}")
+
+    def lengths(self, values: Sequence[Any]) -> Ints:
+        """Return the lengths of values. Raises SourceError for a value that is no list."""
+        for i, value in enumerate(values):
+            if type(value) is not list:
+                raise self.fault(i, "must be a list with an entry for each instance", value)
+        return np.fromiter(map(len, values), np.int64, len(values))
+
+    def rows(self, values: Sequence[Any], rule: str, parse: Callable[[list[Any]], Floats | None]) -> Floats:
+        """Parse all rows of the block together; one by one to find the first that breaks the rule. Raises SourceError.
+
+        parse: returns None for rows that it cannot parse.
+        """
+        numbers = parse(list(chain.from_iterable(values)))
+        if numbers is not None:
+            return numbers
+        found = []
+        for i, value in enumerate(values):
+            for j, row in enumerate(value):
+                if (parsed := parse([row])) is None:
+                    raise self.fault(i, rule, row, j)
+                found.append(parsed)
+        return np.concatenate(found)
+
+    def check_counts(self, boxes: Ints | None, counts: Ints) -> None:
+        """Raise SourceError where a sample has not one entry for each box."""
+        if boxes is not None and (differ := np.flatnonzero(boxes != counts)).size:
+            i = int(differ[0])
+            raise self.fault(i, f"must have one entry for each of the {boxes[i]} boxes", int(counts[i]))
+
+    def leave_out(self, rows: Ints, counts: Ints, rule: Callable[[int], str]) -> None:
+        """Note that these rows of the block, numbered across its samples, are left out. rule: the one that a row
+        breaks."""
+        before = sum(int(earlier.sum()) for earlier in self.counts) if len(rows) else 0
+        for row in rows.tolist():
+            i, j = _owner(counts, row)
+            reason = f"{self.place(i, j)} {rule(row)}"
+            self.invalid.setdefault(before + row, (i + self.block.first, reason))
+
+    def ragged(self, empty: tuple[int, ...]) -> Ragged:
+        """Return all rows that were added. empty: the shape of none."""
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(self.counts))]).astype(np.int64)
+        return Ragged(np.concatenate([np.zeros(empty, np.float32), *self.arrays]), offsets)
+
+
+@final
+class _Boxes(_FieldBuilder):
+    def add(self, values: Sequence[Any]) -> Ints:
+        counts = self.lengths(values)
+        missing = [math.nan] * 4  # stands for null and for an empty list
+
+        def parse(rows: list[Any]) -> Floats | None:
+            return _numeric([missing if box in (None, []) else box for box in rows], (4,))
+
+        given = self.rows(values, "must be 4 numbers", parse)
+        first, second = given[:, :2], given[:, 2:]
+        corners = (first, second)
+        if self.spec.format == "xywh":
+            corners = (first, first + second)
+        elif self.spec.format == "cxcywh":
+            corners = (first - second / 2, first + second / 2)
+        boxes = _float32(np.concatenate(corners, axis=1))
+        finite = np.isfinite(boxes).all(axis=1)
+        self.leave_out(np.flatnonzero(~finite), counts, lambda _: "must have finite numbers")
+        flat = finite & ~((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
+        has_corners = self.spec.format in (None, "xyxy")
+        rule = "must have x1 < x2 and y1 < y2" if has_corners else "must have a width and a height above 0"
+        self.leave_out(np.flatnonzero(flat), counts, lambda row: f"{rule}, got {show(given[row].tolist())}")
+        self.arrays.append(boxes)
+        self.counts.append(counts)
+        return counts
+
+    def build(self) -> Rows:
+        return Rows(self.ragged((0, 4)).without(self.left_out))
+
+
+@final
+class _BoxLabels(_FieldBuilder):
+    """Collects the labels of boxes. classes: see `resolve_labels`."""
+
+    def __init__(self, column: str, spec: FieldSpec, block: _Block, classes: GivenClasses) -> None:
+        super().__init__(column, column, spec, block)
+        self._labels = Labels(classes, block.place)
+        self.classes: tuple[str, ...] = ()
+
+    def add(self, values: Sequence[Any]) -> Ints:
+        counts = self.lengths(values)
+        labels = list(chain.from_iterable(values))
+        for row in (row for row, label in enumerate(labels) if type(label) not in (int, str)):
+            i, j = _owner(counts, row)
+            raise self.fault(i, "must be an integer or a class name", labels[row], j)
+        self._labels.add(labels, lambda row: self.place(*_owner(counts, row)))
+        self.counts.append(counts)
+        return counts
+
+    def build(self) -> Rows:
+        self.classes, labels = self._labels.build()
+        return Rows(Ragged(labels, self.ragged((0,)).offsets).without(self.left_out))
+
+
+@final
+class _Keypoints(_FieldBuilder):
+    _known = 0
+    """How many keypoints an instance has; 0 before the first one."""
+
+    def add(self, values: Sequence[Any]) -> Ints:
+        counts = self.lengths(values)
+        self._known = known = self._known or self._count(values)
+        if counts.any():
+
+            def parse(rows: list[Any]) -> Floats | None:
+                parsed = (_numeric(rows, shape) for shape in ((3 * known,), (known, 3)))
+                numbers = next((numbers for numbers in parsed if numbers is not None), None)
+                return None if numbers is None else numbers.reshape(-1, known, 3)
+
+            points_MK3 = _float32(self.rows(values, f"must be {known} keypoints, each x, y and visibility", parse))
+            finite = np.isfinite(points_MK3).all(axis=(1, 2))
+            self.leave_out(np.flatnonzero(~finite), counts, lambda _: "must have finite numbers")
+            visible = np.isin(points_MK3[:, :, 2], (0, 1, 2)).all(axis=1)
+            rule = "must have a visibility of 0, 1 or 2"
+            self.leave_out(np.flatnonzero(finite & ~visible), counts, lambda _: rule)
+            self.arrays.append(points_MK3)
+        self.counts.append(counts)
+        return counts
+
+    def _count(self, values: Sequence[Any]) -> int:
+        """Return how many keypoints the first instance has; 0 without instances."""
+        for i, j, first in ((i, j, row) for i, value in enumerate(values) for j, row in enumerate(value)):
+            numbers = _numeric([first], None)
+            if numbers is None or not numbers.size or numbers.size % 3 or numbers.shape[2:] not in ((), (3,)):
+                raise self.fault(i, "must be keypoints, each x, y and visibility", first, j)
+            return numbers.size // 3
+        return 0
+
+    def build(self) -> Rows:
+        highest = max(chain((0,), *(self.spec.flip_pairs or ())))
+        if self._known and highest >= self._known:
+            rule = f"must name keypoints in 0..{self._known - 1}, got {highest}; correct it"
+            raise SourceError(f"{self.block.place}: source.fields.{self.name}.flip_pairs {rule}")
+        return Rows(self.ragged((0, self._known, 3)).without(self.left_out))
+
+
+@final
+class _InstanceMasks(_FieldBuilder):
+    """Collects the masks of instances: see `Instances`."""
+
+    def __init__(self, name: str, column: str, spec: FieldSpec, block: _Block) -> None:
+        super().__init__(name, column, spec, block)
+        self._parts = array("q", [0])
+        self._lengths = array("q", [0])
+        self._sizes = array("i")
+
+    def add(self, values: Sequence[Any]) -> Ints:
+        counts = self.lengths(values)
+        block = [np.zeros(0)]
+        for i, value in enumerate(values):
+            for j, mask in enumerate(value):
+                parts, size, reason = self._parsed(i, j, mask)
+                if reason:
+                    self.invalid[len(self._parts) - 1] = i + self.block.first, f"{self.place(i, j)} {reason}"
+                self._parts.append(len(parts))
+                self._lengths.extend(map(len, parts))
+                self._sizes.extend(size)
+                block += parts
+        self.arrays.append(np.concatenate(block))
+        self.counts.append(counts)
+        return counts
+
+    def _parsed(self, i: int, j: int, mask: Any) -> tuple[list[Floats], tuple[int, int], str]:
+        """Return the outlines of an instance, or one part of run lengths and its size; and why it is left out, if it
+        is."""
+        if mask is None or mask == [] or mask == {}:
+            return [], (0, 0), f"must have an outline or run lengths, got {show(mask)}"
+        if isinstance(mask, dict) and (self.spec.kind == "rle" or self.block.mixed_masks):
+            return self._run_lengths(i, j, mask)
+        if isinstance(mask, list) and (self.spec.kind == "polygons" or self.block.mixed_masks):
+            return self._outlines(i, j, mask)
+        wanted = "a mapping of size and counts" if self.spec.kind == "rle" else "a list of outlines"
+        raise self.fault(i, f"must be {wanted}", mask, j)
+
+    def _outlines(self, i: int, j: int, outlines: list[Any]) -> tuple[list[Floats], tuple[int, int], str]:
+        parts = []
+        reason = ""
+        for outline in outlines:
+            points = _outline(outline)
+            if points is None:
+                raise self.fault(i, "must be outlines, each a list of x and y in turn", outline, j)
+            parts.append(points)
+            if points.size < 6:
+                reason = f"must have outlines of at least 3 points, got {points.size // 2}"
+            elif not np.isfinite(points).all():
+                reason = "must have finite numbers"
+        return parts, (0, 0), reason
+
+    def _run_lengths(self, i: int, j: int, rle: dict[str, Any]) -> tuple[list[Floats], tuple[int, int], str]:
+        size = rle.get("size")
+        counts = rle.get("counts")
+        if not (isinstance(size, list) and list(map(type, size)) == [int, int] and min(size) > 0 and max(size) < 2**31):
+            raise self.fault(i, "must have a size [height, width]", size, j)
+        if not isinstance(counts, str | list):
+            raise self.fault(i, "must have counts, a list of numbers or a text", counts, j)
+        reason = ""
+        try:
+            lengths = run_lengths(counts) if isinstance(counts, str) else np.array(counts or [0])
+        except ValueError as fault:
+            lengths = np.zeros(1, np.int64)
+            reason = f"must have the run lengths of COCO as counts, got {fault}"
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+            raise self.fault(i, "must have counts, a list of whole numbers or a text", counts, j)
+        height, width = size
+        runs = Rle((height, width), lengths)
+        if not reason and not runs.fills:
+            reason = f"must have run lengths >= 0 that add up to {height} x {width}, got {runs.total} in all"
+        elif not reason and not lengths[1::2].any():
+            reason = "must have at least one pixel, got none"
+        return [lengths.astype(np.float64)], (height, width), reason
+
+    def build(self) -> Instances:
+        whole = Instances(
+            instances=np.concatenate([[0], np.cumsum(np.concatenate(self.counts))]),
+            parts_of=np.cumsum(np.frombuffer(self._parts, dtype=np.int64)),
+            values_of=np.cumsum(np.frombuffer(self._lengths, dtype=np.int64)),
+            values=np.concatenate([np.zeros(0), *self.arrays]),
+            sizes=np.array(self._sizes, dtype=np.int32).reshape(-1, 2),
+        )
+        return whole.without(self.left_out) if len(self.left_out) else whole
+
+
+@final
+class _Numbers(_FieldBuilder):
+    def add(self, values: Sequence[Any]) -> None:
+        numbers = _numeric(list(values), ())
+        if numbers is None:
+            i = next(i for i, value in enumerate(values) if _numeric([value], ()) is None)
+            raise self.missing_fault(i, "must be a number", values[i])
+        for i in np.flatnonzero(np.abs(numbers) >= _MANTISSA).tolist():
+            if type(values[i]) is int and values[i] != int(numbers[i]):
+                rule = "must have no more digits than float64 holds"
+                raise self.fault(i, rule, values[i], action="declare a field of type any")
+        for i in np.flatnonzero(~np.isfinite(numbers)).tolist():
+            self.block.bad.setdefault(i + self.block.first, f"{self.place(i)} must be finite, got {numbers[i]}")
+        self.arrays.append(numbers)
+
+    def build(self) -> Numbers:
+        return Numbers(np.concatenate([np.zeros(0), *self.arrays]))
+
+
+@final
+class _Objects(_FieldBuilder):
+    def __init__(self, name: str, column: str, spec: FieldSpec, block: _Block) -> None:
+        super().__init__(name, column, spec, block)
+        self._values: list[Any] = []
+
+    def add(self, values: Sequence[Any]) -> None:
+        for i, value in enumerate(values) if self.spec.type == "text" else ():
+            if not isinstance(value, str):
+                raise self.missing_fault(i, "must be text", value)
+        self._values += values
+
+    def build(self) -> Objects:
+        return Objects(self._values)
+
+
+_BUILDERS: dict[str | None, type[_FieldBuilder]] = {
+    "boxes": _Boxes,
+    "keypoints": _Keypoints,
+    "mask": _InstanceMasks,
+    "number": _Numbers,
+    "text": _Objects,
+    "any": _Objects,
+}
+
+
+@final
+class SourceBuilder:
+    """Collects the labels and the declared fields of samples, block by block, and builds their source.
 
     Args:
-        declared: names and specs of the fields; those of images, labels and masks' files are ignored.
-        classes: of boxes' labels: see `resolve_labels`.
+        declared: names and specs of the fields; those of images and masks' files are ignored.
+        classes: those of the source: see `resolve_labels`.
         place: the place of the whole source.
         locate: the places of single samples.
         mixed_masks: whether a mask of one instance may be polygons or run lengths, for each kind.
+        known: returns the classes of a column's values, from those that are given for it.
     """
 
     def __init__(
@@ -466,394 +798,112 @@ class RecordBuilder:
         locate: Locate,
         *,
         mixed_masks: bool = False,
+        known: Callable[[str, GivenClasses], GivenClasses] = lambda _, given: given,
     ) -> None:
-        self._mixed_masks = mixed_masks
+        self._block = _Block(locate, place, mixed_masks=mixed_masks)
         self._declared = [(name, spec) for name, spec in declared if spec.type not in ("image", "label")]
-        self._locate = locate
-        self._place = place
-        self._count = 0
-        self._bad: dict[int, str] = {}
-        self._invalid: dict[str, dict[int, tuple[int, str]]] = {name: {} for name, _ in self._declared}
-        self._box_labels = Labels(classes, place)
-        self._arrays: dict[str, list[Array]] = {name: [] for name, _ in self._declared}
-        self._counts: dict[str, list[Ints]] = {name: [] for name, _ in self._declared}
-        self._objects: dict[str, list[Any]] = {name: [] for name, _ in self._declared}
-        self._masks: dict[str, _InstanceBuilder] = {}
-        self._keypoints: dict[str, int] = {}
-
-    def columns(self) -> list[str]:
-        """Return the columns that `add` needs."""
-        columns = [spec.column or name for name, spec in self._declared if not spec.is_mask_file]
-        return columns + [spec.labels for _, spec in self._declared if spec.labels is not None]
+        self.class_columns: list[str] = []
+        """Columns whose values are classes."""
+        column, label, given = label_field(declared, classes)
+        self._label_columns = () if label is None else label.columns or (column,)
+        self._labels = None
+        if label is not None:
+            if label.kind not in ("number", "vector"):
+                self.class_columns.append(column)
+                given = known(column, given)
+            self._labels = sample_labels(label, column, given, place, locate)
+        self._fields: dict[str, _FieldBuilder] = {}
+        for name, spec in self._declared:
+            if not spec.is_mask_file:
+                self._fields[name] = _BUILDERS[spec.type](name, spec.column or name, spec, self._block)
+            if spec.labels is not None:
+                self.class_columns.append(spec.labels)
+                own = known(spec.labels, classes_of_boxes(declared, classes))
+                self._fields[spec.labels] = _BoxLabels(spec.labels, spec, self._block, own)
 
     def add(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
-        """Append the next `count` samples: for each column a value of each. Raises SourceError at the faulty one."""
+        """Append the next `count` samples: for each of `columns_of` a value of each. Raises SourceError."""
+        if self._labels is not None:
+            self._labels.add(label_values([columns[column] for column in self._label_columns]))
         boxes: Ints | None = None
-        for name, spec in sorted(self._declared, key=lambda field: field[1].type != "boxes"):
-            if spec.is_mask_file:
-                continue
-            column = spec.column or name
-            values = columns[column]
-            match spec.type:
-                case "boxes":
-                    counts = self._add_boxes(name, spec, column, values)
-                    if spec.labels is not None:
-                        self._add_box_labels(spec.labels, columns[spec.labels], counts)
-                    boxes = counts if boxes is None else boxes
-                case "keypoints":
-                    self._check_counts(column, boxes, self._add_keypoints(name, column, values))
-                case "mask":
-                    masks = self._masks.setdefault(name, _InstanceBuilder())
-                    counts = self._lists(column, values)
-                    self._check_counts(column, boxes, counts)
-                    for i, value in enumerate(values):
-                        self._add_instances(name, masks, spec, column, i, value)
-                    masks.add_block(counts)
-                case "number":
-                    self._add_numbers(name, column, values)
-                case "text":
-                    for i, value in enumerate(values):
-                        if not isinstance(value, str):
-                            raise self._value_fault(i, column, "must be text", value)
-                    self._objects[name] += values
-                case "any":
-                    self._objects[name] += values
-                case other:
-                    raise AssertionError(f"{name} is no field of a record: {other!r}")
-        self._count += count
+        for builder in sorted(self._fields.values(), key=lambda builder: not isinstance(builder, _Boxes)):
+            counts = builder.add(columns[builder.column])
+            if counts is not None:
+                builder.check_counts(boxes, counts)
+                boxes = counts if isinstance(builder, _Boxes) else boxes
+        self._block.first += count
 
-    def build(
+    def source(
         self,
-        files: Mapping[str, Store] | None = None,
-        storages: tuple[Storage, ...] = (),
-        box_labels: tuple[tuple[str, ...], Ints] | None = None,
-    ) -> RecordTable:
-        """Build the table of all samples.
+        kind: type[S],
+        files: Files,
+        count: int,
+        masks: Mapping[str, Files],
+        sizes: Ints | None = None,
+        **keys: Any,
+    ) -> S:
+        """Build the source of all samples.
 
         Args:
-            files: the columns of masks that are files.
-            storages: what they are read from.
-            box_labels: classes and the label of each box, in a column `labels`, where they are known from elsewhere.
+            kind: its class.
+            files: its images.
+            count: the number of samples.
+            masks: the files of masks, by field.
+            sizes: of the images, see `Records`.
+            keys: other arguments of the class.
         """
+        classes, labels = ((), np.zeros(count, np.int64)) if self._labels is None else self._labels.build()
+        table = self._table(files, masks, sizes)
+        has_labels = self._labels is not None
+        classes = classes if has_labels else table.box_classes
+        return kind(files, labels, classes, has_labels=has_labels, table=table, **keys)
+
+    def _table(self, files: Files, masks: Mapping[str, Files], sizes: Ints | None) -> RecordTable:
+        left_out = self._left_out()
+        stores: dict[str, Store] = {name: Masks(own) for name, own in masks.items()}
+        stores |= {name: builder.build() for name, builder in self._fields.items()}
+        storages = dict.fromkeys(own.storage for own in (files, *masks.values()) if own.storage is not None)
         fields = []
-        stores = dict[str, Store](files or {})
-        groups = self._groups()
-        invalid = {group: self._invalid_of([name for name in groups if groups[name] == group]) for group in groups}
-        rows = {name: np.array(sorted(invalid[group]), np.int64) for name, group in groups.items()}
         for name, spec in self._declared:
-            labels = spec.labels or ""
-            classes = tuple[str, ...]()
-            instances = spec.type == "mask" and not spec.is_mask_file
-            match spec.type:
-                case "boxes":
-                    boxes = self._ragged(name, (0, 4))
-                    stores[name] = Rows(boxes.without(rows[name]))
-                    labels = labels if box_labels is None else "labels"
-                    if labels:
-                        classes, numbers = box_labels or self._box_labels.build()
-                        stores[labels] = Rows(Ragged(numbers, boxes.offsets).without(rows[name]))
-                case "keypoints":
-                    count = self._keypoints.get(name, 0)
-                    self._check_flip_pairs(name, spec, count)
-                    stores[name] = Rows(self._ragged(name, (0, count, 3)).without(rows[name]))
-                case "mask":
-                    if instances:
-                        stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(rows[name])
-                case "number":
-                    stores[name] = Numbers(np.concatenate([np.zeros(0), *self._arrays[name]]))
-                case "text" | "any":
-                    stores[name] = Objects(self._objects[name])
-                case other:
-                    raise AssertionError(f"{name} is no field of a record: {other!r}")
+            labels = self._fields.get(spec.labels or "")
             fields.append(
                 Field(
                     name=name,
-                    type=spec.type,
-                    labels=labels,
-                    classes=classes,
-                    instances=instances,
+                    type=spec.type,  # type: ignore[arg-type]  # `field_problems` has checked it
+                    labels=spec.labels or "",
+                    classes=labels.classes if isinstance(labels, _BoxLabels) else (),
+                    instances=isinstance(self._fields.get(name), _InstanceMasks),
                     fill=spec.fill or 0,
                     formats=spec.formats or (),
                     flip_pairs=spec.flip_pairs or (),
                 )
             )
-        left_out = dict[int, LeftOut]()
-        for sample, reason in chain.from_iterable(found.values() for found in invalid.values()):
-            known = left_out.get(sample)
-            left_out[sample] = LeftOut(1, reason) if known is None else LeftOut(known.instances + 1, known.reason)
-        return RecordTable(tuple(fields), stores, self._bad, storages, left_out=left_out)
-
-    def _groups(self) -> dict[str, str]:
-        """Return the field that decides the rows of each field with instances: the first boxes, or itself."""
-        names = [(name, spec) for name, spec in self._declared if spec.type in GEOMETRIC and not spec.is_mask_file]
-        first = next((name for name, spec in names if spec.type == "boxes"), None)
-        return {name: name if first is None or spec.type == "boxes" else first for name, spec in names}
-
-    def _invalid_of(self, names: Sequence[str]) -> dict[int, tuple[int, str]]:
-        """Return the rows of a group of fields that are left out, in order: the sample of each, and why."""
-        rows = dict(chain.from_iterable(self._invalid[name].items() for name in reversed(names)))
-        return dict(sorted(rows.items()))
-
-    # --- faults -----------------------------------------------------------------------------------------------------
-
-    def _fault(self, i: int, column: str, rule: str, value: Any, row: int | None = None) -> SourceError:
-        """Return the error for the value, or for one of its rows, of sample i of the block."""
-        i += self._count
-        here = self._locate.value(i, column) if row is None else self._locate.row(i, column, row)
-        return SourceError(f"{here} {rule}, got {show(value)}; correct it")
-
-    def _value_fault(self, i: int, column: str, rule: str, value: Any) -> SourceError:
-        """Return the error for a number or a text."""
-        action = ", or declare it with type: any, which keeps missing values" if value is None else ""
-        return SourceError(f"{self._fault(i, column, rule, value)}{action}")
-
-    def _leave_out(self, name: str, rows: Ints, column: str, counts: Ints, rule: str) -> None:
-        """Note that these rows of the block, numbered across its samples, are left out."""
-        starts = np.cumsum(counts) - counts
-        owners = np.repeat(np.arange(len(counts)), counts)[rows]
-        before = sum(int(earlier.sum()) for earlier in self._counts[name]) if len(rows) else 0
-        for row, i in zip(rows.tolist(), owners.tolist(), strict=True):
-            place = self._locate.row(i + self._count, column, row - int(starts[i]))
-            self._invalid[name].setdefault(before + row, (i + self._count, f"{place} {rule}"))
-
-    def _lists(self, column: str, values: Sequence[Any]) -> Ints:
-        """Return the lengths of values. Raises SourceError for a value that is no list."""
-        for i, value in enumerate(values):
-            if type(value) is not list:
-                raise self._fault(i, column, "must be a list with an entry for each instance", value)
-        return np.fromiter(map(len, values), np.int64, len(values))
-
-    def _check_rows(self, column: str, values: Sequence[Any], rule: str, is_sound: Callable[[Any], bool]) -> None:
-        """Raise SourceError at the first row of values that is not sound."""
-        for i, value in enumerate(values):
-            for j, row in enumerate(value):
-                if not is_sound(row):
-                    raise self._fault(i, column, rule, row, j)
-
-    def _check_counts(self, column: str, boxes: Ints | None, counts: Ints) -> None:
-        """Raise SourceError where a sample has not one entry for each box."""
-        if boxes is not None and (differ := np.flatnonzero(boxes != counts)).size:
-            i = int(differ[0])
-            here = self._locate.value(i + self._count, column)
-            raise SourceError(
-                f"{here} must have one entry for each of the {boxes[i]} boxes, got {counts[i]}; correct it"
-            )
-
-    def _check_flip_pairs(self, name: str, spec: FieldSpec, count: int) -> None:
-        """Raise SourceError if pairs name other keypoints than the instances have; `count` is 0 without instances."""
-        highest = max(chain((0,), *(spec.flip_pairs or ())))
-        if count and highest >= count:
-            rule = f"must name keypoints in 0..{count - 1}, got {highest}; correct it"
-            raise SourceError(f"{self._place}: source.fields.{name}.flip_pairs {rule}")
-
-    # --- types ------------------------------------------------------------------------------------------------------
-
-    def _add_boxes(self, name: str, spec: FieldSpec, column: str, values: Sequence[Any]) -> Ints:
-        counts = self._lists(column, values)
-        missing = [math.nan] * 4  # stands for null and for an empty list
-        rows = _numeric([missing if box in (None, []) else box for box in chain.from_iterable(values)], (4,))
-        if rows is None:
-            self._check_rows(
-                column, values, "must be 4 numbers", lambda box: box in (None, []) or _numeric([box], (4,)) is not None
-            )
-            raise AssertionError("a check of boxes failed, but no box is faulty")
-        given = rows
-        if spec.format == "xywh":
-            rows = np.concatenate([given[:, :2], given[:, :2] + given[:, 2:]], axis=1)
-        elif spec.format == "cxcywh":
-            rows = np.concatenate([given[:, :2] - given[:, 2:] / 2, given[:, :2] + given[:, 2:] / 2], axis=1)
-        boxes = _float32(rows)
-        finite = np.isfinite(boxes).all(axis=1)
-        self._leave_out(name, np.flatnonzero(~finite), column, counts, "must have finite numbers")
-        flat = finite & ~((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
-        corners = spec.format in (None, "xyxy")
-        rule = "must have x1 < x2 and y1 < y2" if corners else "must have a width and a height above 0"
-        for row in np.flatnonzero(flat).tolist():
-            self._leave_out(name, np.array([row]), column, counts, f"{rule}, got {show(given[row].tolist())}")
-        self._arrays[name].append(boxes)
-        self._counts[name].append(counts)
-        return counts
-
-    def _add_box_labels(self, column: str, values: Sequence[Any], boxes: Ints) -> None:
-        counts = self._lists(column, values)
-        self._check_counts(column, boxes, counts)
-        labels = list(chain.from_iterable(values))
-        if not set(map(type, labels)) <= {int, str}:
-            rule = "must be an integer or a class name"
-            self._check_rows(column, values, rule, lambda label: type(label) in (int, str))
-        ends = np.cumsum(counts)
-
-        def place(row: int) -> str:
-            i = int(np.searchsorted(ends, row, side="right"))
-            return self._locate.row(i + self._count, column, row - int(ends[i] - counts[i]))
-
-        self._box_labels.add(labels, place)
-
-    def _add_keypoints(self, name: str, column: str, values: Sequence[Any]) -> Ints:
-        counts = self._lists(column, values)
-        rows = list(chain.from_iterable(values))
-        if rows:
-            known = self._keypoints.get(name)
-            if known is None:
-                known = self._keypoints[name] = self._keypoint_count(column, values)
-            flat = (3 * known,)
-            triples = (known, 3)
-            numbers = _numeric(rows, flat)
-            if numbers is None:
-                numbers = _numeric(rows, triples)
-            if numbers is None:
-                self._check_rows(
-                    column,
-                    values,
-                    f"must be {known} keypoints, each x, y and visibility",
-                    lambda points: any(_numeric([points], shape) is not None for shape in (flat, triples)),
-                )
-                numbers = np.concatenate([np.asarray(row, dtype=np.float64).reshape(1, -1) for row in rows])
-            points_MK3 = _float32(numbers.reshape(-1, known, 3))
-            finite = np.isfinite(points_MK3).all(axis=(1, 2))
-            self._leave_out(name, np.flatnonzero(~finite), column, counts, "must have finite numbers")
-            visible = np.isin(points_MK3[:, :, 2], (0, 1, 2)).all(axis=1)
-            rule = "must have a visibility of 0, 1 or 2"
-            self._leave_out(name, np.flatnonzero(finite & ~visible), column, counts, rule)
-            self._arrays[name].append(points_MK3)
-        self._counts[name].append(counts)
-        return counts
-
-    def _keypoint_count(self, column: str, values: Sequence[Any]) -> int:
-        """Return how many keypoints the first instance has."""
-        i, j, first = next((i, j, row) for i, value in enumerate(values) for j, row in enumerate(value))
-        flat = _numeric([first], None)
-        if (
-            flat is None
-            or flat.ndim not in (2, 3)
-            or not flat.size
-            or flat.size % 3
-            or flat.shape[2:] not in ((), (3,))
-        ):
-            raise self._fault(i, column, "must be keypoints, each x, y and visibility", first, j)
-        return flat.size // 3
-
-    def _add_instances(
-        self, name: str, masks: _InstanceBuilder, spec: FieldSpec, column: str, i: int, value: list[Any]
-    ) -> None:
-        for j, mask in enumerate(value):
-            if mask is None or mask == [] or mask == {}:
-                masks.add([], (0, 0))
-                reason = f"must have an outline or run lengths, got {show(mask)}"
-            elif isinstance(mask, dict) and (spec.kind == "rle" or self._mixed_masks):
-                reason = self._add_rle(masks, column, i, j, mask)
-            elif isinstance(mask, list) and (spec.kind == "polygons" or self._mixed_masks):
-                reason = self._add_polygons(masks, column, i, j, mask)
-            else:
-                wanted = "a mapping of size and counts" if spec.kind == "rle" else "a list of outlines"
-                raise self._fault(i, column, f"must be {wanted}", mask, j)
-            if reason:
-                place = self._locate.row(i + self._count, column, j)
-                self._invalid[name][len(masks) - 1] = i + self._count, f"{place} {reason}"
-
-    def _add_polygons(self, masks: _InstanceBuilder, column: str, i: int, j: int, outlines: list[Any]) -> str:
-        """Append an instance. Returns why it is left out, or nothing."""
-        parts = []
-        reason = ""
-        for outline in outlines:
-            points = _outline(outline)
-            if points is None:
-                raise self._fault(i, column, "must be outlines, each a list of x and y in turn", outline, j)
-            parts.append(points)
-            if points.size < 6:
-                reason = f"must have outlines of at least 3 points, got {points.size // 2}"
-            elif not np.isfinite(points).all():
-                reason = "must have finite numbers"
-        masks.add(parts, (0, 0))
-        return reason
-
-    def _add_rle(self, masks: _InstanceBuilder, column: str, i: int, j: int, rle: dict[str, Any]) -> str:
-        """Append an instance. Returns why it is left out, or nothing."""
-        size = rle.get("size")
-        counts = rle.get("counts")
-        if not (isinstance(size, list) and list(map(type, size)) == [int, int] and min(size) > 0 and max(size) < 2**31):
-            raise self._fault(i, column, "must have a size [height, width]", size, j)
-        if not isinstance(counts, str | list):
-            raise self._fault(i, column, "must have counts, a list of numbers or a text", counts, j)
-        reason = ""
-        try:
-            lengths = run_lengths(counts) if isinstance(counts, str) else np.array(counts or [0])
-        except ValueError as fault:
-            lengths = np.zeros(1, np.int64)
-            reason = f"must have the run lengths of COCO as counts, got {fault}"
-        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-            raise self._fault(i, column, "must have counts, a list of whole numbers or a text", counts, j)
-        height, width = size
-        runs = Rle((height, width), lengths)
-        if not reason and not runs.fills:
-            reason = f"must have run lengths >= 0 that add up to {height} x {width}, got {runs.total} in all"
-        elif not reason and not lengths[1::2].any():
-            reason = "must have at least one pixel, got none"
-        masks.add([lengths.astype(np.float64)], (height, width))
-        return reason
-
-    def _add_numbers(self, name: str, column: str, values: Sequence[Any]) -> None:
-        numbers = _numeric(list(values), ())
-        if numbers is None:
-            for i, value in enumerate(values):
-                if _numeric([value], ()) is None:
-                    raise self._value_fault(i, column, "must be a number", value)
-            raise AssertionError("a check of numbers failed, but no number is faulty")
-        for i in np.flatnonzero(np.abs(numbers) >= _MANTISSA).tolist():
-            if type(values[i]) is int and values[i] != int(numbers[i]):
-                raise SourceError(
-                    f"{self._locate.value(i + self._count, column)} must have no more digits than float64 holds, got "
-                    f"{show(values[i])}; declare a field of type any"
-                )
-        for i in np.flatnonzero(~np.isfinite(numbers)).tolist():
-            place = self._locate.value(i + self._count, column)
-            self._bad.setdefault(i + self._count, f"{place} must be finite, got {numbers[i]}")
-        self._arrays[name].append(numbers)
-
-    def _ragged(self, name: str, empty: tuple[int, ...]) -> Ragged:
-        counts = np.concatenate([np.zeros(0, np.int64), *self._counts[name]])
-        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return Ragged(np.concatenate([np.zeros(empty, np.float32), *self._arrays[name]]), offsets)
-
-
-@final
-class _InstanceBuilder:
-    """Collects the masks of instances: see `Instances`."""
-
-    def __init__(self) -> None:
-        self._counts: list[Ints] = []
-        self._parts = array("q", [0])
-        self._lengths = array("q", [0])
-        self._blocks: list[Floats] = []
-        self._block: list[Floats] = []
-        self._sizes = array("i")
-
-    def __len__(self) -> int:
-        return len(self._parts) - 1
-
-    def add(self, parts: Sequence[Floats], size: tuple[int, int]) -> None:
-        """Append an instance of these outlines, or of one part of run lengths and a size."""
-        self._parts.append(len(parts))
-        self._lengths.extend(map(len, parts))
-        self._block += parts
-        self._sizes.extend(size)
-
-    def add_block(self, counts: Ints) -> None:
-        """End a block of samples that have `counts` instances each."""
-        self._counts.append(counts)
-        self._blocks.append(np.concatenate([np.zeros(0), *self._block]))
-        self._block = []
-
-    def build(self, left_out: Ints) -> Instances:
-        """Return the masks without those of these numbers."""
-        whole = Instances(
-            instances=np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *self._counts]))]),
-            parts_of=np.cumsum(np.frombuffer(self._parts, dtype=np.int64)),
-            values_of=np.cumsum(np.frombuffer(self._lengths, dtype=np.int64)),
-            values=np.concatenate([np.zeros(0), *self._blocks]),
-            sizes=np.array(self._sizes, dtype=np.int32).reshape(-1, 2),
+        return RecordTable(
+            tuple(fields), stores, self._block.bad, tuple(storages) if masks else (), sizes, left_out=left_out
         )
-        return whole.without(left_out) if len(left_out) else whole
+
+    def _left_out(self) -> dict[int, LeftOut]:
+        """Have fields with instances leave out those that one of them lacks: all fields together if there are boxes."""
+        geometric = [builder for builder in self._fields.values() if builder.spec.type in GEOMETRIC]
+        has_boxes = any(isinstance(builder, _Boxes) for builder in geometric)
+        left_out: dict[int, LeftOut] = {}
+        for group in [geometric] if has_boxes else [[builder] for builder in geometric]:
+            invalid = dict(chain.from_iterable(builder.invalid.items() for builder in reversed(group)))
+            rows = sorted(invalid)
+            for builder in group:
+                builder.left_out = np.array(rows, np.int64)
+            for sample, reason in (invalid[row] for row in rows):
+                known = left_out.get(sample, LeftOut(0, reason))
+                left_out[sample] = LeftOut(known.instances + 1, known.reason)
+        return left_out
+
+
+def _owner(counts: Ints, row: int) -> tuple[int, int]:
+    """Return the sample of a row that is numbered across samples, and its number there. counts: of each sample's
+    rows."""
+    ends = np.cumsum(counts)
+    i = int(np.searchsorted(ends, row, side="right"))
+    return i, row - int(ends[i] - counts[i])
 
 
 def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> Floats | None:

@@ -24,10 +24,10 @@ import numpy as np
 
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word, show
-from gpuflow.sources.field_spec import FieldPairs, FieldSpec, classes_of_boxes, label_columns, label_field
-from gpuflow.sources.labels import Codes, Locate, label_values, names_in, resolve_labels, sample_labels
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, columns_of
+from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels
 from gpuflow.sources.listing_text import parsed_json
-from gpuflow.sources.record_table import Masks, Members, RecordBuilder, TableSource
+from gpuflow.sources.record_table import Members, SourceBuilder, TableSource
 from gpuflow.sources.spec import Cached, Extent, Named, WithExtensions, WithWindow
 from gpuflow.sources.storage import (
     CachedStorage,
@@ -213,9 +213,9 @@ class _Index:
         start = -1 - start if start < 0 else start
         return bytes(self.arrays[f"text.{suffix}"][start : ends[i]])
 
-    def masks(self, suffix: str, storage: Storage) -> Masks:
-        """Return the members with a suffix of masks, as a column of records."""
-        return Masks(Members(storage, self.shards, *Places.of(self.arrays, f"mask.{suffix}.")))
+    def members(self, storage: Storage, prefix: str = "") -> Members:
+        """Return the images, or the members with a suffix of masks. prefix: see `MemberTable.arrays`."""
+        return Members(storage, self.shards, *Places.of(self.arrays, prefix))
 
     def sample(self, i: int) -> str:
         """Return the place of sample i."""
@@ -265,7 +265,7 @@ def _with_labels(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableS
     classes, labels = resolve_labels(
         values, spec.classes, lambda code: index.sample(int(np.argmax(codes == code))), spec.tar
     )
-    return TableSource(Members(storage, index.shards, *index.images), labels[codes], classes)
+    return TableSource(index.members(storage), labels[codes], classes)
 
 
 def _labelled_images(shard: Shard, read_at: ReadAt, extensions: tuple[str, ...]) -> list[tuple[Member, str]]:
@@ -307,13 +307,7 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableS
     _check_shared_members(declared, columns, spec.where)
     masks = {name: columns[name][1:] for name, field in declared if field.is_mask_file}
     mask_suffixes = tuple(dict.fromkeys(masks.values()))
-    label_column, label, label_classes = label_field(declared, spec.classes)
-    of_labels = label_columns(label, label_column)
-    others = [
-        columns[name] for name, field in declared if field.type not in ("image", "label") and not field.is_mask_file
-    ]
-    others += of_labels
-    others += [field.labels for _, field in declared if field.labels is not None]
+    others = columns_of(declared)
     required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
     suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
     scan = partial(samples_of, images=spec.image_suffixes, contents=suffixes, others=mask_suffixes, required=required)
@@ -327,23 +321,15 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableS
         _check_present(index, suffix, arrays[f"text.{suffix}.ends"])
     for suffix in mask_suffixes:
         _check_present(index, suffix, arrays[f"mask.{suffix}.starts"])
-    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.where, index.locate)
-    labels = None if label is None else sample_labels(label, label_column, label_classes, spec.where, index.locate)
-    label_readers = [_reader_of(index, column, declared) for column in of_labels]
-    readers = {column: _reader_of(index, column, declared) for column in builder.columns()}
-    for first in range(0, len(index.images.names), _ROWS):
-        numbers = range(first, min(first + _ROWS, len(index.images.names)))
+    builder = SourceBuilder(declared, spec.classes, spec.where, index.locate)
+    readers = {column: _reader_of(index, column, declared) for column in others}
+    count = len(index.images.names)
+    for first in range(0, count, _ROWS):
+        numbers = range(first, min(first + _ROWS, count))
         rows = _Rows(index)
-        if labels is not None:
-            labels.add(label_values([[read(i, rows) for i in numbers] for read in label_readers]))
         builder.add({column: [read(i, rows) for i in numbers] for column, read in readers.items()}, len(numbers))
-    classes, values = ((), np.zeros(len(index.images.names), np.int64)) if labels is None else labels.build()
-    files = {name: index.masks(suffix, storage) for name, suffix in masks.items()}
-    table = builder.build(files, (storage,) if files else ())
-    if labels is None:
-        classes = table.box_classes
-    images = Members(storage, index.shards, *index.images)
-    return TableSource(images, values, classes, has_labels=labels is not None, table=table)
+    files = {name: index.members(storage, f"mask.{suffix}.") for name, suffix in masks.items()}
+    return builder.source(TableSource, index.members(storage), count, files)
 
 
 def _default_column(name: str, field: FieldSpec) -> str:
