@@ -20,7 +20,7 @@ import numpy as np
 from gpuflow.arrays import Ints
 from gpuflow.errors import Problem, SourceError, near_word, show
 from gpuflow.pipeline.records import GEOMETRIC
-from gpuflow.sources.field_spec import FieldPairs, FieldSpec
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, conflict
 from gpuflow.sources.labels import Locate
 from gpuflow.sources.listing_text import check_path, load, parsed_json, resolved
 from gpuflow.sources.record_table import SourceBuilder, TableSource, WholeFiles
@@ -95,12 +95,10 @@ class Coco(Listed, Samples):
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         given = [key for key in field.given if key != "flip_pairs"]
         if field.type == "label":
-            rule = "must not be declared for a source.coco"
-            action = "its labels belong to boxes; remove it"
-            yield Problem.of((), rule, action=action, code="config.conflict")
+            yield conflict((), "must not be declared for a source.coco", "its labels belong to boxes; remove it")
         elif field.type in ("image", *GEOMETRIC) and given:
             rule = f"must have no keys for {field.type} in a source.coco, got {', '.join(given)}"
-            yield Problem.of((), rule, action="remove them; the format says it all", code="config.conflict")
+            yield conflict((), rule, "remove them; the format says it all")
 
     def labels_of(self, field: FieldSpec) -> str | None:
         return "labels" if field.type == "boxes" else None

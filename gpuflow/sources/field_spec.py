@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 
-from gpuflow.errors import Problem, suggest
+from gpuflow.errors import Key, Problem, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 
 Type = Literal["image", "label", "boxes", "mask", "keypoints", "number", "text", "any"]
@@ -85,6 +85,11 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 _KINDS = {"label": ("class", "classes", "number", "vector"), "mask": ("file", "rle", "polygons")}
 _ONCE = ("image", "label", "boxes")
+
+
+def conflict(path: Key | tuple[Key, ...], rule: str, action: str = "") -> Problem:
+    """Return the problem of a key that does not go with others, its path from its block on."""
+    return Problem.of(path, rule, action=action, code="config.conflict")
 
 
 def classes_of_boxes(declared: FieldPairs, classes: GivenClasses) -> GivenClasses:
@@ -173,13 +178,11 @@ def field_problems(pairs: FieldPairs, labels_of: Callable[[FieldSpec], str | Non
         if spec.type in _ONCE:
             other = first.setdefault(spec.type, name)
             if other != name:
-                rule = f"must be the only field of type {spec.type}, got {other} too"
-                action = "remove one"
-                yield Problem.of(name, rule, action=action, code="config.conflict")
+                yield conflict(name, f"must be the only field of type {spec.type}, got {other} too", "remove one")
         for column in (name, labels_of(spec)):
             if column is not None and columns.setdefault(column, name) != name:
                 rule = f"must have a unique name in a record, got {column!r} in {columns[column]} too"
-                yield Problem.of(name, rule, action="rename one", code="config.conflict")
+                yield conflict(name, rule, "rename one")
 
 
 def _key_problems(kind: Type, spec: FieldSpec, labels: str | None) -> Iterator[Problem]:
@@ -188,8 +191,7 @@ def _key_problems(kind: Type, spec: FieldSpec, labels: str | None) -> Iterator[P
     for key in spec.given:
         if key not in _KEYS[kind]:
             owners = " and ".join(one for one in TYPES if key in _KEYS[one])
-            rule = f"must go with {owners}, got a field of type {kind}"
-            yield Problem.of(key, rule, action="remove it", code="config.conflict")
+            yield conflict(key, f"must go with {owners}, got a field of type {kind}", "remove it")
     if spec.kind is not None and kind in _KINDS and spec.kind not in _KINDS[kind]:
         action = suggest(spec.kind, _KINDS[kind], else_all=False)
         rule = f"must be one of {', '.join(_KINDS[kind])} for a {kind}"
@@ -198,29 +200,25 @@ def _key_problems(kind: Type, spec: FieldSpec, labels: str | None) -> Iterator[P
         yield Problem.of("classes", "must be distinct names, at least one", spec.classes, code="config.range")
     yield from out_of_bounds(spec)
     if spec.classes is not None and kind == "boxes" and labels is None:
-        action = "name the column of the labels: labels: COLUMN"
-        yield Problem.of("classes", "must go with the key labels", action=action, code="config.conflict")
+        yield conflict("classes", "must go with the key labels", "name the column of the labels: labels: COLUMN")
     if spec.classes is not None and kind == "label" and spec.kind in ("number", "vector"):
-        rule = f"must go with kind: class or classes, got {spec.kind}"
-        yield Problem.of("classes", rule, action="remove it", code="config.conflict")
+        yield conflict("classes", f"must go with kind: class or classes, got {spec.kind}", "remove it")
     if spec.separator is not None and kind == "label" and spec.kind != "classes":
         rule = f"must go with kind: classes, got {spec.kind or 'class'}"
-        action = "set kind: classes or remove it"
-        yield Problem.of("separator", rule, action=action, code="config.conflict")
+        yield conflict("separator", rule, "set kind: classes or remove it")
     if spec.columns is not None and kind == "label":
         if spec.kind != "vector":
             rule = f"must go with kind: vector, got {spec.kind or 'class'}"
-            yield Problem.of("columns", rule, action="set kind: vector or remove it", code="config.conflict")
+            yield conflict("columns", rule, "set kind: vector or remove it")
         if spec.column is not None:
-            yield Problem.of("columns", "must not stand next to column", action="remove one", code="config.conflict")
+            yield conflict("columns", "must not stand next to column", "remove one")
         if len(spec.columns) < 2 or len(set(spec.columns)) < len(spec.columns):
             yield Problem.of("columns", "must be distinct names, at least two", spec.columns, code="config.range")
     if spec.separator == "":
         yield Problem.of("separator", "must have at least one character", spec.separator, code="config.range")
     for key in ("fill", "formats") if kind == "mask" and not spec.is_mask_file else ():
         if getattr(spec, key) is not None:
-            rule = f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1"
-            yield Problem.of(key, rule, action="remove it", code="config.conflict")
+            yield conflict(key, f"must go with kind: file, got {spec.kind}, whose pixels are 0 and 1", "remove it")
     for name in spec.formats or ():
         if name not in (known := get_args(MaskFormat)):
             rule = f"must be among {', '.join(known)}"

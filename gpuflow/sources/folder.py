@@ -21,7 +21,7 @@ from typing import ClassVar, final
 import numpy as np
 
 from gpuflow.errors import Problem, SourceError, near_word
-from gpuflow.sources.field_spec import IMAGES_ALONE, FieldSpec
+from gpuflow.sources.field_spec import IMAGES_ALONE, FieldSpec, conflict
 from gpuflow.sources.record_table import TableSource, WholeFiles
 from gpuflow.sources.spec import Cached, Extent, Samples, WithExtensions, WithSplits
 from gpuflow.sources.storage import (
@@ -152,13 +152,13 @@ class Folder(WithExtensions, WithSplits, Cached, Samples):
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         given = field.given
         if field.type not in ("image", "label"):
-            action = "name the files in a source.listing, which has columns for other fields"
-            rule = f"must be an image or a label in a source.folder, got {field.type}"
-            yield Problem.of((), rule, action=action, code="config.conflict")
+            yield conflict(
+                (),
+                f"must be an image or a label in a source.folder, got {field.type}",
+                "name the files in a source.listing, which has columns for other fields",
+            )
         elif given and (field.type, given, field.kind) != ("label", ["kind"], "class"):
-            rule = "has no keys in a source.folder"
-            action = f"remove {', '.join(given)}, or use a source.listing"
-            yield Problem.of((), rule, action=action, code="config.conflict")
+            yield conflict((), "has no keys in a source.folder", f"remove {', '.join(given)}, or use a source.listing")
 
     @property
     def image_extensions(self) -> tuple[str, ...]:

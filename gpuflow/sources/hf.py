@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, final
 
 from gpuflow.errors import Problem, SourceError, near_word
 from gpuflow.sources.base import Source
-from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, columns_of
+from gpuflow.sources.field_spec import Fields, FieldSpec, GivenClasses, columns_of, conflict
 from gpuflow.sources.hf_tables import (
     Cells,
     Table,
@@ -71,9 +71,7 @@ class Hf(WithWindow, WithSplits, Named):
         yield from super().problems()
         for key in ("image", "label") if self.fields else ():
             if getattr(self, key) is not None:
-                rule = "must not stand next to fields"
-                action = f"move it there: {key}: {{column: NAME}}"
-                yield Problem.of(key, rule, action=action, code="config.conflict")
+                yield conflict(key, "must not stand next to fields", f"move it there: {key}: {{column: NAME}}")
 
     def open(self) -> HfSource:
         """Index the dataset. Raises SourceError, or MissingExtra without pyarrow."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, final
 
 import numpy as np
 
 from gpuflow.arrays import Array, Bytes, Ints
-from gpuflow.errors import ConfigError, Problem, SourceError
+from gpuflow.errors import ConfigError, Problem, SourceError, show
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.records import Column, Field, LeftOut, Ragged, Records
 from gpuflow.sources.base import (
@@ -24,7 +24,7 @@ from gpuflow.sources.base import (
     records_of,
     without_records,
 )
-from gpuflow.sources.field_spec import FieldPairs
+from gpuflow.sources.field_spec import FieldPairs, conflict
 from gpuflow.sources.spec import SourceSpec, WithSplits
 from gpuflow.sources.storage import Allocate, Payload, Storage
 
@@ -112,15 +112,15 @@ class MixSource:
         found = [self._records_of(part, own) for part, _, own in shares]
         order = np.argsort(np.concatenate([rows for _, rows, _ in shares]))
         columns = {
-            name: _joined([records.columns[name] for records in found], order, self._keypoints.get(name))
+            name: _joined([records.columns[name] for records in found], self._keypoints.get(name))
             for name in found[0].columns
         }
         errors = [error for records in found for error in records.errors]
         sizes: Ints | None = None
         if any(records.sizes is not None for records in found):
             each = (np.zeros((len(own.errors), 2), np.int64) if own.sizes is None else own.sizes for own in found)
-            sizes = np.concatenate(list(each))[order]
-        return Records(columns, [errors[i] for i in order.tolist()], sizes)
+            sizes = np.concatenate(list(each))
+        return Records(columns, errors, sizes).take(order)
 
     def _shares(self, indices: Sequence[int]) -> list[tuple[int, Ints, list[int]]]:
         """Return each source that has some of these samples: its number, which ones it has, and their indices in it."""
@@ -223,26 +223,20 @@ class Mix(WithSplits):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.classes is not None and self.unite_classes:
-            rule = "must not stand next to classes"
-            yield Problem.of("unite_classes", rule, action="remove one of them", code="config.conflict")
+            yield conflict("unite_classes", "must not stand next to classes", "remove one of them")
         if not self.mix:
             yield Problem.of("mix", "must list at least one source", (), code="config.range")
         for i, entry in enumerate(self.mix):
             yield from (problem.below("mix", i) for problem in out_of_bounds(entry))
             at = ("mix", i, "source")
             if isinstance(entry.source, Mix):
-                rule = "must not be in a mix"
-                action = "list its sources in the other mix"
-                yield Problem.of((*at, "mix"), rule, action=action, code="config.conflict")
+                yield conflict((*at, "mix"), "must not be in a mix", "list its sources in the other mix")
             for key in ("split", "seed"):
                 if getattr(entry.source, key):
-                    rule = "must stand next to mix, and is for all its sources"
-                    yield Problem.of((*at, key), rule, action="move it there", code="config.conflict")
+                    yield conflict((*at, key), "must stand next to mix, and is for all its sources", "move it there")
             if self.splits and not isinstance(entry.source, WithSplits):
-                rule = "must be those of sources that have splits"
-                action = "give the fractions of parts with split"
-                got = f"got source.{entry.source.kind}"
-                yield Problem.of("splits", f"{rule}, {got}", action=action, code="config.conflict")
+                rule = f"must be those of sources that have splits, got source.{entry.source.kind}"
+                yield conflict("splits", rule, "give the fractions of parts with split")
 
     def open(self) -> MixSource:
         """Index all sources of a mix."""
@@ -291,12 +285,13 @@ def _check(parts: Sequence[Source]) -> None:
             f"its fields must be those of source.mix[0] ({names[0]}), got {names[1]}; declare the same fields in each "
             "source"
         )
-    for one, other in zip(wanted, fields, strict=True):
-        if one != other:
-            raise SourceError(
-                f"its {one.name} must be as in source.mix[0], {_described(one)}, got {_described(other)}; declare the "
-                "same in each source"
-            )
+    for one, other in zip(map(asdict, wanted), map(asdict, fields), strict=True):
+        for key in one:
+            if one[key] != other[key]:
+                raise SourceError(
+                    f"its {one['name']} must have the {key} of source.mix[0], {show(one[key])}, got "
+                    f"{show(other[key])}; declare the same in each source"
+                )
     kinds = [(has_labels(part), part.labels.dtype.kind, part.labels.ndim) for part in (first, last)]
     if kinds[0] != kinds[1] or (last.labels.dtype.kind == "f" and first.labels.shape[1:] != last.labels.shape[1:]):
         raise SourceError("its labels must be of the same kind as those of source.mix[0]; declare the same label")
@@ -319,15 +314,6 @@ def _has_the_classes(field: Field, source: Source) -> bool:
 def _comparable_fields(source: Source) -> list[Field]:
     """Return the fields, without the classes that are compared as those of the source."""
     return [replace(field, classes=()) if _has_the_classes(field, source) else field for field in fields_of(source)]
-
-
-def _described(field: Field) -> str:
-    """Return the type of a field in an error, with what belongs to it."""
-    kind = f"{field.type} of instances" if field.instances else field.type
-    labels = f" with labels from {field.labels!r}" if field.labels else ""
-    fill = f" with fill: {field.fill}" if field.fill else ""
-    fill += f" with flip_pairs: {list(map(list, field.flip_pairs))}" if field.flip_pairs else ""
-    return kind + labels + fill + (f" of the classes {', '.join(field.classes)}" if field.classes else "")
 
 
 def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:
@@ -395,8 +381,8 @@ def _relabelled(part: Source, lookup: Ints | None, count: int) -> Array:
     return held
 
 
-def _joined(parts: Sequence[Column], order: Ints, keypoints: int | None) -> Column:
-    """Join columns one after the other, and put their rows into `order`.
+def _joined(parts: Sequence[Column], keypoints: int | None) -> Column:
+    """Join columns one after the other.
 
     keypoints: of a column of keypoints, how many an instance has: where no sample has one, the column does not say.
     """
@@ -404,9 +390,8 @@ def _joined(parts: Sequence[Column], order: Ints, keypoints: int | None) -> Colu
     if isinstance(first, Ragged):
         empty = first.values[:0] if keypoints is None else np.zeros((0, keypoints, 3), first.values.dtype)
         rows = [part[i] for part in parts if isinstance(part, Ragged) for i in range(len(part))]
-        return Ragged.of([rows[i] if len(rows[i]) else empty for i in order.tolist()], empty)
+        return Ragged.of([row if len(row) else empty for row in rows], empty)
     if isinstance(first, list):
-        values = [value for part in parts if isinstance(part, list) for value in part]
-        return [values[i] for i in order.tolist()]
-    dense: Array = np.concatenate([np.asarray(part) for part in parts])[order]
+        return [value for part in parts if isinstance(part, list) for value in part]
+    dense: Array = np.concatenate([np.asarray(part) for part in parts])
     return dense

@@ -17,9 +17,17 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.base import Source, is_read_remotely
-from gpuflow.sources.field_spec import FieldPairs, Fields, FieldSpec, GivenClasses, field_problems, pairs_of_fields
+from gpuflow.sources.field_spec import (
+    FieldPairs,
+    Fields,
+    FieldSpec,
+    GivenClasses,
+    conflict,
+    field_problems,
+    pairs_of_fields,
+)
 from gpuflow.sources.record_table import TableSource
-from gpuflow.sources.split_spec import Fraction, Pairs, SplitSpec, is_rule, pairs, share_problems
+from gpuflow.sources.split_spec import Fraction, Pairs, SplitSpec, is_rule, make_nested, pairs, share_problems
 from gpuflow.sources.storage import CacheSpec, is_remote
 from gpuflow.sources.storage.local import missing_file
 from gpuflow.version import entry_points
@@ -66,22 +74,18 @@ class WeightsSpec:
     samples: Annotated[int, Bounds(least=1)] | None = None
 
     def __post_init__(self) -> None:
-        balance: Any = self.balance
-        if isinstance(balance, Mapping):
-            object.__setattr__(self, "balance", BalanceSpec(**balance))
+        make_nested(self, "balance", BalanceSpec)
 
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each broken rule between keys, its path from this block on."""
         yield from out_of_bounds(self)
         numbers = [key for key in ("column", "file") if getattr(self, key) is not None]
         if self.balance is not None and numbers:
-            rule = f"must not stand next to {numbers[0]}"
-            yield Problem.of("balance", rule, action="remove one of them", code="config.conflict")
+            yield conflict("balance", f"must not stand next to {numbers[0]}", "remove one of them")
         if self.balance is None and not numbers:
             yield Problem.of((), "needs balance, a column of the source, or a file", code="config.missing_key")
         if self.column is not None and self.file is not None and not self.file.lower().endswith(".csv"):
-            action = "remove it, or name a .csv file"
-            yield Problem.of("column", "must go with a CSV file", action=action, code="config.conflict")
+            yield conflict("column", "must go with a CSV file", "remove it, or name a .csv file")
 
 
 class NotMeasuredError(Exception):
@@ -149,16 +153,16 @@ class SourceSpec(ABC):
             yield from (problem.below("split") for problem in self.rule.problems())
             for source in self.sources:
                 for at in self.rule.columns if isinstance(source, Samples) and not source.has_columns else ():
-                    rule = f"must not name a column of source.{source.kind}, which has none"
-                    action = _WITHOUT_COLUMNS[at[0]]
-                    yield Problem.of(("split", *at), rule, action=action, code="config.conflict")
+                    yield conflict(
+                        ("split", *at),
+                        f"must not name a column of source.{source.kind}, which has none",
+                        _WITHOUT_COLUMNS[at[0]],
+                    )
         yield from share_problems("split", self.fractions, "config.conflict")
         if len(set(self.splits)) < len(self.splits):
             yield Problem.of("splits", "must name each split once", list(self.splits), code="config.conflict")
         if self.splits and self.split:
-            yield Problem.of(
-                "splits", "must not stand next to split", action="remove one of them", code="config.conflict"
-            )
+            yield conflict("splits", "must not stand next to split", "remove one of them")
         classes = self.classes
         if isinstance(classes, tuple) and len(set(classes)) < max(1, len(classes)):
             yield Problem.of("classes", "must be distinct names, at least one", classes, code="config.range")
@@ -271,9 +275,7 @@ class Samples(SourceSpec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", pairs_of_fields(self.fields))
-        weights: Any = self.weights
-        if isinstance(weights, Mapping):
-            object.__setattr__(self, "weights", WeightsSpec(**weights))
+        make_nested(self, "weights", WeightsSpec)
         super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
@@ -282,12 +284,13 @@ class Samples(SourceSpec):
             yield from (problem.below("weights") for problem in self.weights.problems())
             by_class = self.weights.balance == "class"
             if self.weights.file is None and not by_class and not self.has_columns:
-                rule = f"must be a file, or balance: class, for source.{self.kind}, which has no columns"
-                yield Problem.of("weights", rule, code="config.conflict")
+                yield conflict(
+                    "weights", f"must be a file, or balance: class, for source.{self.kind}, which has no columns"
+                )
             labels = [field.kind in (None, "class") for _, field in self.declared if field.type == "label"]
             if by_class and self.declared and not any(labels):
                 rule = "must name a column, {column: NAME}, where fields declare no label of one class each"
-                yield Problem.of(("weights", "balance"), rule, code="config.conflict")
+                yield conflict(("weights", "balance"), rule)
         yield from (problem.below("fields") for problem in field_problems(self.declared, self.labels_of))
         for name, field in self.declared:
             if field.type is not None:
@@ -391,9 +394,7 @@ class Cached(SourceSpec):
     cache: CacheSpec | None = None
 
     def __post_init__(self) -> None:
-        cache: Any = self.cache
-        if isinstance(cache, Mapping):
-            object.__setattr__(self, "cache", CacheSpec(**cache))
+        make_nested(self, "cache", CacheSpec)
         super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
@@ -401,8 +402,11 @@ class Cached(SourceSpec):
         if self.cache is not None:
             yield from (problem.below("cache") for problem in out_of_bounds(self.cache))
             if not self.lists_urls and not is_remote(self.folder_of_images):
-                rule = f"must go with URLs, got {self.folder_of_images!r}, whose files are not copied"
-                yield Problem.of("cache", rule, action="remove cache", code="config.conflict")
+                yield conflict(
+                    "cache",
+                    f"must go with URLs, got {self.folder_of_images!r}, whose files are not copied",
+                    "remove cache",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,14 +465,13 @@ def spec_class(
     ]
     if chosen is None:
         if named or not problems:
-            rule = f"needs exactly one of {_listed(kinds, 'and')}, got {' and '.join(named) or 'none of them'}"
-            problems.append(Problem.of((), rule, code="config.conflict"))
+            got = " and ".join(named) or "none of them"
+            problems.append(conflict((), f"needs exactly one of {_listed(kinds, 'and')}, got {got}"))
         return None, problems
     for key in given:
         if key in owners and key not in known:
             rule = f"must go with {_listed(owners[key], 'or')}, got source.{chosen.kind}"
-            action = chosen.instead.get(key, f"remove {key}")
-            problems.append(Problem.of(key, rule, action=action, code="config.conflict"))
+            problems.append(conflict(key, rule, chosen.instead.get(key, f"remove {key}")))
     for key, field in chosen.key_fields().items():
         if field.default is dataclasses.MISSING and key not in given:
             rule = f"needs the key {key!r} with source.{chosen.kind}"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from gpuflow.errors import Code, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
+from gpuflow.sources.field_spec import conflict
 
 T = TypeVar("T")
 Pairs = tuple[tuple[str, T], ...]
@@ -38,7 +39,7 @@ class GroupSpec:
     def problems(self) -> Iterator[Problem]:
         """Yield a problem for each broken rule between keys, its path from this block on."""
         if (self.column is None) == (self.path is None):
-            yield Problem.of((), "needs column or path, one of them", code="config.conflict")
+            yield conflict((), "needs column or path, one of them")
         try:
             count = 1 if self.path is None else re.compile(self.path).groups
         except re.error as fault:
@@ -84,9 +85,7 @@ class SplitSpec:
     def __post_init__(self) -> None:
         for key in ("files", "parts"):
             object.__setattr__(self, key, pairs(getattr(self, key)))
-        group: Any = self.group
-        if isinstance(group, Mapping):
-            object.__setattr__(self, "group", GroupSpec(**group))
+        make_nested(self, "group", GroupSpec)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,13 +138,12 @@ class SplitSpec:
         yield from out_of_bounds(self)
         ways = [key for key in ("column", "files", "parts", "folds") if getattr(self, key) not in (None, ())]
         if len(ways) != 1:
-            rule = f"needs one of column, files, parts and folds, got {' and '.join(ways) or 'none of them'}"
-            yield Problem.of((), rule, code="config.conflict")
+            got = " and ".join(ways) or "none of them"
+            yield conflict((), f"needs one of column, files, parts and folds, got {got}")
             return
         for key, others in _ONLY_WITH.items():
             if getattr(self, key) is not None and ways[0] not in others:
-                rule = f"must go with {' or '.join(others)}, got {ways[0]}"
-                yield Problem.of(key, rule, action=f"remove {key}", code="config.conflict")
+                yield conflict(key, f"must go with {' or '.join(others)}, got {ways[0]}", f"remove {key}")
         yield from share_problems("parts", pairs(self.parts), "config.range")
         if self.test == 1:
             yield Problem.of("test", "must be below 1", self.test, "leave samples for the folds", code="config.range")
@@ -158,9 +156,11 @@ class SplitSpec:
         if isinstance(self.group, GroupSpec):
             yield from (problem.below("group") for problem in self.group.problems())
         if self.stable and self.stratify:
-            rule = "must not stand next to stratify: a sample that never moves cannot make up for others"
-            action = "set stable: false for exact shares of each class, or remove stratify"
-            yield Problem.of("stable", rule, action=action, code="config.conflict")
+            yield conflict(
+                "stable",
+                "must not stand next to stratify: a sample that never moves cannot make up for others",
+                "set stable: false for exact shares of each class, or remove stratify",
+            )
 
 
 _ONLY_WITH = {
@@ -190,6 +190,13 @@ def is_rule(block: Any) -> bool:
         ):  # so that an error names what is meant
             return True
     return False
+
+
+def make_nested(spec: object, key: str, kind: type[object]) -> None:
+    """Replace a mapping under a key of a spec by the spec that it describes."""
+    value = getattr(spec, key)
+    if isinstance(value, Mapping):
+        object.__setattr__(spec, key, kind(**value))
 
 
 def pairs(values: Mapping[str, T] | Pairs[T]) -> Pairs[T]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from gpuflow.arrays import Array, Ints
 from gpuflow.errors import Problem, SourceError, near_word, show
-from gpuflow.sources.field_spec import FieldPairs, FieldSpec, columns_of
+from gpuflow.sources.field_spec import FieldPairs, FieldSpec, columns_of, conflict
 from gpuflow.sources.labels import Codes, Locate, names_in, resolve_labels
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.record_table import Members, SourceBuilder, TableSource
@@ -92,9 +92,9 @@ class Tar(WithExtensions, WithWindow, Cached, Named):
 
     def field_problems(self, field: FieldSpec) -> Iterator[Problem]:
         if field.type == "image" and field.column is not None:
-            rule = "must not be given in a source.tar"
-            action = "the image is the member with an image's suffix"
-            yield Problem.of("column", rule, action=action, code="config.conflict")
+            yield conflict(
+                "column", "must not be given in a source.tar", "the image is the member with an image's suffix"
+            )
 
     @property
     def image_suffixes(self) -> tuple[str, ...]:
