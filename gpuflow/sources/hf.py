@@ -454,8 +454,7 @@ def _is_plain(kind: Any) -> bool:
     types = pyarrow().types
     if types.is_struct(kind):
         return all(_is_plain(field.type) for field in kind)
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
-    if types.is_dictionary(kind) or any(test(kind) for test in lists):
+    if hasattr(kind, "value_type"):  # of lists and dictionaries
         return _is_plain(kind.value_type)
     simple = (types.is_integer, types.is_floating, types.is_boolean, types.is_null, _is_text)
     return any(test(kind) for test in simple)

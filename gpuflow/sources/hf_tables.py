@@ -227,21 +227,33 @@ def open_cells(tables: Sequence[Table], storage: Storage, column: str, window: i
 # --- Arrow ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cells:
+    """Cells of rows of files."""
+
+    rows: Shards
+
+    def path(self, index: int) -> str:
+        return place_of(self.rows, index)
+
+    def entries(self) -> bytes:
+        return names_of([file.path for file in self.rows.files])
+
+    def names(self) -> list[str]:
+        return self.rows.names(row for size in self.rows.sizes for row in range(size))
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ArrowCells:
+class ArrowCells(_Cells):
     """Cells that are ranges of bytes of files. starts, lengths: int64 [n]; starts is -1 for a null."""
 
     shard_sizes = None
     window = None
 
     storage: Storage
-    rows: Shards
     starts: Ints
     lengths: Ints
-
-    def path(self, index: int) -> str:
-        return place_of(self.rows, index)
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)
@@ -254,12 +266,6 @@ class ArrowCells:
 
     def ranges(self, indices: Sequence[int]) -> list[Range]:
         return self.rows.ranges(indices, self.starts, self.lengths)
-
-    def entries(self) -> bytes:
-        return names_of([file.path for file in self.rows.files])
-
-    def names(self) -> list[str]:
-        return self.rows.names(row for size in self.rows.sizes for row in range(size))
 
     def numbers(self) -> Sequence[Ints]:
         return (self.lengths,)
@@ -354,7 +360,7 @@ class _GroupCache:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParquetCells:
+class ParquetCells(_Cells):
     """Cells of row groups.
 
     column: the path of the leaf column. owners [G]: the file of each row group. firsts [F]: each file's first group.
@@ -365,7 +371,6 @@ class ParquetCells:
     local: where the files are, also after the process has changed to another directory.
     """
 
-    rows: Shards
     column: str
     local: LocalStorage
     owners: Ints
@@ -379,9 +384,6 @@ class ParquetCells:
     @property
     def shard_sizes(self) -> tuple[int, ...]:
         return tuple(np.diff(self.ends, prepend=0).tolist())
-
-    def path(self, index: int) -> str:
-        return place_of(self.rows, index)
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         places = np.asarray(indices, dtype=np.int64)
@@ -424,12 +426,6 @@ class ParquetCells:
             table = _row_group(file, number - int(self.firsts[owner]), [self.column])
         column = table.column(0)
         return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
-
-    def entries(self) -> bytes:
-        return names_of([file.path for file in self.rows.files])
-
-    def names(self) -> list[str]:
-        return self.rows.names(row for size in self.rows.sizes for row in range(size))
 
     def numbers(self) -> Sequence[Ints]:
         return (np.concatenate([self.ends, self.stored]),)
