@@ -21,7 +21,7 @@ from gpuflow.errors import MissingExtra, SourceError, is_system_fault, reason_of
 from gpuflow.sources.base import names_of
 from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.storage import Allocate, LocalStorage, Payload, Range, Shard, Shards, Storage
-from gpuflow.sources.storage.local import LOCAL_DELAYS, retry
+from gpuflow.sources.storage.local import retry
 
 _NO_CELL = "has no image: its cell is null, or a path without the image"
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -408,9 +408,7 @@ class ParquetCells(_Cells):
         path = self.rows.files[int(self.owners[number])].path
         permanent = (FileNotFoundError, PermissionError, SourceError, pa.ArrowInvalid)
         try:
-            return retry(
-                lambda: self.cache.get(number, self._load), lambda fault: isinstance(fault, permanent), LOCAL_DELAYS
-            )
+            return retry(lambda: self.cache.get(number, self._load), lambda fault: isinstance(fault, permanent))
         except SourceError:
             raise
         except (OSError, MemoryError, pa.ArrowException) as error:

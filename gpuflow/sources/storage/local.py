@@ -139,7 +139,7 @@ class LocalStorage:
 
     def load(self, path: str) -> bytes:
         try:
-            return retry(Path(path).read_bytes, _is_permanent, LOCAL_DELAYS)
+            return retry(Path(path).read_bytes)
         except OSError as fault:
             raise SourceError(f"{path}: {_reason(fault)}; check that it can be read") from fault
 
@@ -148,7 +148,7 @@ class LocalStorage:
 
     def _inspect(self, path: str) -> Shard | str:
         try:
-            status = retry(lambda: os.stat(self.place(path)), _is_permanent, LOCAL_DELAYS)
+            status = retry(lambda: os.stat(self.place(path)))
         except OSError as fault:
             return _reason(fault)
         if S_IFMT(status.st_mode) != S_IFREG:
@@ -172,7 +172,7 @@ class LocalStorage:
 
         for shard in shards:
             try:
-                found = retry(partial(scan_one, shard), _is_permanent, LOCAL_DELAYS)
+                found = retry(partial(scan_one, shard))
             except OSError as fault:
                 raise SourceError(f"{shard.path}: {_reason(fault)}; check that it can be read") from fault
             yield found
@@ -200,14 +200,14 @@ class _OpenFile:
 
 @final
 class _FilePool:
-    """Open shards, shared by threads. It keeps at most `limit` idle ones and closes the least recently used first.
+    """Open shards, shared by threads. It keeps at most 32 idle ones and closes the least recently used first.
 
     base: the directory that relative paths start from, with a slash at its end.
     """
 
-    def __init__(self, base: bytes, limit: int = 32) -> None:
+    def __init__(self, base: bytes) -> None:
         self._base = base
-        self._limit = limit
+        self._limit = 32
         self._lock = threading.Lock()
         self._files: OrderedDict[Shard, _OpenFile] = OrderedDict()
 
@@ -254,49 +254,28 @@ class _FilePool:
             self._files.clear()
 
 
-def retry_each(
-    items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence[int]], delays: Sequence[float]
-) -> None:
-    """Call `attempt` on all items, then on those that it returned until there are none, at most once for each delay."""
-    for delay in delays:
-        if not items:
-            return
-        if delay:  # a sleep of 0 s would release the interpreter
-            time.sleep(delay)
-        items = attempt(items)
-
-
-def retry(action: Callable[[], T], permanent: Callable[[Exception], bool], delays: Sequence[float]) -> T:
-    """Call `action` until it succeeds, at most once for each delay. Exceptions of which `permanent` is true are raised
-    immediately, others after the last attempt.
-
-    Examples:
-        >>> retry(lambda: 3, permanent=lambda fault: False, delays=[0])
-        3
-    """
-    results: list[T] = []
-    faults: list[Exception] = []
-
-    def attempt(items: Sequence[int]) -> Sequence[int]:
-        try:
-            results.append(action())
-        except Exception as fault:  # libraries, such as pyarrow, raise exceptions of other kinds
-            if permanent(fault):
-                raise
-            faults.append(fault)
-            return items
-        return ()
-
-    retry_each([0], attempt, delays)
-    if not results:
-        raise faults[-1]
-    return results[0]
-
-
 def _is_permanent(fault: Exception) -> bool:
     """Return True if another attempt would fail, too: the file is not there or must not be read, or no read has
     failed."""
     return not isinstance(fault, OSError) or fault.errno in PERMANENT
+
+
+def retry(action: Callable[[], T], permanent: Callable[[Exception], bool] = _is_permanent) -> T:
+    """Call `action` until it succeeds, at most once for each delay. Exceptions of which `permanent` is true are raised
+    immediately, others after the last attempt.
+
+    Examples:
+        >>> retry(lambda: 3)
+        3
+    """
+    for delay in LOCAL_DELAYS[1:]:
+        try:
+            return action()
+        except Exception as fault:  # libraries, such as pyarrow, raise exceptions of other kinds
+            if permanent(fault):
+                raise
+        time.sleep(delay)
+    return action()
 
 
 def _reason(fault: OSError) -> str:
@@ -320,12 +299,14 @@ def _run_step(step: Callable[[Sequence[int]], int], pieces: Array) -> None:
     step: gets their numbers, and returns how many failed.
     """
     faults = pieces["fault"]
-
-    def attempt(items: Sequence[int]) -> Sequence[int]:
+    items: list[int] = np.flatnonzero(faults == _PENDING).tolist()
+    for delay in LOCAL_DELAYS:
+        if not items:
+            return
+        if delay:  # a sleep of 0 s would release the interpreter
+            time.sleep(delay)
         faults[items] = _PENDING
-        return [i for i in items if faults[i] > 0 and faults[i] not in PERMANENT] if step(items) else []
-
-    retry_each(np.flatnonzero(faults == _PENDING).tolist(), attempt, LOCAL_DELAYS)
+        items = [i for i in items if faults[i] > 0 and faults[i] not in PERMANENT] if step(items) else []
 
 
 def _payload(buffer: Bytes, pieces: Array, path: Callable[[int], str], ends: str) -> Payload:
