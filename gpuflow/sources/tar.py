@@ -303,8 +303,7 @@ def _with_fields(spec: Tar, storage: Storage, shards: Sequence[Shard]) -> TableS
     columns = {name: field.column or _default_column(name, field) for name, field in spec.declared}
     columns = {name: column.lower() if column.startswith(".") else column for name, column in columns.items()}
     declared = tuple((name, replace(field, column=columns[name])) for name, field in spec.declared)
-    _check_default_members(spec.declared, spec.where)
-    _check_shared_members(declared, columns, spec.where)
+    _check_members(spec.declared, columns, spec.where)
     masks = {name: columns[name][1:] for name, field in declared if field.is_mask_file}
     mask_suffixes = tuple(dict.fromkeys(masks.values()))
     others = columns_of(declared)
@@ -338,28 +337,22 @@ def _default_column(name: str, field: FieldSpec) -> str:
     return {"text": ".txt", "label": _LABEL}.get(str(field.type), name)
 
 
-def _check_default_members(declared: FieldPairs, place: str) -> None:
-    """Raise SourceError if two fields without a column would both read the member of their type, such as `.txt`."""
-    first: dict[str, str] = {}
+def _check_members(declared: FieldPairs, columns: Mapping[str, str], place: str) -> None:
+    """Raise SourceError if two fields would read one member differently, or both by default. Keys of a `.json` member
+    may be shared."""
+    first: dict[str, tuple[str, FieldSpec]] = {}
     for name, field in declared:
-        column = _default_column(name, field)
-        if field.column is not None or not column.startswith(".") or column == _LABEL:
+        column = columns[name]
+        other, known = first.setdefault(column, (name, field))
+        if other == name or not column.startswith("."):
             continue
-        if (other := first.setdefault(column, name)) != name:
+        if field.column is None and known.column is None:
             own = f".{name}.png" if field.is_mask_file else name
             raise SourceError(
                 f"{place}: the fields {other} and {name} must not both read {column}, the member of their type; give "
                 f"one of them its column, such as {name}: {{type: {field.type}, column: {own}}}"
             )
-
-
-def _check_shared_members(declared: FieldPairs, columns: Mapping[str, str], place: str) -> None:
-    """Raise SourceError if two fields would read one member differently. Keys of a `.json` member may be shared."""
-    first: dict[str, tuple[str, FieldSpec]] = {}
-    for name, field in declared:
-        column = columns[name]
-        other, known = first.setdefault(column, (name, field))
-        if column.startswith(".") and (field.type, field.kind) != (known.type, known.kind):
+        if (field.type, field.kind) != (known.type, known.kind):
             raise SourceError(
                 f"{place}: the fields {other} and {name} must not read the member {column} in two ways; name another "
                 "member for one of them"
