@@ -18,6 +18,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction as Exact
@@ -248,6 +249,7 @@ def _divided(source: Source, spec: SourceSpec, known: Sequence[str]) -> Division
     names = group_names(source, spec, rule, names_of_samples(source))
     groups, numbers = np.unique(np.array(names, object), return_inverse=True)
     points = np.array([key64("part", spec.seed, name) for name in groups.tolist()], np.uint64)
+    strata = _strata(source, spec, rule)
     deviations = None
     if rule.is_stable:
         chosen = _by_points(points, rule.shares)[numbers]
@@ -255,7 +257,6 @@ def _divided(source: Source, spec: SourceSpec, known: Sequence[str]) -> Division
         deviations = tuple(spread * math.sqrt(float(share * (1 - share))) for share in rule.shares)
     else:
         chosen = np.full(len(source), -1, np.int64)
-        strata = _strata(source, spec, rule)
         rest = np.flatnonzero(_by_points(points, rule.test_shares)[numbers] < 0)
         _check_folds(rule, len(np.unique(numbers[rest])))
         owners = np.zeros(len(source), np.int64)
@@ -268,6 +269,7 @@ def _divided(source: Source, spec: SourceSpec, known: Sequence[str]) -> Division
                 chosen[own] = _cut(strata[own], rule.shares) if rule.folds is None else np.arange(len(own)) % rule.folds
             else:
                 chosen[own] = _by_groups(numbers[own], points.tolist(), strata[own], rule.shares)
+    _warn_of_large_groups(rule, chosen, groups, numbers, strata)
     if rule.folds is None:
         return Division(rule.names, chosen, deviations=deviations)
     return Division(rule.names, np.where(chosen < 0, 2, chosen == rule.fold), chosen)
@@ -276,9 +278,7 @@ def _divided(source: Source, spec: SourceSpec, known: Sequence[str]) -> Division
 def _check_folds(rule: SplitSpec, count: int) -> None:
     """Raise SourceError for more folds than there are groups outside the part test."""
     if rule.folds is not None and count < rule.folds:
-        block = rule.group_block
-        words = "equal content" if block is None else block.column or "paths"
-        what = "samples" if rule.group is None else f"groups ({words})"
+        what = "samples" if rule.group is None else f"groups ({_group_words(rule)})"
         outside = " outside the part test" * (rule.test is not None)
         raise SourceError(
             f"source.split.folds must be at most the number of {what}{outside}, {count}, got {rule.folds}; lower it"
@@ -343,7 +343,7 @@ def _strata(source: Source, spec: SourceSpec, rule: SplitSpec) -> Ints:
     if rule.stratify_column is not None:
         values = column_texts(source, spec, rule.stratify_column, "source.split.stratify").values
         return np.unique(np.array(values, object), return_inverse=True)[1].astype(np.int64)
-    if rule.stratify is not False and has_one_class(source):
+    if rule.stratify is not False and not rule.is_stable and has_one_class(source):
         labels: Ints = source.labels
         return labels
     if rule.stratify:
@@ -420,6 +420,33 @@ def _by_groups(numbers: Ints, points: Sequence[int], strata: Ints, shares: Seque
 
 _ONE = 1 << 80
 """What stands for 1 in the weights of `_by_groups`, which are whole numbers."""
+
+
+def _group_words(rule: SplitSpec) -> str:
+    block = rule.group_block
+    return "equal content" if block is None else block.column or "paths"
+
+
+def _warn_of_large_groups(rule: SplitSpec, parts: Ints, groups: Array, numbers: Ints, strata: Ints) -> None:
+    """Warn where one group has more samples of a stratum than the share of its part."""
+    if rule.group is None:
+        return
+    count = int(strata.max()) + 1
+    cells, firsts, amounts = np.unique(numbers * count + strata, return_index=True, return_counts=True)
+    own = parts[firsts]
+    totals = np.bincount(strata)[cells % count]
+    shares = np.array([*map(float, rule.shares), 1.0])  # the last one is of no part
+    excess = amounts - np.ceil(shares[own] * totals)
+    k = int(np.argmax(excess))
+    if excess[k] > 0:
+        what = f"{amounts[k]} of the {totals[k]} samples" + " of one class" * (count > 1)
+        held = np.count_nonzero((strata == strata[firsts[k]]) & (parts == own[k])) / totals[k]
+        warnings.warn(
+            f"source.split: group {groups[cells[k] // count]!r} has {what}, "
+            f"more than the share of its part, {shares[own[k]]:.3g}, which holds {held:.3g} of them; divide the "
+            "group, or change the shares",
+            stacklevel=2,
+        )
 
 
 # --- fractions --------------------------------------------------------------------------------------------------------

@@ -120,7 +120,9 @@ def block(kind: str, root: Path, samples: Sequence[Item]) -> dict[str, Any]:
 def divided(keys: Mapping[str, Any], split: Mapping[str, Any], seed: int = 0) -> tuple[Source, Division]:
     spec = source_spec(**keys, split=split, seed=seed)
     source = open_source(spec)
-    return source, divide(source, spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of groups that are larger than a share
+        return source, divide(source, spec)
 
 
 def parts_by_name(keys: Mapping[str, Any], split: Mapping[str, Any], seed: int = 0) -> dict[str, int]:

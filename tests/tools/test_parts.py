@@ -66,7 +66,8 @@ def test_a_class_that_a_part_lacks_is_named(run: Run, config: Path) -> None:
     assert f"source.split: train 10, val 2; 12 in no part; {text}\n" in run("check", config, lists).out
     assert f"  parts          {text}\n" in run("explain", config, lists).out
     folds = "source.split={folds: 3, fold: 0, group: {path: '^([^/]+)/'}, stratify: label}"
-    done = run("check", config, folds)
+    with pytest.warns(UserWarning, match="^source.split: group "):
+        done = run("check", config, folds)
     assert done.code == 1 and "x.yaml: source.split.stratify must leave train each class that val has" in done.err
 
 
