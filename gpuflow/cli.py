@@ -1238,7 +1238,8 @@ def evaluate(
     """Run the model of the file's block `serve` over a pipeline's samples, and compare it with their labels.
 
     Prints how often the label is the most likely class, and one of the five most likely ones, and the classes of the
-    lowest recall. Bad samples are left out, and listed in bad.csv.
+    lowest recall. Where samples have several classes, it prints the mean average precision. Bad samples are left out,
+    and listed in bad.csv.
 
     Several processes share the work, with the same result: torchrun --nproc-per-node 2 -m gpuflow evaluate FILE.
     """
@@ -1246,20 +1247,20 @@ def evaluate(
     from gpuflow.tools.predict import evaluate as evaluation
 
     _check_output("--out", out, folder=True)
-    with _row_predictor(path, overrides, pipeline=pipeline, device=device) as predictor:
+    with _row_predictor(path, overrides, pipeline=pipeline, device=device, logits=True) as predictor:
         seconds = 2 * predictor.config.run.timeout_s
         with process_group(predictor.ranks, predictor.device, timeout_seconds=seconds) as group:
             found = evaluation(predictor, group)
     if predictor.ranks.rank:
         return
     _show(ctx, str(found), file=str(path), **found.as_dict())
-    confusion, *others = found.write(out)
+    first, *others = found.write(out)
     pictures = list[str]()
-    if importlib.util.find_spec("matplotlib"):
-        pictures = _plot("confusion", "draw", confusion)
-    else:
-        _say("note", f"the picture of {confusion} needs pip install 'gpuflow[plots]'")
-    _show_written(ctx, *others, confusion, *pictures)
+    if found.ranked is None and importlib.util.find_spec("matplotlib"):
+        pictures = _plot("confusion", "draw", first)
+    elif found.ranked is None:
+        _say("note", f"the picture of {first} needs pip install 'gpuflow[plots]'")
+    _show_written(ctx, *others, first, *pictures)
 
 
 @_command(

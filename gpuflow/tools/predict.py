@@ -33,6 +33,7 @@ from gpuflow.runtime.files import atomic_write, locked_folder
 from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, gather
 from gpuflow.serve.predictor import NOT_FINITE, check_block
 from gpuflow.sources import SourceSpec, fingerprint_of, has_one_class, source_spec, without_records
+from gpuflow.training.objective import mean_average_precision
 from gpuflow.vocabulary import stage_table
 
 _KINDS = {".csv": "listing", ".jsonl": "listing", ".ndjson": "listing", ".parquet": "hf", ".arrow": "hf"}
@@ -327,6 +328,8 @@ class Evaluation:
 
     classes: names, of labels and outputs. confusion [K, K]: samples by label (row) and most likely output (column).
     top: samples whose label is among the `top_k` most likely outputs. bad: the samples without a prediction.
+    ranked: the number of samples with a prediction and the mean average precision, where samples have several classes;
+        confusion and top are zero then.
     """
 
     classes: tuple[str, ...]
@@ -334,6 +337,7 @@ class Evaluation:
     top: int
     top_k: int
     bad: list[Row]
+    ranked: tuple[int, float] | None = None
 
     @property
     def shares(self) -> tuple[Floats, Floats]:
@@ -347,7 +351,10 @@ class Evaluation:
         return recall, precision
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the shares of right predictions, of all samples and by class, which `--json` prints."""
+        """Return the mean average precision, or the shares of right predictions, of all samples and by class, which
+        `--json` prints."""
+        if self.ranked:
+            return {"samples": self.ranked[0], "bad": len(self.bad), "map": self.ranked[1]}
         samples, counts = int(self.confusion.sum()), self.confusion.sum(axis=1)
         rows = zip(self.classes, counts.tolist(), *(share.tolist() for share in self.shares), strict=True)
         return {
@@ -360,10 +367,14 @@ class Evaluation:
         }
 
     def __str__(self) -> str:
-        """Return the shares of right predictions, and the classes of the lowest recall."""
-        found, recall = self.as_dict(), self.shares[0]
-        lines = [
-            f"{found['samples']:,} samples of {len(self.classes)} classes, without {found['bad']:,} bad ones",
+        """Return shares of right predictions, and the classes of the lowest recall; or the mean average precision."""
+        found = self.as_dict()
+        lines = [f"{found['samples']:,} samples of {len(self.classes)} classes, without {found['bad']:,} bad ones"]
+        if self.ranked:
+            return f"{lines[0]}
+map  {found['map']:.4f}"
+        recall = self.shares[0]
+        lines += [
             f"top-1  {found['top_1']:.4f}",
             f"top-{self.top_k}  {found['top_k']:.4f}",
         ]
@@ -372,61 +383,69 @@ class Evaluation:
         return "\n".join(lines)
 
     def write(self, out: Path) -> list[Path]:
-        """Write confusion.csv, classes.csv and bad.csv. Returns their paths."""
+        """Write confusion.csv, classes.csv and bad.csv, or bad.csv alone if samples have several classes.
+
+        Returns their paths.
+        """
         out.mkdir(parents=True, exist_ok=True)
-        names = [f"{number} {name}" for number, name in enumerate(self.classes)]  # two classes may have one name
-        rows = self.as_dict()["classes"]
-        tables = {
-            "confusion": {"label": names, **dict(zip(names, self.confusion.T, strict=True))},
-            "classes": {key: [row[key] for row in rows] for key in rows[0]},
-            "bad": {key: [getattr(row, key) for row in self.bad] for key in ("index", "path", "stage", "reason")},
-        }
+        tables = dict[str, Mapping[str, Any]]()
+        if self.ranked is None:
+            names = [f"{number} {name}" for number, name in enumerate(self.classes)]  # two classes may have one name
+            rows = self.as_dict()["classes"]
+            tables["confusion"] = {"label": names, **dict(zip(names, self.confusion.T, strict=True))}
+            tables["classes"] = {key: [row[key] for row in rows] for key in rows[0]}
+        tables["bad"] = {key: [getattr(row, key) for row in self.bad] for key in ("index", "path", "stage", "reason")}
         for name, table in tables.items():
             write_table(out / f"{name}.csv", table)
         return [out / f"{name}.csv" for name in tables]
 
 
 def evaluate(predictor: RowPredictor, group: Group) -> Evaluation:
-    """Compare the predictions for all samples with their labels.
+    """Compare the predictions for all samples with their labels. The rows need logits if samples have several classes.
 
     The ranks take the batches in turn, so that each batch, and the sums, are the same on any number of ranks.
 
     group: the ranks that share the samples.
 
-    Raises ConfigError unless each sample has one of the model's classes.
+    Raises ConfigError unless each sample has one or several of the model's classes.
     """
     _require_classes(predictor)
     count, indices, ranks = len(predictor.classes), np.arange(len(predictor.source)), predictor.ranks
     sums, bad = np.zeros(count * count + 1, np.int64), list[Row]()
+    ranked = list[Any]()
     for rows in predictor.predict(indices[indices // predictor.batch % ranks.world_size == ranks.rank]):
         for row in rows:
-            if row.top:
-                assert row.label is not None
+            if not row.top:
+                bad.append(row)
+            elif row.label is None:
+                ranked.append((row.index, row.logits))
+            else:
                 sums[row.label * count + row.top[0][0]] += 1
                 sums[-1] += row.label in dict(row.top)
-            else:
-                bad.append(row)
     shared = torch.from_numpy(sums).to(predictor.device)
     group.sum(shared)
     *confusion, top = shared.tolist()
+    ranked = gather(ranked)
+    labels, scores = predictor.source.labels[[index for index, _ in ranked]], np.array([row for _, row in ranked])
     return Evaluation(
         classes=predictor.classes,
         confusion=np.reshape(confusion, (count, count)),
         top=top,
         top_k=predictor.top_k,
         bad=sorted(gather(bad), key=lambda row: row.index),
+        ranked=None if has_one_class(predictor.source) else (len(ranked), mean_average_precision(scores, labels)),
     )
 
 
 def _require_classes(predictor: RowPredictor) -> None:
-    """Raise ConfigError unless each sample has one of the model's classes."""
+    """Raise ConfigError unless each sample has one or several of the model's classes."""
     source, count = predictor.source, len(predictor.classes)
     rule = ""
-    if not has_one_class(source):
-        rule = "must have one class for each sample, to compare predictions with"
+    if not has_one_class(source) and source.labels.dtype != np.uint8:
+        rule = "must have one or several classes for each sample, to compare predictions with"
     elif difference := class_difference(source.classes, predictor.classes if predictor.has_names else ()):
         rule = f"must have the model's classes, {difference}"
-    elif source.labels.max() >= count:
-        rule = f"must have labels below {count}, the number of the model's outputs, got {source.labels.max()}"
+    elif (most := source.labels.shape[1] - 1 if source.labels.ndim > 1 else source.labels.max()) >= count:
+        rule = f"must have labels below {count}, the number of the model's outputs, got {most}"
     if rule:
         raise ConfigError([Problem(f"{predictor.config.path}: source", rule)])

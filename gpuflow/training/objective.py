@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from gpuflow.arrays import Array
 from gpuflow.config import Config
 from gpuflow.errors import UNSET, ConfigError, Problem
 from gpuflow.sources import Source, has_labels, has_one_class
@@ -116,6 +117,29 @@ class Objective:
 def conflict(config: Config, path: tuple[str, ...], rule: str, action: str, value: object = UNSET) -> Problem:
     """Return the problem of a key of the file that cannot be trained with."""
     return Problem(f"{config.path}:", rule, value, action, path, "config.conflict")
+
+
+def mean_average_precision(scores: Array, labels: Array) -> float:
+    """Return the mean of the average precisions of the classes that samples have; NaN if there are none.
+
+    The average precision of a class is a mean over the samples that have it: of all samples with at least this sample's
+    score, the share that has the class.
+
+    Examples:
+        >>> round(mean_average_precision(np.array([[0.9], [0.8], [0.1]]), np.array([[1], [0], [1]])), 3)
+        0.833
+
+    Args:
+        scores: [N, classes], such as logits.
+        labels: [N, classes], 1 for each class of a sample, else 0.
+    """
+    precisions = []
+    for score, label in zip(scores.T, labels.T, strict=True):
+        every, right = np.sort(score), np.sort(score[label > 0])
+        if len(right):
+            at_least = len(every) - np.searchsorted(every, right)  # samples with the score of a right one or more
+            precisions.append(((len(right) - np.searchsorted(right, right)) / at_least).mean())
+    return float(np.mean(precisions)) if precisions else np.nan
 
 
 def objective_of(config: Config, source: Source) -> Objective:

@@ -11,11 +11,12 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,9 +27,9 @@ from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import atomic_write, locked_folder, replaced_file
 from gpuflow.runtime.preemption import Preemption
-from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, process_group
+from gpuflow.runtime.ranks import Group, Ranks, device_of_rank, gather, process_group
 from gpuflow.training.checkpoint import read_resumable, save_checkpoint
-from gpuflow.training.objective import Objective, conflict, objective_of
+from gpuflow.training.objective import Objective, conflict, mean_average_precision, objective_of
 from gpuflow.training.results import Results
 
 _READ_SECONDS = 0.5
@@ -187,7 +188,7 @@ class Trainer:
         model = str(best if best.exists() else self.checkpoint)
         if self._config.serve is None:
             return ["gpuflow", "export", *command, "--checkpoint", model, "--pt2", f"{model}2"]
-        name = "evaluate" if self.val_loader is not None and self._objective.labels == "class" else "serve"
+        name = "evaluate" if self.val_loader is not None and self._objective.labels != "numbers" else "serve"
         return ["gpuflow", name, *command, f"serve.model.file={model}"]
 
     def run(self, events: TrainerEvents, *, max_steps: int | None = None) -> PassResult | None:
@@ -378,6 +379,7 @@ class Trainer:
         model.eval()
         totals, done = _PassTotals(self.device, self._ranks, self._objective), 0
         counts = torch.zeros((3, self._objective.outputs), dtype=torch.int64, device=self.device)
+        ranked = list[Any]()
         events.begin_pass("val", self.epoch, len(self.val_loader))
         self.val_loader.set_epoch(self.epoch)  # so that a resumed run draws the same
         for batch in self.val_loader:
@@ -387,11 +389,16 @@ class Trainer:
             totals.add(self._objective.losses(logits, labels), logits, labels, batch.valid)
             if self._objective.labels != "numbers":
                 counts += self._objective.counts(logits, labels, batch.valid)
+            if self._objective.labels == "classes":
+                ranked.append(torch.stack([logits.float(), labels])[:, batch.valid].cpu().numpy())
             events.step(*totals.so_far())
             done = batch.step + 1
             if self._must_end():
                 break
         result = totals.result(group, range(done), len(self.val_loader))
+        if ranked:
+            measure = mean_average_precision(*np.concatenate(gather(ranked), axis=1))
+            result = replace(result, measures={**result.measures, "map": measure})
         events.end_pass("val", self.epoch, result)
         group.sum(counts)
         return result, None if self._objective.labels == "numbers" else counts.tolist()

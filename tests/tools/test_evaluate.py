@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
+from sklearn.metrics import (
+    average_precision_score,
+    confusion_matrix,
+    precision_recall_fscore_support,
+    top_k_accuracy_score,
+)
 
 from gpuflow.errors import ConfigError
 from gpuflow.runtime.ranks import Group, Ranks
@@ -103,6 +108,45 @@ def test_two_ranks_give_the_same_numbers_and_rows(config: Path, tmp_path: Path, 
             assert done.out.replace("/2/", "/1/") == alone.out
 
 
+@pytest.fixture(scope="module")
+def several(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the same photographs and model, whose samples have several classes."""
+    folder, files = tmp_path_factory.mktemp("several"), sorted(config.parent.rglob("*.jpg"))
+    rows = ["|".join(name for k, name in enumerate(CLASSES) if i % (k + 2) == 0) for i in range(len(files))]
+    lines = [f"{file},{row}\n" for file, row in zip(files, rows, strict=True)]
+    (folder / "rows.csv").write_text("path,label\n" + "".join(lines))
+    label = {"kind": "classes", "separator": "|"}
+    fields = {"image": {"column": "path"}, "label": label}
+    source = {"listing": str(folder / "rows.csv"), "classes": list(CLASSES), "fields": fields}
+    model = {"file": str(config.with_name("a.pt2")), "batch": 4}
+    return write_config(folder / "x.yaml", Path(), source=source, serve={"stages": list(VAL), "model": model})
+
+
+def test_several_classes_have_the_mean_average_precision_of_scikit_learn(
+    several: Path, tmp_path: Path, gpuflow_command: Run
+) -> None:
+    with closing(RowPredictor(several, device="cpu", logits=True)) as predictor:
+        rows = [row for rows in predictor.predict(range(len(predictor.source))) for row in rows if row.top]
+        labels = predictor.source.labels[[row.index for row in rows]]
+    assert len(rows) == 17 and labels.shape == (17, 4) and 0 < labels.mean() < 1
+    expected = average_precision_score(labels, [row.logits for row in rows], average="macro")
+    done = gpuflow_command("evaluate", several, "--device", "cpu", "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    first, second, *_ = done.out.splitlines()
+    assert (first, second) == ("17 samples of 4 classes, without 2 bad ones", f"map  {expected:.4f}")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["bad.csv"]
+    with (tmp_path / "out" / "bad.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_same_mean_average_precision(several: Path, tmp_path: Path, gpuflow_command: Run) -> None:
+    arguments = ("evaluate", several, "--device", "cpu", "--out", tmp_path)
+    alone = gpuflow_command(*arguments)
+    done = torchrun("gpuflow", *arguments, seconds=120)
+    assert (done.code, done.out) == (0, alone.out), done.err
+
+
 def test_labels_that_are_not_those_of_the_model(config: Path, tmp_path: Path) -> None:
     photos, model = config.parent / "photos", {"file": str(config.with_name("a.pt2"))}
 
@@ -111,7 +155,7 @@ def test_labels_that_are_not_those_of_the_model(config: Path, tmp_path: Path) ->
         with pytest.raises(ConfigError, match=text):
             evaluated(path)
 
-    refused("must have one class for each sample", folder=str(photos), fields={"image": {}})
+    refused("must have one or several classes for each sample", folder=str(photos), fields={"image": {}})
     (tmp_path / "a.csv").write_text(f"path,label\n{photos}/class_0/000.jpg,cat\n")
     refused(r"must have the model's classes, .*'cat'", listing=str(tmp_path / "a.csv"))
     (tmp_path / "a.csv").write_text(f"path,label\n{photos}/class_0/000.jpg,7\n")

@@ -17,12 +17,13 @@ import yaml
 from torch.nn import functional as F
 from torchvision import models
 
+import gpuflow
 from gpuflow.config import Config, ModelSpec, read_config
 from gpuflow.engines import open_engine
 from gpuflow.engines.pytorch import load_checkpoint
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, StateError
 from gpuflow.stages import STAGES
-from gpuflow.training.objective import Objective
+from gpuflow.training.objective import Objective, mean_average_precision
 from gpuflow.training.trainer import Trainer, TrainerEvents
 from tests.datasets import make_photos, one_torch_thread, write_config
 from tests.texts import outline
@@ -284,6 +285,36 @@ def test_losses_and_measures_are_those_of_torch_and_scikit_learn() -> None:
     assert found == pytest.approx({"mae": metrics.mean_absolute_error(several, logits)})
 
 
+@pytest.mark.parametrize("levels", [3, 10_000])
+def test_mean_average_precision_is_that_of_scikit_learn(levels: int) -> None:
+    """Few levels: many samples have the same score. A class that no sample has is left out."""
+    average_precision_score = pytest.importorskip("sklearn.metrics").average_precision_score
+    random = np.random.default_rng(levels)
+    scores = random.integers(0, levels, (50, 6)).astype(np.float32)
+    labels = (random.random((50, 6)) < 0.2).astype(np.float32)
+    labels[:, 0] = 1
+    expected = average_precision_score(labels, scores, average="macro")
+    assert mean_average_precision(scores, labels) == pytest.approx(expected, abs=1e-9)
+    labels[:, 4] = 0
+    others = average_precision_score(np.delete(labels, 4, 1), np.delete(scores, 4, 1), average="macro")
+    assert mean_average_precision(scores, labels) == pytest.approx(others, abs=1e-9)
+    assert math.isnan(mean_average_precision(scores, np.zeros_like(labels)))
+
+
+def test_the_mean_average_precision_of_a_validation_is_that_of_the_served_logits(photos: Path, tmp_path: Path) -> None:
+    average_precision_score = pytest.importorskip("sklearn.metrics").average_precision_score
+    file = of_kind("classes", photos, tmp_path)
+    trainer = trainer_of(file, "pipelines.val.batch.size=5")
+    result = trainer.run(TrainerEvents(), max_steps=3)
+    assert result is not None
+    with torch.no_grad(), gpuflow.load(file, "val", device="cpu") as loader:
+        batches = [(trainer.model.eval()(images), labels) for images, labels in loader]
+    logits, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert result.measures["map"] == pytest.approx(average_precision_score(labels, logits, average="macro"), abs=1e-6)
+    [row] = table(trainer.checkpoint.with_name("metrics.csv"))
+    assert float(row["val_map"]) == result.measures["map"] and "train_map" not in row
+
+
 @pytest.mark.parametrize("objective", [("class", 7), ("classes", 7), ("numbers", 2)])
 def test_samples_that_fill_a_step_change_no_measure(objective: tuple[Any, int]) -> None:
     labels, outputs = objective
@@ -319,7 +350,7 @@ def test_every_kind_of_label_is_trained_and_served(
     file = of_kind(kind, photos, tmp_path)
     trainer = trainer_of(file, "train.lr=0.001")
     result = trainer.run(TrainerEvents())
-    assert result is not None and list(result.measures) == [measure]
+    assert result is not None and list(result.measures) == [measure, *(["map"] if kind == "classes" else [])]
     assert all(map(math.isfinite, (result.loss, *result.measures.values())))
     classes = trainer.checkpoint.with_name("classes.csv")
     assert classes.exists() == (kind in ("class", "classes"))
