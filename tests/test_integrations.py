@@ -208,6 +208,15 @@ def test_a_file_gives_timms_loader_its_source(config: Path) -> None:
     loader.close()
 
 
+def test_the_loader_has_what_timms_script_passes_and_asks_for(config: Path) -> None:
+    """`train.py` of timm 1.0.29 passes a seed for batches of several sizes, also where all have one size."""
+    given: dict[str, Any] = {"batch_choice_seed": 42, "batch_choice_schedule": "constant", "num_batches": None}
+    loader = create_loader(config, 24, 4, is_training=True, device="cpu", input_size_choices=None, **given)
+    loader.batch_sampler.set_epoch(3)
+    assert {batch.epoch for batch in loader} == {3}
+    loader.close()
+
+
 TRAINING = {"is_training": True}
 
 

@@ -98,7 +98,7 @@ def create_loader(
         TypeError: timm has no such parameter either.
     """
     given = locals()
-    if unknown := sorted(schedule.keys() - _SCHEDULE_DEFAULTS):
+    if unknown := sorted(schedule.keys() - _SCHEDULE.split()):
         raise TypeError(f"create_loader() has no parameter {unknown[0]!r}")
     problems = list(_refused(given))
     size, channels = _size(input_size, len(mean))
@@ -143,7 +143,7 @@ def create_loader(
 
 
 class TimmLoader(LoaderAdapter):
-    """A `Loader` with the attributes of timm's: `mixup_enabled`, `sampler.set_epoch`, `dataset`.
+    """A `Loader` with the attributes of timm's: `mixup_enabled`, `sampler` and `batch_sampler`, `dataset`.
 
     Args:
         build: makes the loader with or without mixing.
@@ -153,7 +153,7 @@ class TimmLoader(LoaderAdapter):
     def __init__(self, build: Callable[[bool], Loader], *, mixes: bool) -> None:
         super().__init__(build(mixes))
         self._build, self._mixes, self._mixing, self._wanted = build, mixes, mixes, mixes
-        self.sampler = EpochSampler(self)
+        self.sampler = self.batch_sampler = EpochSampler(self)
 
     def __iter__(self) -> Iterator[Batch]:
         if self.loader.upcoming_position == 0:
@@ -207,17 +207,11 @@ class EpochSampler:
 
 # --- what cannot be honoured ------------------------------------------------------------------------------------------
 
-_SCHEDULE_DEFAULTS = {
-    "input_size_choices": None,
-    "batch_size_choices": None,
-    "batch_choice_weights": None,
-    "batch_schedule_epochs": None,
-    "num_batches": None,
-    "batch_choice_seed": 0,
-    "batch_choice_schedule": "constant",
-    "batch_schedule_spread": 0.65,
-    "batch_schedule_random_mix": 0.1,
-}
+_SCHEDULE = (
+    "input_size_choices batch_size_choices batch_choice_weights batch_choice_seed batch_choice_schedule "
+    "batch_schedule_epochs batch_schedule_spread batch_schedule_random_mix num_batches"
+)
+"""Of timm's batches of several sizes: only the first one turns them on."""
 
 
 def _problem(name: str, rule: str, value: object, action: str = "") -> Problem:
@@ -252,10 +246,9 @@ def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
     if evaluates and given["crop_mode"] != "squash" and height != width:
         rule = "must be a square where crop_mode is 'center'"
         yield _problem("input_size", rule, given["input_size"], "pass crop_mode='squash', or use timm's loader")
-    for name, value in given["schedule"].items():
-        if value != _SCHEDULE_DEFAULTS[name]:
-            rule = "is not offered: all batches have one size"
-            yield _problem(name, rule, value, "leave it out, or use timm's loader")
+    if sizes := given["schedule"].get("input_size_choices"):
+        rule = "is not offered: all batches have one size"
+        yield _problem("input_size_choices", rule, sizes, "leave it out, or use timm's loader")
 
 
 def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
