@@ -31,11 +31,11 @@ class Log:
     """Written by the script that trains."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lines = path, 0
+        self.path, self._lines = path, 0
         self._kill_at = int(os.environ.get("KILL_AT", "0"))
 
     def write(self, **line: Any) -> None:
-        with self._path.open("a") as file:
+        with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._lines += 1
 

@@ -13,10 +13,13 @@ import pytest
 from tests.datasets import make_photos
 
 ROOT = Path(__file__).parents[2]
-PAGES = [(ROOT / f"docs/{name}.md").read_text() for name in ("trainers", "metrics", "from_timm")]
+PAGES = [
+    (ROOT / f"docs/{name}.md").read_text() for name in ("trainers", "metrics", "from_timm", "transformers_trainer")
+]
 [FILE] = re.findall(r"```yaml\n(.*?)```", PAGES[0], flags=re.DOTALL)
 EXAMPLES = re.findall(r"^## (\S+).*?$|```python\n(.*?)```", "\n".join(PAGES), flags=re.DOTALL | re.MULTILINE)
 NEEDED = {"Lightning": "lightning", "Accelerate": "accelerate", "create_loader": "timm", "torchdata": "torchdata"}
+NEEDED |= {"transformers": "transformers"}
 
 
 def examples() -> list[tuple[str, str]]:
