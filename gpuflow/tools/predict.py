@@ -371,8 +371,7 @@ class Evaluation:
         found = self.as_dict()
         lines = [f"{found['samples']:,} samples of {len(self.classes)} classes, without {found['bad']:,} bad ones"]
         if self.ranked:
-            return f"{lines[0]}
-map  {found['map']:.4f}"
+            return f"{lines[0]}\nmap  {found['map']:.4f}"
         recall = self.shares[0]
         lines += [
             f"top-1  {found['top_1']:.4f}",
