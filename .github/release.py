@@ -34,7 +34,7 @@ def project_with_addresses(project: str, tag: str, address: str) -> str:
         raise ValueError(f"the tag must be v{version}, for the version of pyproject.toml, got {tag}")
     urls = {
         "Source": address,
-        "Documentation": f"{address}/blob/{tag}/docs/quickstart.md",
+        "Documentation": f"{address}/blob/{tag}/docs/tutorial.md",
         "Changelog": f"{address}/blob/{tag}/CHANGELOG.md",
         "Issues": f"{address}/issues",
     }
