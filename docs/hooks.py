@@ -10,11 +10,13 @@ under its path in the repository, and rewrites the link. A Markdown file that is
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -22,7 +24,7 @@ from mkdocs.exceptions import BuildError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-__all__ = ["commands", "names", "on_files", "on_page_markdown", "on_post_page", "yaml_keys"]
+__all__ = ["commands", "names", "on_files", "on_page_markdown", "on_post_page", "stage_pictures", "yaml_keys"]
 
 ROOT = Path(__file__).parents[1]
 DOCS = "docs"
@@ -38,7 +40,10 @@ _LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\s(?:src|href)=["']?(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the repository's root, and every file that a page links to, those of linked pages included."""
+    """Add the pages of the repository's root, the pictures of the stages, and every file that a page links to, those of
+    linked pages included."""
+    for stage, path in stage_pictures().items():
+        files.append(File.generated(config, path, content=pictures_module().picture(stage)))
     for name in ROOT_PAGES:
         files.append(_repository_file(name, config, InclusionLevel.INCLUDED))
     waiting = [file for file in files if file.src_uri.endswith(".md")]
@@ -151,23 +156,59 @@ def commands() -> str:
     return "\n\n".join(sections)
 
 
+def pictures_module() -> ModuleType:
+    """Return stage_pictures.py, which no package holds."""
+    spec = importlib.util.spec_from_file_location("stage_pictures", ROOT / DOCS / "stage_pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stage_pictures() -> dict[str, str]:
+    """Return the path in the site of each stage's picture, by the stages that have one."""
+    from gpuflow.stages import STAGES
+
+    without = pictures_module().WITHOUT
+    return {stage: f"pictures/stages/{stage}.jpg" for stage in STAGES if stage not in without}
+
+
 Schema = dict[str, Any]
+_OWN_SECTIONS = ("train", "serve", "run")
+"""Blocks that the page shows in sections of their own."""
 _STAGE = "stage."
 """Stages are definitions of the schema: `stage.resize`."""
 
 
-def yaml_keys() -> str:
-    """A table of keys for each block of the YAML file, then one of parameters for each stage."""
+def yaml_keys(section: str = "") -> str:
+    """A table of keys for a block of the YAML file and each block within it; without a name, for the blocks without a
+    section of their own, then one of parameters for each stage, with its picture."""
     from gpuflow.config.schema import json_schema
     from gpuflow.stages import STAGES
 
     schema = json_schema(STAGES)
-    blocks = list(_blocks(schema, schema, ""))
-    blocks += [(f"- {n.removeprefix(_STAGE)}", part) for n, part in schema["$defs"].items() if n.startswith(_STAGE)]
-    return "\n\n".join(
-        f"### `{place}`\n\n{_paragraphs(block.get('description', ''))}\n\n{_keys(schema, block)}"
-        for place, block in blocks
-    )
+    places = (section,) if section else tuple(name for name in schema["properties"] if name not in _OWN_SECTIONS)
+    blocks = [(place, block) for place, block in _blocks(schema, schema, "") if place.split(".")[0] in places]
+    parts = list(
+        dict.fromkeys(_section(schema, place, block) for place, block in blocks)
+    )  # kinds of sources share some
+    if not section:
+        pictures = stage_pictures()
+        for name in STAGES:
+            picture = _picture(name, pictures[name]) if name in pictures else ""
+            parts.append(_section(schema, f"- {name}", schema["$defs"][f"{_STAGE}{name}"], picture))
+    return "\n\n".join(parts)
+
+
+def _section(document: Schema, place: str, block: Schema, picture: str = "") -> str:
+    described = _paragraphs(block.get("description", ""))
+    return "\n\n".join(part for part in (f"### `{place}`", described, picture, _keys(document, block)) if part)
+
+
+def _picture(stage: str, path: str) -> str:
+    """A stage's picture, and below it what its squares show."""
+    shown = ["the photograph", *pictures_module().captions(stage)]
+    return f"![{stage}: {'; '.join(shown)}](../{path})\n\n{_text(' | '.join(shown))}"
 
 
 def _blocks(document: Schema, block: Schema, place: str) -> Iterator[tuple[str, Schema]]:
@@ -206,7 +247,8 @@ def _types(document: Schema, value: Schema) -> str:
 def _alternatives(document: Schema, value: Schema) -> list[Schema]:
     """What a value may be, null left out."""
     value = _resolved(document, value)
-    parts = [_resolved(document, part) for part in value.get("anyOf") or value.get("oneOf") or [value]]
+    several = [] if "properties" in value else value.get("anyOf") or value.get("oneOf")  # those of a block are rules
+    parts = [_resolved(document, part) for part in several or [value]]
     return [part for part in parts if part.get("type") != "null"]
 
 
@@ -235,7 +277,10 @@ def _type(document: Schema, value: Schema) -> str:
 
 def _default(value: Schema) -> str:
     default = value.get("default")
-    return "" if default is None or isinstance(default, dict) else _code(json.dumps(default).strip('"'))
+    if isinstance(default, dict):  # a block: the keys that it sets
+        given = {key: each for key, each in default.items() if each is not None}
+        return _code(json.dumps(given).replace('"', "")) if given else ""
+    return "" if default is None else _code(json.dumps(default).strip('"'))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

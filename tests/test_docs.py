@@ -427,7 +427,7 @@ def test_the_reference_names_every_command_key_and_name() -> None:
         ]
     assert re.findall(r"^### gpuflow (\S+)$", module.commands(), flags=re.MULTILINE) == list(command_line())
     keys = module.yaml_keys()
-    run = keys.split("### `run`")[1].split("\n### ")[0]
+    run = module.yaml_keys("run")
     assert set(re.findall(r"^\| `([a-z_]+)` \|", run, flags=re.MULTILINE)) == set(RunSpec.model_fields)
     for name in STAGES:
         assert f"### `- {name}`\n" in keys
