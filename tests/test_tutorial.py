@@ -16,12 +16,12 @@ from tests.pages import Block, blocks_of, environment_of, run_blocks
 
 BLOCKS = blocks_of("tutorial.md")
 MEASURED = (
+    (r"127\.0\.0\.1:\d+", "ADDRESS"),
     (r"^\w+ 0\.\d\d$", "PREDICTION"),
     (r'"label":"\w+","index":\d+', "PREDICTION"),
     (r"\d+\.\d+(e-?\d+)?", "NUMBER"),
     (r"\d+ images/s", "RATE"),
     (r"\b[0-9a-f]{16}\b", "HASH"),
-    (r"127\.0\.0\.1:\d+", "ADDRESS"),
     (r"  (recall|precision) .*", "CLASS"),
 )
 """What another machine, or another version of a library, may print in another way."""
@@ -69,8 +69,8 @@ def test_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:
         for block, expected in shown():
             if block.text.startswith("gpuflow serve"):
                 command = [*block.text.split(), "--port", str(port)]
-                log = (tmp_path / "serve.log").open("w")
-                server = subprocess.Popen(command, cwd=tmp_path, env=environment_of({}), stdout=log, stderr=log)
+                with (tmp_path / "serve.log").open("w") as log:
+                    server = subprocess.Popen(command, cwd=tmp_path, env=environment_of({}), stdout=log, stderr=log)
                 wait_until_ready(port, server)
                 require_lines(expected, (tmp_path / "serve.log").read_text())
             else:
