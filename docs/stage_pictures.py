@@ -19,18 +19,24 @@ import torch
 from PIL import Image
 
 from gpuflow.pipeline.program import Program, fold, trace
-from gpuflow.pipeline.stage import Keys, Mixing, Pipeline
-from gpuflow.stages import STAGES, CenterCrop, Decode
+from gpuflow.pipeline.stage import Keys, Mixing, Pipeline, Stage
+from gpuflow.stages import STAGES, CenterCrop, Decode, Resize
 
 __all__ = ["LARGEST_BYTES", "WITHOUT", "captions", "picture"]
 
-WITHOUT = {"decode": "it reads files", "normalize": "its numbers are no colours"}
+WITHOUT = {
+    "decode": "it reads files",
+    "iou_crop": "it needs the boxes of a sample",
+    "normalize": "its numbers are no colours",
+}
 """The stages without a picture, and why."""
 LARGEST_BYTES = 15_000
 
 _SIDE, _GAP, _QUALITY = 96, 4, 70
 _MORE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "cover_resize": {f"scale {n}": {"size": _SIDE, "scale": (n, n), "probability": 1.0} for n in (1.0, 0.7, 0.4)},
+    "scale_jitter": {f"scale {n}": {"size": _SIDE, "scale": (n, n)} for n in (0.4, 1.0, 1.6)},
+    "zoom_out": {f"scale {n}": {"scale": (n, n), "fill": 114, "probability": 1.0} for n in (1.2, 2.0, 3.0)},
     "torchvision": {
         "ElasticTransform": {"name": "ElasticTransform", "parameters": (("alpha", 120.0),)},
         "RandomChannelPermutation": {"name": "RandomChannelPermutation"},
@@ -88,7 +94,9 @@ def picture(stage: str) -> bytes:
 
 
 def _program(stage: str, parameters: Mapping[str, Any]) -> Program:
-    """Return the stage alone on decoded pixels; cover_resize gives images of any size, which a crop makes equal."""
-    after = (CenterCrop(size=_SIDE),) if stage == "cover_resize" else ()
+    """Return the stage alone on decoded pixels, and what makes images of one size where it gives images of any."""
+    equal: dict[str, Stage] = {"cover_resize": CenterCrop(size=_SIDE), "scale_jitter": CenterCrop(size=_SIDE)}
+    equal |= {"zoom_out": Resize(height=_SIDE, width=_SIDE)}
+    after = (equal[stage],) if stage in equal else ()
     pipeline = Pipeline("pictures", (Decode(), CenterCrop(size=_SIDE), STAGES[stage](**parameters), *after))
     return fold(pipeline, trace(pipeline))

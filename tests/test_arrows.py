@@ -61,12 +61,13 @@ def test_one_file_reads_yaml() -> None:
     assert importers([*ENGINE, *STAGE_FILES, *PLOTS], "yaml") == {"gpuflow/config/yaml_file.py"}
 
 
-def test_one_package_declares_keys_with_pydantic() -> None:
-    """FastAPI checks the parameters of a request by pydantic, too."""
+def test_documents_are_checked_with_pydantic_where_they_are_read() -> None:
+    """Those of users, of other libraries and of a service's callers."""
     files = importers([*ENGINE, *STAGE_FILES, *PLOTS], "pydantic")
     names = "models", "reader", "schema", "words"
-    assert files == {f"gpuflow/config/{name}.py" for name in names} | {
-        f"gpuflow/serve/http/{name}.py" for name in ("app", "open_inference")
+    importers_of = {f"gpuflow/migration/{name}.py" for name in ("from_huggingface", "from_timm", "imported")}
+    assert files == {f"gpuflow/config/{name}.py" for name in names} | importers_of | {
+        "gpuflow/serve/http/open_inference.py"
     }
 
 

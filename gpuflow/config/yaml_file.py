@@ -1,4 +1,4 @@
-"""YAML text to data with line numbers, loaded safely: no tag can run anything. The only file that imports yaml.
+"""YAML text to data with line numbers, loaded safely, so no tag can run anything; and back. Nothing else imports yaml.
 
 Overrides such as `run.threads=8` or `pipelines.train.stages.resize.shorter=160` change the data. An override changes a
 value everywhere that YAML's anchors share it, so that val and serve stay equal. `preprocess` only holds shared lists:
@@ -7,6 +7,8 @@ an override there that changes no pipeline is an error.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -117,6 +119,18 @@ def parse_value(text: str) -> Any:
         raise ConfigError([Problem.of((), rule, code="config.yaml")]) from cause
     except RecursionError:
         raise ConfigError([Problem.of((), f"the value {_CYCLE}", code="config.yaml")]) from None
+
+
+def in_one_line(value: Any) -> str:
+    """Return a value on one line of YAML.
+
+    Examples:
+        >>> in_one_line({"size": [224, 224], "mean": "imagenet"})
+        '{size: [224, 224], mean: imagenet}'
+    """
+    plain = json.loads(json.dumps(value))  # without lists that two keys share, which YAML would name
+    text: str = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from gpuflow.config import Config, read_config
+from gpuflow.config.yaml_file import in_one_line
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.migration.from_albumentations import read_albumentations
 from gpuflow.migration.from_huggingface import processor_document, read_huggingface
@@ -215,7 +213,7 @@ def _body(found: Sequence[Imported]) -> Iterator[str]:
         yield from _preset(one, "  ")
         yield "  stages: *eval"
         if one.model is not None:
-            yield f"  model: {_flow(one.model)}"
+            yield f"  model: {in_one_line(one.model)}"
 
 
 def _preset(one: Imported, indent: str) -> Iterator[str]:
@@ -226,15 +224,8 @@ def _preset(one: Imported, indent: str) -> Iterator[str]:
 
 def _entries(entries: Sequence[Entry], indent: str) -> Iterator[str]:
     for entry in entries:
-        line = f"{indent}- {entry.stage}{f': {_flow(entry.parameters)}' if entry.parameters else ''}"
+        line = f"{indent}- {entry.stage}{f': {in_one_line(entry.parameters)}' if entry.parameters else ''}"
         yield f"{line:{_COLUMN}}  # {entry.comment}" if entry.comment else line
-
-
-def _flow(value: Any) -> str:
-    """Return a value on one line of YAML."""
-    plain = json.loads(json.dumps(value))  # without lists that two keys share, which YAML would name
-    text: str = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
 
 
 # --- other libraries' transforms, to compare with: `gpuflow parity --against SOURCE` ----------------------------------
