@@ -260,7 +260,7 @@ def main(path: str, out: str, device: str, max_steps: str) -> None:
         "early": notes.early,
         "weights": digest(trainer.model),
         "finite": all(map(math.isfinite, notes.losses)),
-        "results": [(name, epoch, r.loss, r.accuracy, r.images_per_s) for name, epoch, r in notes.results],
+        "results": [(name, epoch, r.loss, r.measures["accuracy"], r.images_per_s) for name, epoch, r in notes.results],
     }
     (Path(out) / f"{ranks.rank}.json").write_text(json.dumps(report))
 

@@ -123,15 +123,11 @@ def mean_average_precision(scores: Array, labels: Array) -> float:
     """Return the mean of the average precisions of the classes that samples have; NaN if there are none.
 
     The average precision of a class is a mean over the samples that have it: of all samples with at least this sample's
-    score, the share that has the class.
+    score, the share that has the class. scores, such as logits, and labels, 0 or 1: [N, classes].
 
     Examples:
         >>> round(mean_average_precision(np.array([[0.9], [0.8], [0.1]]), np.array([[1], [0], [1]])), 3)
         0.833
-
-    Args:
-        scores: [N, classes], such as logits.
-        labels: [N, classes], 1 for each class of a sample, else 0.
     """
     precisions = []
     for score, label in zip(scores.T, labels.T, strict=True):

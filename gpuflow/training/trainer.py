@@ -62,11 +62,6 @@ class PassResult:
     steps: range
     steps_in_pass: int
 
-    @property
-    def accuracy(self) -> float:
-        """Return the share of correct predictions, where samples have one class."""
-        return self.measures["accuracy"]
-
 
 class TrainerEvents:
     """Receives the events of a running trainer. These methods do nothing; the command line shows a progress bar."""
@@ -267,9 +262,8 @@ class Trainer:
         events.end_pass("train", self.epoch, result)
         self._epoch_sums = None if whole or first else totals.of_all_ranks(group)
         if whole:
-            rate = self._optimizer.param_groups[0]["lr"]
-            about = {"epoch": self.epoch + 1, "step": self.step, "lr": rate, "images_per_s": result.images_per_s}
-            self._unvalidated = {**about, **_columns("train", result)}
+            about = {"epoch": self.epoch + 1, "step": self.step, "lr": self._optimizer.param_groups[0]["lr"]}
+            self._unvalidated = {**about, "images_per_s": result.images_per_s, **_columns("train", result)}
         return whole
 
     def _must_end(self) -> bool:
@@ -305,10 +299,9 @@ class Trainer:
     def _recompute_statistics(self) -> None:
         """Set BatchNorm's statistics to those of the present weights, over a few batches of training.
 
-        Those that it keeps while it trains are averages over the last steps. Early in a run the weights change faster,
-        and validation and serving with such averages would give losses far above that of guessing. The batches are the
-        first ones of the epoch that has ended: a resumed run takes the same ones, and each of them was read before. The
-        loader is then set back. The moving average gets statistics of its own weights.
+        Those of training are averages over the last steps, in which weights change: early in a run, validation with
+        them would give losses far above that of guessing. The batches are the first ones of the epoch that has ended,
+        which a resumed run takes, too. The moving average gets statistics of its own weights.
         """
         models = [model for model in (self.model, self._average) if model is not None]
         layers = [layer for model in models for layer in model.modules()]
@@ -377,9 +370,8 @@ class Trainer:
         model = self.model if self._average is None else self._average
         group.share(model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
         model.eval()
-        totals, done = _PassTotals(self.device, self._ranks, self._objective), 0
+        totals, done, ranked = _PassTotals(self.device, self._ranks, self._objective), 0, list[Any]()
         counts = torch.zeros((3, self._objective.outputs), dtype=torch.int64, device=self.device)
-        ranked = list[Any]()
         events.begin_pass("val", self.epoch, len(self.val_loader))
         self.val_loader.set_epoch(self.epoch)  # so that a resumed run draws the same
         for batch in self.val_loader:
@@ -463,10 +455,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write `last.pt`, whole or not at all: weights, moving average, optimizer, the loader's state, the
-        preprocessing's hash, and the results so far.
-
-        Raises:
-            ConfigError: `train.out` cannot be written.
+        preprocessing's hash, and the results so far. Raises ConfigError if `train.out` cannot be written.
         """
         with self._locating():
             save_checkpoint(
@@ -660,10 +649,8 @@ def _columns(name: str, result: PassResult) -> dict[str, float]:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return what differs once another file has taken this path; None if no file is there."""
-    if not path.is_file():
-        return None
-    stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns
+    stat = path.stat() if path.is_file() else None
+    return None if stat is None else (stat.st_ino, stat.st_mtime_ns)
 
 
 def _refuse_untrainable(config: Config) -> None:

@@ -52,7 +52,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_classification_trains_and_validates(run: Any, photos: Path) -> None:
     passes = run.train(photos, **SMALL, device="cpu")
     assert [(name, epoch) for name, epoch, _ in passes] == [("train", 0), ("val", 0)]
-    assert all(math.isfinite(result.loss) and 0 <= result.accuracy <= 1 for _, _, result in passes)
+    assert all(math.isfinite(result.loss) and 0 <= result.measures["accuracy"] <= 1 for _, _, result in passes)
 
 
 def test_a_resumed_epoch_of_classification_equals_an_uninterrupted_one(run: Any, photos: Path, tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ class Record(TrainerEvents):
 
     def means(self) -> list[tuple[str, int, float, float, range, int]]:
         """The results of all passes, without their rates."""
-        return [(name, epoch, r.loss, r.accuracy, r.steps, r.steps_in_pass) for name, epoch, r in self.results]
+        return [
+            (name, epoch, r.loss, r.measures["accuracy"], r.steps, r.steps_in_pass) for name, epoch, r in self.results
+        ]
 
 
 def test_a_run_trains_validates_and_saves(config_file: Path) -> None:
@@ -98,7 +100,7 @@ def test_a_run_trains_validates_and_saves(config_file: Path) -> None:
     assert record.steps == 12
     assert (trainer.step, trainer.epoch) == (STEPS, 1)
     assert result == record.results[-1][2]
-    assert all(0 <= r.accuracy <= 1 and r.loss > 0 and r.images_per_s > 0 for _, _, r in record.results)
+    assert all(0 <= r.measures["accuracy"] <= 1 and r.loss > 0 and r.images_per_s > 0 for _, _, r in record.results)
     assert not same(before, weights(trainer))
     state: dict[str, Any] = torch.load(trainer.checkpoint, weights_only=True)
     assert (state["version"], state["arch"], state["step"]) == (1, "squeezenet1_1", STEPS)
@@ -267,7 +269,7 @@ def test_sums_stay_on_the_device_and_are_read_now_and_then() -> None:
     add([3.0], 1, 0)
     assert totals.so_far()[0] == 1.5
     result = totals.result(Group(Ranks(), torch.device("cpu")), range(3), 3)
-    assert (result.loss, result.accuracy) == (1.5, 2 / 6)
+    assert (result.loss, result.measures["accuracy"]) == (1.5, 2 / 6)
 
 
 def test_an_unknown_model_is_located(config_file: Path) -> None:
@@ -443,14 +445,16 @@ def test_the_loss_is_the_cross_entropy_with_mixed_labels(mixing_file: Path) -> N
     ((name, _, result),) = record.results
     assert name == "train"
     assert result.loss == pytest.approx(expected.item(), rel=1e-4)
-    assert result.accuracy == correct.item()
+    assert result.measures["accuracy"] == correct.item()
 
 
 def test_a_run_that_mixes_validates_with_classes_and_goes_on_exactly(mixing_file: Path) -> None:
     whole, record = Trainer(read(mixing_file), device="cpu"), Record()
     result = whole.run(record)
     assert [name for name, _, _ in record.results] == ["train", "val"] * 2
-    assert result is not None and result.accuracy * 12 == pytest.approx(round(result.accuracy * 12))
+    assert result is not None
+    right = 12 * result.measures["accuracy"]
+    assert right == pytest.approx(round(right))
     killed = Trainer(read(mixing_file, "train.save_every={steps: 1}"), device="cpu", force=True)
     with pytest.raises(Killed):
         killed.run(KillAt(3))

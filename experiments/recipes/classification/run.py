@@ -32,7 +32,7 @@ class Passes(TrainerEvents):
         self.results: list[tuple[str, int, PassResult]] = []
 
     def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
-        print(f"epoch {epoch} {name:5} loss {result.loss:.3f}  accuracy {result.accuracy:.3f}")
+        print(f"epoch {epoch} {name:5} loss {result.loss:.3f}  accuracy {result.measures['accuracy']:.3f}")
         self.results.append((name, epoch, result))
 
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, epoch, result in passes:
         of_pass = f"{workload}, epoch {epoch}"
         rows.append(row("gpuflow", of_pass, f"{name}_loss", [result.loss], "nats"))
-        rows.append(row("gpuflow", of_pass, f"{name}_accuracy", [result.accuracy], "share"))
+        rows.append(row("gpuflow", of_pass, f"{name}_accuracy", [result.measures["accuracy"]], "share"))
     of_run = f"{workload}, {epochs} epochs"
     rows.append(row("gpuflow", of_run, "seconds", [seconds], "s"))
     rows.append(row("gpuflow", of_run, "processor_seconds", [processor_seconds], "s"))
