@@ -147,7 +147,7 @@ def black_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
     height, width, channels = image.shape
     assert height is not None and width is not None
     images = torch.zeros((count, channels, height, width), dtype=getattr(torch, image.dtype), device=device)
-    return images if image.layout == "nchw" else images.contiguous(memory_format=torch.channels_last)
+    return images if image.layout == "nchw" else images.to(memory_format=torch.channels_last)
 
 
 def noise_images(count: int, image: ImageSpec, device: torch.device) -> torch.Tensor:
