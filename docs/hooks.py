@@ -202,7 +202,9 @@ def yaml_keys(section: str = "") -> str:
 
 def _section(document: Schema, place: str, block: Schema, picture: str = "") -> str:
     described = _paragraphs(block.get("description", ""))
-    return "\n\n".join(part for part in (f"### `{place}`", described, picture, _keys(document, block)) if part)
+    kind = ", ".join(block.get("required", ())) if place == "source" else ""
+    heading = f"### `{place}: {{{kind}: ...}}`" if kind else f"### `{place}`"
+    return "\n\n".join(part for part in (heading, described, picture, _keys(document, block)) if part)
 
 
 def _picture(stage: str, path: str) -> str:
