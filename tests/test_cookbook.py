@@ -65,7 +65,7 @@ def predictions(folder: Path, printed: str) -> None:
 
 
 def confusion(folder: Path, printed: str) -> None:
-    rows = list(csv.reader((folder / "runs/evaluate/confusion.csv").open(newline="")))
+    rows = list(csv.reader((folder / "runs/evaluate/confusion.csv").read_text().splitlines()))
     assert [row[0].partition(" ")[2] for row in rows[1:]] == list(CLASSES)
     assert sum(int(number) for row in rows[1:] for number in row[1:]) == int(
         printed.split(" samples of")[0].split()[-1]

@@ -332,7 +332,7 @@ def test_a_file_that_changes_while_it_is_read(form: str, root: Path, tmp_path: P
     ("label", "expected"),
     [
         ([0, 1, -1], r"x\.parquet\[2\]: label must be one of the 3 classes, 0\.\.2, got -1; correct it, or declare"),
-        ([0, None, 1], r"x\.parquet\[1\]: label must be a class, got null; correct it or remove the row"),
+        ([0, None, 1], r"x\.parquet\[1\]: label must be an integer or a class name, got null; correct it"),
     ],
 )
 def test_a_label_that_is_none(label: list[int | None], expected: str, tmp_path: Path) -> None:
