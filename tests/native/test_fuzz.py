@@ -9,6 +9,7 @@ import pytest
 from tests.native.fuzz import MEMORY, Fuzz, FuzzError, build, pillow_library
 
 
+@pytest.mark.slow  # .ci/run has half a minute of new cases
 def test_no_random_case_reads_or_writes_outside_of_its_memory(tmp_path: Path) -> None:
     """Also, results have the same bits on processors without AVX2, and on 8 threads."""
     try:
