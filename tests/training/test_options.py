@@ -6,7 +6,6 @@ import csv
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, StateError
 from gpuflow.stages import STAGES
 from gpuflow.training.objective import Objective, mean_average_precision
 from gpuflow.training.trainer import Trainer, TrainerEvents
-from tests.datasets import make_photos, one_torch_thread, write_config
+from tests.datasets import write_config
 from tests.texts import outline
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
 """Two epochs of three steps, and of three in validation."""
 LABELS: dict[str, list[Any]] = {
@@ -36,19 +36,6 @@ LABELS: dict[str, list[Any]] = {
     "number": [0.5, 1.5, 3.0] * 4,
     "vector": [[0.5, 1.0], [1.5, 2.0], [3.0, 0.0]] * 4,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread(seconds=300):
-        yield
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("options") / "photos"
-    make_photos(root, classes=3, each=4)
-    return root
 
 
 @pytest.fixture

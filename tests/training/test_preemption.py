@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from gpuflow.config import read_config
 from gpuflow.stages import STAGES
 from gpuflow.tools.audit import EpochAudit, audit, read_lines
 from gpuflow.training.trainer import Trainer, TrainerEvents
-from tests.datasets import make_photos, one_torch_thread, write_config
+from tests.datasets import make_photos, write_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
 """Of an epoch, of two. A step has 8 samples, on any number of ranks."""
 PAUSED = """
@@ -40,12 +40,6 @@ setattr(Preemption, {method!r}, paused)
 """
 """Lets one rank wait in a call of a method, in the signal's block, until the file `begun` is removed."""
 REQUESTED, ENTER = "requested", "__enter__"
-
-
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    with one_torch_thread(seconds=300):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 import math
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,12 @@ from gpuflow.sources import Subset
 from gpuflow.stages import STAGES
 from gpuflow.training.objective import Objective
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents, _PassTotals
-from tests.datasets import make_photos, nothing_left_behind, one_torch_thread, write_config
+from tests.datasets import make_photos, nothing_left_behind, write_config
 from tests.texts import outline
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
 """Two epochs of three steps."""
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread(seconds=300):
-        yield
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("trainer") / "photos"
-    make_photos(root, classes=3, each=4)
-    return root
 
 
 @pytest.fixture
