@@ -131,7 +131,7 @@ _HORIZON = 1e-6
 """The least third coordinate of a mapped point, so that one at a projective map's horizon goes far outside."""
 
 
-def map_boxes(matrix: Matrices, boxes: Floats) -> Floats:
+def boxes_around(matrix: Matrices, boxes: Floats) -> Floats:
     """Map each box of [M, 4], x1, y1, x2, y2, by one matrix of [M, 3, 3]. Return the boxes around the results."""
     mapped = map_points(matrix, boxes[:, [[0, 1], [2, 1], [2, 3], [0, 3]]], is_shape=True)
     around: Floats = np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)

@@ -29,7 +29,7 @@ import numpy as np
 from gpuflow.arrays import Array, Bools, Floats, Ints
 from gpuflow.errors import BadSampleError, Code, ConfigError, Key, Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.moves import MIRRORS, forward, map_boxes
+from gpuflow.pipeline.moves import MIRRORS, boxes_around, forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,20 +293,19 @@ def keys_at(
 
     before: the moves that these images have had. sizes: their heights and widths [N] before the first move.
     """
-    stage_keys = keys.stage(stage.key_name, occurrence)
-    found = dict(stage_keys.values)
+    stage_keys, moved = keys.stage(stage.key_name, occurrence), dict[s.RecordValue, Any]()
     for value in stage.record_values.values():
         if value.form != "boxes":
             continue
-        (height, width), boxes = sizes, found[value]
+        (height, width), boxes = sizes, stage_keys.values[value]
         for move in before:
             matrix, height, width = forward(move, height, width)
             each = np.repeat(matrix, boxes.shape[1], axis=0)
-            boxes = map_boxes(each, boxes.reshape(-1, 4)).reshape(boxes.shape)
+            boxes = boxes_around(each, boxes.reshape(-1, 4)).reshape(boxes.shape)
             limits = np.stack([width, height, width, height], axis=1)[:, None]
             boxes = np.clip(boxes, 0, limits)
-        found[value] = boxes
-    return replace(stage_keys, values=found) if before and stage.record_values else stage_keys
+        moved[value] = boxes
+    return replace(stage_keys, values={**stage_keys.values, **moved}) if moved else stage_keys
 
 
 class _Builder:

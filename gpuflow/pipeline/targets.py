@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.errors import Key, Problem
-from gpuflow.pipeline import moves as m
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward, map_points
+from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, boxes_around, forward, map_points
 from gpuflow.pipeline.program import Program, ResamplingStep, WarpStep, keys_at
 from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
 
@@ -251,7 +250,7 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: Ints, rules: Ta
     now, visible = boxes.values.astype(np.float64), np.ones(len(sample))
     height, width = sizes[:, 0], sizes[:, 1]
     for placed in moves:
-        now = m.map_boxes(placed.matrix[sample], now)
+        now = boxes_around(placed.matrix[sample], now)
         height, width = placed.after
         centre, size = (now[:, :2] + now[:, 2:]) / 2, np.stack([width, height], axis=1)[sample]
         now[placed.centers[sample] & ~((centre > 0) & (centre < size)).all(axis=1)] = 0
