@@ -36,7 +36,7 @@ ARMS = {"without Ray": 0, "one node": 1, "two nodes": 2}
 """Arms by name, with their number of nodes of Ray."""
 MODEL_ALONE = "model alone"
 BATCH, BATCHES = 32, 20
-"""The size of the batches of photos.yaml, and how many the model alone is measured with."""
+"""Size and number of the batches with which the model alone is measured. photos.yaml has this size, too."""
 NAMES = 10
 """Hard links to each photograph, because making that many photographs would take longer than predicting them."""
 SECONDS = 1800

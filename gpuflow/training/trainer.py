@@ -301,7 +301,7 @@ class Trainer:
 
         Those of training are averages over the last steps, in which weights change: early in a run, validation with
         them would give losses far above that of guessing. The batches are the first ones of the epoch that has ended,
-        which a resumed run takes, too. The moving average gets statistics of its own weights.
+        which a resumed run takes, too. The model of averaged weights gets its statistics in the same way.
         """
         models = [model for model in (self.model, self._average) if model is not None]
         layers = [layer for model in models for layer in model.modules()]

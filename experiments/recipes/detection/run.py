@@ -67,7 +67,7 @@ def mean(values: list[float]) -> float:
 
 
 def overrides(folder: Path, size: int, batch: int) -> list[str]:
-    """What the recipe changes in the file: where the samples are, and smaller images."""
+    """Return the overrides that name the samples and make the images smaller."""
     return [
         f"source.coco={folder / 'instances.json'}",
         f"source.images={folder / 'images'}",
@@ -79,14 +79,14 @@ def overrides(folder: Path, size: int, batch: int) -> list[str]:
 
 
 def train(folder: Path, steps: int, size: int, batch: int, device: str) -> list[float]:
-    """The loss of each step."""
+    """Train as `trained`, and return the loss of each step."""
     return trained(folder, steps, size, batch, device)[1]
 
 
 def trained(
     folder: Path, steps: int, size: int, batch: int, device: str, pipeline: str = "train"
 ) -> tuple[Any, list[float]]:
-    """The model, and the loss of each step."""
+    """Return the trained model, and the loss of each step."""
     torch.manual_seed(0)
     losses: list[float] = []
     with gpuflow.load(CONFIG, pipeline, device=device, overrides=overrides(folder, size, batch)) as loader:
@@ -108,7 +108,7 @@ def trained(
 
 
 def detector(classes: int, size: int) -> Any:
-    """Mask R-CNN with a small backbone and small heads for images of this size; class 0 is the background."""
+    """Return a Mask R-CNN with a small backbone and small heads for images of this size. Class 0 is the background."""
     from torchvision.models.detection import MaskRCNN
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
@@ -148,7 +148,7 @@ def _block(inside: int, outside: int, stride: int) -> torch.nn.Sequential:
 
 @torch.inference_mode()
 def evaluate(model: Any, folder: Path, size: int, batch: int, device: str) -> dict[str, float]:
-    """COCO's average precision on the samples of a folder, in the images that the model gets."""
+    """Return COCO's average precision on the samples of a folder, in the images that the model gets."""
     model.eval()
     wanted: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
@@ -162,7 +162,7 @@ def evaluate(model: Any, folder: Path, size: int, batch: int, device: str) -> di
 
 
 def objects_of(number: int, boxes: Any, labels: Any, masks: Any, scores: Any = None) -> list[dict[str, Any]]:
-    """The objects of an image in COCO's form. masks: [M, H, W] or [M, 1, H, W] of 0 to 1."""
+    """Return the objects of an image in COCO's form. masks: [M, H, W] or [M, 1, H, W] of 0 to 1."""
     from pycocotools import mask as coco_masks
 
     made = []
@@ -181,7 +181,7 @@ def objects_of(number: int, boxes: Any, labels: Any, masks: Any, scores: Any = N
 
 
 def average_precision(wanted: list[dict[str, Any]], found: list[dict[str, Any]], size: int) -> dict[str, float]:
-    """AP at IoU 0.5 to 0.95, and at 0.5, of boxes and of masks in square images of this size."""
+    """Return the AP at IoU 0.5 to 0.95, and at 0.5, of boxes and of masks in square images of this size."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -210,7 +210,7 @@ def average_precision(wanted: list[dict[str, Any]], found: list[dict[str, Any]],
 
 
 def make_samples(folder: Path, count: int, seed: int = 0) -> None:
-    """Images with one to three shapes each, and instances.json with their boxes and outlines."""
+    """Make images with one to three shapes each, and instances.json with their boxes and outlines."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -244,7 +244,7 @@ def make_samples(folder: Path, count: int, seed: int = 0) -> None:
 
 
 def _outline(label: int, rng: np.random.Generator, height: int, width: int) -> Any:
-    """A shape's outline, [P, 2] of x and y, inside the image."""
+    """Return a shape's outline, [P, 2] of x and y, inside the image."""
     corners = {0: 4, 1: 24, 2: 3}[label]
     radius = rng.uniform(18, 45)
     centre = np.array([rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)])

@@ -32,12 +32,12 @@ HERE = Path(__file__).parent
 CONFIG = HERE.parents[2] / "configs" / "keypoints.yaml"
 NAMES = ("head", "left_hand", "right_hand", "left_foot", "right_foot")
 LIMIT = 0.1
-"""The distance that counts as found, in longer sides of the box."""
+"""Largest distance of a keypoint that counts as found, divided by the longer side of the box."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """losses: of each step, in pixels. pcks: of each keypoint on the validation images."""
+    """Holds the loss of each step, in pixels, and the PCK of each keypoint on the validation images."""
 
     losses: list[float]
     pcks: list[float]
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def overrides(folder: Path, size: int, batch: int, *, pairs: bool = True) -> list[str]:
-    """What the recipe changes in the file: where the samples are, and smaller images."""
+    """Return the overrides that name the samples and make the images smaller."""
     return [
         f"source.coco={folder / 'instances.json'}",
         f"source.images={folder / 'images'}",
@@ -117,14 +117,14 @@ def train(folder: Path, steps: int, size: int, device: str, batch: int = 16, *, 
 
 
 def single(samples: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The images whose only figure is still there, its keypoints [N, K, 3] and its boxes [N, 4]."""
+    """Return the images whose only figure is still there, its keypoints [N, K, 3] and its boxes [N, 4]."""
     counts = samples["keypoints"].offsets.diff().to(samples.images.device)
     return samples.images[counts == 1], samples["keypoints"].values, samples["boxes"].values
 
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: Any) -> list[float]:
-    """The PCK of each keypoint over the validation images."""
+    """Return the PCK of each keypoint over the validation images."""
     model.eval()
     near, known = torch.zeros(len(NAMES)), torch.zeros(len(NAMES))
     for samples in loader:
@@ -137,14 +137,14 @@ def evaluate(model: nn.Module, loader: Any) -> list[float]:
 
 
 def correct(found: torch.Tensor, points: torch.Tensor, boxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which keypoints [N, K] are labelled, and which of these are near their place."""
+    """Return which keypoints [N, K] are labelled, and which of these are near their place."""
     longer = (boxes[:, 2:] - boxes[:, :2]).amax(dim=1, keepdim=True)
     seen = points[..., 2] > 0
     return seen, seen & ((found - points[..., :2]).norm(dim=2) < LIMIT * longer)
 
 
 class Network(nn.Module):
-    """A heat map for each keypoint, a quarter as large as the image; a place is the mean over its map."""
+    """Computes a heat map for each keypoint, a quarter as large as the image; a place is the mean over its map."""
 
     def __init__(self, keypoints: int, width: int = 16) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def _block(inside: int, outside: int, stride: int) -> nn.Sequential:
 
 
 def make_samples(folder: Path, count: int, seed: int = 0) -> None:
-    """Images with a figure each, and instances.json with its box and keypoints."""
+    """Make images with a figure each, and instances.json with its box and keypoints."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -203,7 +203,7 @@ def make_samples(folder: Path, count: int, seed: int = 0) -> None:
 
 
 def _figure(rng: np.random.Generator, height: int, width: int) -> Any:
-    """The keypoints of a figure in COCO's coordinates, [5, 2] of x and y."""
+    """Return the keypoints of a figure in COCO's coordinates, [5, 2] of x and y."""
     size = rng.uniform(0.3, 0.42) * min(height, width)
     middle = np.array([rng.uniform(1.1 * size, width - 1.1 * size), rng.uniform(1.15 * size, height - 1.15 * size)])
     arms, legs = np.radians(rng.uniform([-50, -50, 20, 20], [60, 60, 60, 60])).reshape(2, 2)

@@ -28,12 +28,12 @@ HERE = Path(__file__).parent
 CONFIG = HERE.parents[2] / "configs" / "segmentation.yaml"
 CLASSES = ("background", "rectangle", "triangle", "octagon")
 IGNORED = 255
-"""The level of padded pixels: `fill` of the mask in the configuration."""
+"""Level of padded pixels: `fill` of the mask in the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """losses: of each step. ious: of each class on the validation images."""
+    """Holds the loss of each step, and the IoU of each class on the validation images."""
 
     losses: list[float]
     ious: list[float]
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def overrides(folder: Path, size: int, batch: int) -> list[str]:
-    """What the recipe changes in the file: where the samples are, and smaller images."""
+    """Return the overrides that name the samples and make the images smaller."""
     return [
         f"source.listing={folder / 'listing.jsonl'}",
         f"pipelines.train.stages.scale_jitter.size={size}",
@@ -107,7 +107,7 @@ def train(folder: Path, steps: int, size: int, device: str, batch: int = 8) -> R
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: Any) -> list[float]:
-    """The IoU of each class over all pixels of the validation images, without padded ones."""
+    """Return the IoU of each class over all pixels of the validation images, without padded ones."""
     model.eval()
     counts = torch.zeros(len(CLASSES), len(CLASSES), dtype=torch.int64)
     for samples in loader:
@@ -117,7 +117,7 @@ def evaluate(model: nn.Module, loader: Any) -> list[float]:
 
 
 def confusion(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """How many pixels of each class, by row, got each class, by column."""
+    """Count the pixels of each class, by row, that got each class, by column."""
     known = wanted != IGNORED
     pairs = wanted[known] * len(CLASSES) + found[known]
     return torch.bincount(pairs, minlength=len(CLASSES) ** 2).reshape(len(CLASSES), -1)
@@ -130,7 +130,7 @@ def ious_of(counts: torch.Tensor) -> list[float]:
 
 
 class Network(nn.Module):
-    """An encoder of three levels, and a decoder that adds the finer ones: a small U-Net."""
+    """Computes logits by an encoder of three levels and a decoder that adds the finer ones: a small U-Net."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
