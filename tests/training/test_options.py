@@ -26,6 +26,7 @@ from gpuflow.training.objective import Objective, mean_average_precision
 from gpuflow.training.trainer import Trainer, TrainerEvents
 from tests.datasets import write_config
 from tests.texts import outline
+from tests.training.killing import KillAt, Killed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
@@ -62,22 +63,6 @@ def read(path: Path, *overrides: str) -> Config:
 
 def trainer_of(path: Path, *overrides: str, **options: Any) -> Trainer:
     return Trainer(read(path, *overrides), device="cpu", **options)
-
-
-class Killed(BaseException):
-    """Ends a run anywhere."""
-
-
-class KillAt(TrainerEvents):
-    """Ends a run within a step; those of validation count, too."""
-
-    def __init__(self, step: int) -> None:
-        self.left = step
-
-    def step(self, loss: float, images_per_s: float) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise Killed
 
 
 def table(path: Path) -> list[dict[str, str]]:

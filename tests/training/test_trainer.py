@@ -25,6 +25,7 @@ from gpuflow.training.objective import Objective
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents, _PassTotals
 from tests.datasets import make_photos, nothing_left_behind, write_config
 from tests.texts import outline
+from tests.training.killing import KillAt, Killed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6
@@ -364,22 +365,6 @@ def test_statistics_need_no_sample_that_the_epoch_has_not_read(photos: Path, con
 
 
 # --- saving within an epoch -------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """Stands for anything that ends a run in the middle of an epoch."""
-
-
-class KillAt(TrainerEvents):
-    """Ends the run within a step, before a checkpoint of that step."""
-
-    def __init__(self, step: int) -> None:
-        self.left = step
-
-    def step(self, loss: float, images_per_s: float) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise Killed
 
 
 @pytest.mark.parametrize(
