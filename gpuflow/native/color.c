@@ -43,6 +43,13 @@ static inline uint8_t to_level(float value) {
     return (uint8_t)(int)value;
 }
 
+/* A number whose products with levels are finite. Those of infinity and 0 are NaN, whose sign differs between processors,
+ * and the level with it. */
+static double bounded(double number) {
+    const double most = 1e30;
+    return number > -most ? (number < most ? number : most) : -most;
+}
+
 /* floorf of numbers from 0 on, which every processor can do on several at a time. */
 static inline float round_down(float value) { return (float)(int)value; }
 
@@ -373,7 +380,7 @@ static void multiply_gray(struct pending *pending, numbers row) {
 static void change_by_matrix(struct image *image, struct pending *pending, const int32_t *stop, const double *values) {
     float rows[12];
     for (int i = 0; i < 12; i++)
-        rows[i] = (float)(values[i] + (i % 4 == 3 ? 0.5 : 0.0)); /* a half, as levels are rounded down */
+        rows[i] = (float)(bounded(values[i]) + (i % 4 == 3 ? 0.5 : 0.0)); /* a half, as levels are rounded down */
     if (image->channels == 1)
         multiply_gray(pending, rows);
     else
@@ -446,7 +453,8 @@ static void run(struct image *image, const struct operations *operations, int64_
     clear(&pending);
     for (int64_t i = sample * operations->count; i < (sample + 1) * operations->count; i++)
         if (operations->codes[i] >= 0)
-            operate(image, &pending, stop, (enum operation)operations->codes[i], operations->factors[i], operations);
+            operate(image, &pending, stop, (enum operation)operations->codes[i], bounded(operations->factors[i]),
+                    operations);
     look_up_pending(image, &pending, stop);
 }
 
