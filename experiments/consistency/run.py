@@ -24,7 +24,7 @@ from images import PARTS, TASKS, make_images
 from models import MODELS, logits_of
 from ways import LEFT_OUT, TRAINING, files_of, missing, serving
 
-from gpuflow.tools.bench import append_log, commit, machine, read_log, versions, write_log, write_results
+from gpuflow.tools.bench import Log, commit, machine, versions, write_results
 
 HERE = Path(__file__).parent
 SHARES = {"all": 1.0, "5%": 0.05}
@@ -49,22 +49,19 @@ Record = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
     torch.set_num_threads(options.threads)
-    log = options.out / "measurements.jsonl"
-    records = read_log(log)
-    write_log(log, records)
+    log = Log(options.out / "measurements.jsonl")
     print(*(f"left out: {name}: {reason}" for name, reason in {**LEFT_OUT, **_missing()}.items()), sep="\n")
-    done = {_key(record) for record in records}
+    done = {_key(record) for record in log.records}
     for seed in range(options.seeds):
         for task in options.tasks:
             jobs = [_job(task, seed, way, options) for way in options.train]
             pending = [job for job in jobs if _key(job) not in done]
             for record in measured(pending, options):
-                records.append(record)
-                append_log(log, record)
-                write_results(options.out / "results.csv", rows_of(records))
+                log.append(record)
+                write_results(options.out / "results.csv", rows_of(log.records))
                 print(_key(record), f"recall {record['scores']['all'][OWN_WAY]['torch']['recall']:.1f}", flush=True)
-    write_results(options.out / "results.csv", rows_of(records))
-    print(*table(rows_of(records)), sep="\n")
+    write_results(options.out / "results.csv", rows_of(log.records))
+    print(*table(rows_of(log.records)), sep="\n")
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuflow.tools.bench import append_log, commit, machine, read_log, spread, versions, write_log, write_results
+from gpuflow.tools.bench import Log, commit, machine, spread, versions, write_results
 
 HERE = Path(__file__).parent
 PHOTOS = HERE.parent / "real_data" / "photos.py"
@@ -40,10 +40,8 @@ Job = dict[str, Any]
 
 def main() -> None:
     options = parsed()
-    log, failures = options.out / "measurements.jsonl", []
-    records = read_log(log)
-    write_log(log, records)
-    done = [record["job"] for record in records]
+    log, failures = Log(options.out / "measurements.jsonl"), []
+    done = [record["job"] for record in log.records]
     for job in jobs_of(options):
         if job in done:
             continue
@@ -53,12 +51,11 @@ def main() -> None:
             failures.append(f"{brief(job)}: {error}")
             print(failures[-1], flush=True)
             continue
-        records.append(record)
-        append_log(log, record)
-        write_results(options.out / "results.csv", rows_of(records))
+        log.append(record)
+        write_results(options.out / "results.csv", rows_of(log.records))
         print(brief(job), " ".join(f"{name}={value:.4g}" for name, value in record["metrics"].items()), flush=True)
-    if records:
-        print(tables(rows_of(records)))
+    if log.records:
+        print(tables(rows_of(log.records)))
     if failures:
         sys.exit("\n".join(["Failed; the same command measures the rest:", *failures]))
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import gpuflow
-from gpuflow.tools.bench import append_log, read_log, row, write_log, write_results
+from gpuflow.tools.bench import Log, row, write_results
 
 HERE = Path(__file__).parent
 ARMS = {
@@ -45,11 +45,9 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measured(options.measure, options)))
         return
-    log, failures = options.out / "measurements.jsonl", []
-    records = read_log(log)
-    write_log(log, records)
+    log, failures = Log(options.out / "measurements.jsonl"), []
     workload = f"{options.device}, {HEIGHT}x{WIDTH}, batch {options.batch}, {options.threads} threads"
-    done = {(record["arm"], record["workload"], record["repeat"]) for record in records}
+    done = {(record["arm"], record["workload"], record["repeat"]) for record in log.records}
     for repeat in range(options.repeats):
         for arm in options.arms or ARMS[options.device]:
             if (arm, workload, repeat) in done:
@@ -60,9 +58,8 @@ def main() -> None:
                 output = getattr(error, "stderr", None) or str(error)
                 failures.append(f"{arm}: {output.strip().splitlines()[-1]}")
                 continue
-            records.append({"arm": arm, "workload": workload, "repeat": repeat, "metrics": metrics})
-            append_log(log, records[-1])
-            write_results(options.out / "results.csv", rows_of(records))
+            log.append({"arm": arm, "workload": workload, "repeat": repeat, "metrics": metrics})
+            write_results(options.out / "results.csv", rows_of(log.records))
             print(repeat, arm, *(f"{name}={value:.5g}" for name, value in metrics.items()), flush=True)
     if failures:
         sys.exit("\n".join(["Not measured; the same command tries again:", *dict.fromkeys(failures)]))

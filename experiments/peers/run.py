@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from arms import ARMS, Job
 
-from gpuflow.tools.bench import append_log, commit, machine, read_log, spread, versions, write_log, write_results
+from gpuflow.tools.bench import Log, commit, machine, spread, versions, write_results
 from gpuflow.tools.samples import encoded, load_photos, noisy_crop, write
 
 HERE = Path(__file__).parent
@@ -61,10 +61,8 @@ class Measurement:
 
 def main() -> None:
     options = parsed()
-    log, problems = options.out / "measurements.jsonl", {}
-    records = read_log(log)
-    write_log(log, records)
-    done = {Measurement(**record["job"]) for record in records}
+    log, problems = Log(options.out / "measurements.jsonl"), {}
+    done = {Measurement(**record["job"]) for record in log.records}
     for job in jobs_of(options):
         if job in done or job.arm in problems:
             continue
@@ -76,10 +74,9 @@ def main() -> None:
         if "missing" in record:
             problems[job.arm] = record["missing"]
             continue
-        records.append(record)
-        append_log(log, record)
+        log.append(record)
         for name, gpu in (("results.csv", False), ("gpu.csv", True)):
-            if rows := rows_of(record for record in records if ARMS[record["job"]["arm"]].gpu == gpu):
+            if rows := rows_of(record for record in log.records if ARMS[record["job"]["arm"]].gpu == gpu):
                 write_results(options.out / name, rows)
         print(job, " ".join(f"{name}={value:.4g}" for name, value in record["metrics"].items()), flush=True)
     print(*(f"not measured: {arm}: {reason}" for arm, reason in problems.items()), sep="\n")

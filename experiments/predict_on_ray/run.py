@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torchvision
 
-from gpuflow.tools.bench import append_log, commit, machine, read_log, versions, write_log, write_results
+from gpuflow.tools.bench import Log, commit, machine, versions, write_results
 
 HERE = Path(__file__).parent
 PHOTOS = HERE.parent / "real_data" / "photos.py"
@@ -48,9 +48,7 @@ Record = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    log = options.out / "measurements.jsonl"
-    records = read_log(log)
-    write_log(log, records)
+    log = Log(options.out / "measurements.jsonl")
     photos = options.photos / f"photographs_{options.count}"
     photos.parent.mkdir(parents=True, exist_ok=True)
     make = [PHOTOS, "same", photos, "--count", options.count // NAMES, "--names", NAMES]
@@ -58,17 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = options.photos / "resnet18.pt2"
     if not model.exists():
         save_model(model)
-    done = {(record["arm"], record["repeat"]) for record in records}
+    done = {(record["arm"], record["repeat"]) for record in log.records}
     for repeat, arm in itertools.product(range(options.repeats), options.arms):
         if (arm, repeat) not in done:
             if arm == MODEL_ALONE:
                 speed = model_alone(options.cores)
             else:
                 speed = options.count / measured(arm, photos, model, options.cores)
-            records.append(record_of(arm, repeat, speed, options))
-            append_log(log, records[-1])
+            log.append(record_of(arm, repeat, speed, options))
             print(f"{arm}: {speed:,.0f} images/s", flush=True)
-    write_results(options.out / "results.csv", rows_of(records))
+    write_results(options.out / "results.csv", rows_of(log.records))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

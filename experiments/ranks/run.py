@@ -24,7 +24,7 @@ from one_rank import ARMS, WARM_UP_STEPS, Job, Record, free_port
 from one_rank import main as measure
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from gpuflow.tools.bench import commit, machine, read_log, row, versions, write_log, write_results
+from gpuflow.tools.bench import Log, commit, machine, row, versions, write_results
 
 HERE = Path(__file__).parent
 UNITS = {
@@ -193,8 +193,7 @@ def main() -> None:
     log, table = options.out / "measurements.jsonl", options.out / "results.csv"
     workloads = [(gpus, model) for gpus in options.gpus for model in options.models]
     again = {(workload_of(options, *one), arm) for one in workloads for arm in ("resident", *options.arms)}
-    kept = [one for one in read_log(log) if options.resume or (one["workload"], one["arm"]) not in again]
-    write_log(log, kept)
+    Log(log).discard(lambda one: not options.resume and (one["workload"], one["arm"]) in again)
     origin = {
         "machine": machine(),
         "versions": versions(),
@@ -206,7 +205,7 @@ def main() -> None:
         origin["machine"] = f"{there} of {torch.cuda.get_device_name()}, {origin['machine']}"
     failures = []
     for gpus, model in workloads:
-        job = job_of(options, gpus, model, read_log(log), origin)
+        job = job_of(options, gpus, model, Log(log).records, origin)
         if not job.missing:
             print(f"{job.workload}: is measured already", flush=True)
             continue
@@ -217,7 +216,7 @@ def main() -> None:
             run_ranks(job)
         except (TimeoutError, ProcessException) as error:
             failures.append(f"{job.workload}: {error}")
-        write_table(table, read_log(log))
+        write_table(table, Log(log).records)
     for failure in failures:
         print(failure, file=sys.stderr)
     sys.exit(1 if failures else 0)

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import csv
 import datetime
-import json
 import os
 import shlex
 import subprocess
@@ -28,7 +27,7 @@ import photos
 
 from gpuflow.errors import did_you_mean
 from gpuflow.runtime.files import atomic_write
-from gpuflow.tools.bench import COLUMNS, commit, machine, read_log, spread, versions, write_log
+from gpuflow.tools.bench import COLUMNS, Log, commit, machine, spread, versions
 
 HERE = Path(__file__).parent
 TRAININGS, COMPILED, GRAPHED = ("resnet18", "resnet50"), "compiled_resnet18", "graphed_resnet18"
@@ -57,30 +56,8 @@ def key_of(record: Record) -> tuple[str, str, str, int]:
     return record["row"], record["arm"], record["workload"], record["repeat"]
 
 
-class Log:
-    """Measurements as lines of JSON, each written as soon as it exists. A line that a cut-off left half is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.records: list[Record] = read_log(path)
-        write_log(path, self.records)
-
-    def append(self, record: Record) -> None:
-        self.records.append(record)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def discard(self, is_old: Callable[[Record], bool]) -> None:
-        """Forget measurements."""
-        kept = [record for record in self.records if not is_old(record)]
-        if kept != self.records:
-            self.records = kept
-            write_log(self._path, kept)
-
-    def done(self) -> set[tuple[str, str, str, int]]:
-        return {key_of(record) for record in self.records}
+def done(log: Log) -> set[tuple[str, str, str, int]]:
+    return {key_of(record) for record in log.records}
 
 
 def rows_of(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -268,7 +245,7 @@ class Row:
 
 def measure_row(row: Row, options: argparse.Namespace, log: Log) -> list[str]:
     """Measure what is missing of a row. Returns what failed."""
-    missing = row.missing(options.repeats, log.done())
+    missing = row.missing(options.repeats, done(log))
     command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     job = {name: getattr(options, name) for name in ("device", "batch", "seconds", "warm_up", "first_epoch", "set")}
     job |= {"folder": str(row.folder.resolve())}
@@ -414,7 +391,7 @@ def main() -> None:
         chosen = options.workloads or WORKLOADS
         log.discard(lambda old: old["row"] in options.rows and old["arm"] in arms and old["workload"] in chosen)
     for row in [row_of(name, options, arms) for name in options.rows]:
-        if row.missing(options.repeats, log.done()):
+        if row.missing(options.repeats, done(log)):
             provide_photographs(options, row.name)
             failures += measure_row(row, options, log)
         write_csv(options.out / "results.csv", log.records)

@@ -157,15 +157,15 @@ class Rounds:
     """
 
     def __init__(self, options: argparse.Namespace, models: Sequence[Model]) -> None:
-        from gpuflow.tools.bench import read_log, write_log
+        from gpuflow.tools.bench import Log
 
         self._options, self._models = options, models
         self._found: dict[tuple[str, str, str], list[float]] = {}
         self._device = "cpu"
-        self._log = options.out.with_suffix(".rounds.jsonl")
-        entries = read_log(self._log) if options.resume else []
-        write_log(self._log, entries)
-        self._done: dict[str, Any] = {entry["key"]: entry["answer"] for entry in entries}
+        self._log = Log(options.out.with_suffix(".rounds.jsonl"))
+        if not options.resume:
+            self._log.discard(lambda entry: True)
+        self._done: dict[str, Any] = {entry["key"]: entry["answer"] for entry in self._log.records}
 
     def measure(self, round_name: str, arms: Iterable[Arm]) -> None:
         """Each arm once with each model, in a separate process; arms without a model run once."""
@@ -198,10 +198,8 @@ class Rounds:
     def _answer(self, key: str, job: dict[str, Any]) -> Any:
         """What `run` returns, or what it returned before the run was cut off."""
         if key not in self._done:
-            from gpuflow.tools.bench import append_log
-
             answer = run(job)
-            append_log(self._log, {"key": key, "answer": answer})
+            self._log.append({"key": key, "answer": answer})
             self._done[key] = answer
         return self._done[key]
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuflow.tools.bench import append_log, read_log, row, write_log, write_results
+from gpuflow.tools.bench import Log, row, write_results
 from gpuflow.tools.samples import make_samples
 
 HERE = Path(__file__).parent
@@ -40,10 +40,8 @@ Record = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    log, failures = options.out / "measurements.jsonl", []
-    records = read_log(log)
-    write_log(log, records)
-    done = [record["job"] for record in records]
+    log, failures = Log(options.out / "measurements.jsonl"), []
+    done = [record["job"] for record in log.records]
     for job in jobs_of(options):
         if job in done:
             continue
@@ -52,11 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (subprocess.SubprocessError, OSError, LookupError, ValueError) as error:
             failures.append(f"{job['arm']}, seed {job['seed']}: {error}")
             continue
-        records.append(record)
-        append_log(log, record)
-        write_results(options.out / "results.csv", rows_of(records))
+        log.append(record)
+        write_results(options.out / "results.csv", rows_of(log.records))
         print(f"{job['arm']:13} seed {job['seed']}  accuracy {record['accuracy']:.4f}", flush=True)
-    if records:
+    if log.records:
         print(tables_of(options.out / "results.csv"))
     if failures:
         sys.exit("\n".join(["Failed; the same command trains the rest:", *failures]))

@@ -29,7 +29,7 @@ import psutil
 import torch
 from arms import FOUR
 
-from gpuflow.tools.bench import append_log, commit, machine, read_log, spread, versions, write_log, write_results
+from gpuflow.tools.bench import Log, commit, machine, spread, versions, write_results
 
 HERE = Path(__file__).parent
 PHOTOS = HERE.parent / "real_data" / "photos.py"
@@ -118,10 +118,8 @@ class Job:
 
 def main() -> None:
     options = parsed()
-    log, failures = options.out / "measurements.jsonl", []
-    records = read_log(log)
-    write_log(log, records)
-    done = {Job(**{**record["job"], "workloads": tuple(record["job"]["workloads"])}) for record in records}
+    log, failures = Log(options.out / "measurements.jsonl"), []
+    done = {Job(**{**record["job"], "workloads": tuple(record["job"]["workloads"])}) for record in log.records}
     left_out = {arm: reason for arm in options.arms if (reason := reason_against(arm))}
     if "transfer" in options.workloads and not torch.cuda.is_available():
         left_out["transfer"] = "this workload needs a GPU"
@@ -141,12 +139,11 @@ def main() -> None:
                 failures.append(f"{job}: {error}")
                 print(failures[-1], flush=True)
                 continue
-            records.append(record)
-            append_log(log, record)
-            write_tables(options.out, records)
+            log.append(record)
+            write_tables(options.out, log.records)
             for workload, metrics in record["metrics"].items():
                 print(job, workload, " ".join(f"{name}={value:.4g}" for name, value in metrics.items()), flush=True)
-    print(*comparisons(records), sep="\n")
+    print(*comparisons(log.records), sep="\n")
     if failures:
         sys.exit("\n".join(["Failed; the same command measures the rest:", *failures]))
 

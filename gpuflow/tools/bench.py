@@ -488,25 +488,30 @@ def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a log, which has a line of JSON for each, without a last line that was written in part."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+class Log:
+    """Records of measurements, each of which is a line of JSON in a file as soon as it is made.
 
+    An interrupted run reads them and continues. A last line that was written in part is dropped.
+    """
 
-def write_log(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Replace a log by one of these records."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path, text=True) as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("\n")]
+        self.discard(lambda record: False)
 
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+        self.records.append(record)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
-def append_log(path: Path, record: dict[str, Any]) -> None:
-    """Add a record to a log."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    def discard(self, is_old: Callable[[dict[str, Any]], bool]) -> None:
+        """Forget the records for which `is_old` returns True."""
+        self.records = [record for record in self.records if not is_old(record)]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self._path, text=True) as file:
+            file.writelines(json.dumps(record) + "\n" for record in self.records)
 
 
 def rate_of(fields: dict[str, Any]) -> tuple[float, float]:

@@ -247,7 +247,7 @@ def test_the_log_outlives_a_cut_off(scripts: dict[str, Any], tmp_path: Path) -> 
     with path.open("a") as file:
         file.write('{"row": "web", "ar')
     log = run.Log(path)
-    assert log.done() == {("web", "gpuflow", "alone", 0), ("web", "dali", "alone", 0)}
+    assert run.done(log) == {("web", "gpuflow", "alone", 0), ("web", "dali", "alone", 0)}
     log.append(record("web", "dali", "alone", 1, images_per_s=3.0))
     log.discard(lambda old: old["arm"] == "gpuflow")
     assert [json.loads(line)["repeat"] for line in path.read_text().splitlines()] == [0, 1]
@@ -309,14 +309,14 @@ def test_a_row_is_measured_by_processes_and_resumed(
     assert failures[1].startswith("web: resident, resnet18: its process ended with 3")
     expected = {("web", "gpuflow", name, n) for name in ("resnet18", "alone") for n in (0, 1)}
     expected |= {("web", "engines", "alone", n) for n in (0, 1)}
-    assert log.done() == expected
+    assert run.done(log) == expected
     assert log.records[0]["setting"] == "batch=256, 1.5 s, fake"
     assert "web            resnet18           gpuflow                 10 images/s" in capsys.readouterr().out
 
     log.discard(lambda old: old["arm"] == "gpuflow" and old["workload"] == "alone" and old["repeat"] == 1)
     row = run.Row("web", tmp_path, ("gpuflow", "engines"), ("resnet18", "alone"))
     assert run.measure_row(row, options, log) == []
-    assert log.done() == expected
+    assert run.done(log) == expected
     assert len(log.records) == len(expected), "only what was missing was measured again"
     assert run.choice_of(log, "web", "gpuflow") == {"load": 1}
 

@@ -275,13 +275,16 @@ def test_a_rate_counts_items_after_the_warm_up() -> None:
     assert 40 < rate <= 400
 
 
-def test_a_log_without_a_line_that_was_written_in_part(tmp_path: Path) -> None:
-    log = tmp_path / "out" / "measurements.jsonl"
-    assert bench.read_log(log) == []
-    bench.write_log(log, [{"repeat": 0}, {"repeat": 1}])
-    assert bench.read_log(log) == [{"repeat": 0}, {"repeat": 1}]
-    log.write_text(log.read_text()[:-1])
-    assert bench.read_log(log) == [{"repeat": 0}]
+def test_a_log_drops_a_line_that_was_written_in_part(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "measurements.jsonl"
+    log = bench.Log(path)
+    assert log.records == []
+    log.append({"repeat": 0})
+    log.append({"repeat": 1})
+    assert bench.Log(path).records == log.records == [{"repeat": 0}, {"repeat": 1}]
+    path.write_text(path.read_text()[:-1])
+    bench.Log(path).append({"repeat": 2})
+    assert bench.Log(path).records == [{"repeat": 0}, {"repeat": 2}]
 
 
 def test_a_row_has_the_median_and_the_spread() -> None:
