@@ -6,7 +6,6 @@ decoder itself. Damage to entropy-coded data that libjpeg decodes without an err
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 import re
@@ -22,6 +21,9 @@ from gpuflow.arrays import Bytes
 from gpuflow.decode.header import (
     ANIMATION,
     OPENCV_FLAGS,
+    TEST_HEIGHT,
+    TEST_JPEG,
+    TEST_WIDTH,
     UNSUPPORTED,
     Header,
     refuse,
@@ -153,19 +155,17 @@ def format_of(view: memoryview) -> tuple[str, str]:
     name = next((name for name, test, _ in _READERS if test(magic)), None) or format_by_content(view)
     if name is not None:
         return name, LABELS.get(name, name.upper())
-    if _is_tga(view):
-        return "", "TGA"
-    begun = ((0, mark, label) for mark, label in _OTHERS.items())
-    return "", next((label for at, mark, label in (*begun, *_OTHERS_WITHIN) if view[at : at + len(mark)] == mark), "")
+    labels = (label for (at, mark), label in _OTHERS.items() if view[at : at + len(mark)] == mark)
+    return "", next(labels, "")
 
 
-_OTHERS = {
+_BEGINNINGS = {
     b"%PDF": "PDF",
     b"%!PS": "PostScript",
     b"\xc5\xd0\xd3\xc6": "EPS",
     b"8BPS": "PSD",
     b"\0\0\1\0": "ICO",
-    b"\0\0\2\0": "CUR",
+    b"\0\0\2\0\1\0": "CUR",
     b"icns": "ICNS",
     b"qoif": "QOI",
     b"DDS ": "DDS",
@@ -186,24 +186,12 @@ _OTHERS = {
     b"<svg": "SVG",
     b"\x93NUMPY": "a NumPy array",
 }
-"""Other formats of images: the mark that a file begins with, and what people call them."""
-_OTHERS_WITHIN = ((128, b"DICM", "DICOM"), (4, b"ftyp", "AVIF/HEIF of an unknown kind"))
-"""Formats whose mark stands later in a file: the offset of the mark, the mark, and what people call the format."""
-
-
-def _is_tga(view: memoryview) -> bool:
-    """Return True for a TGA, which begins without a mark: version 2 ends with one, version 1 has a plausible header."""
-    if bytes(view[-18:-2]) == b"TRUEVISION-XFILE":
-        return True
-    if len(view) <= _TGA_BYTES:
-        return False
-    palette, kind, bits, flags = view[1], view[2], view[16], view[17]
-    sides = bool(view[12] | view[13]) and bool(view[14] | view[15])
-    known = kind in ((1, 9) if palette else (2, 3, 10, 11)) and bits in (8, 15, 16, 24, 32)
-    return known and palette <= 1 and flags < 64 and sides and (palette == 1 or not any(view[3:8]))
-
-
-_TGA_BYTES = 18
+_OTHERS = {(0, mark): label for mark, label in _BEGINNINGS.items()} | {
+    (4, b"ftyp"): "AVIF/HEIF of an unknown kind",
+    (128, b"DICM"): "DICOM",
+    (-18, b"TRUEVISION-XFILE"): "TGA",
+}
+"""Other formats of images: a mark and its offset, and what people call them."""
 _KNOWN = "gpuflow decodes JPEG, PNG, WebP, BMP and PNM"
 
 
@@ -231,7 +219,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
         marker = view[at + 1]
         if marker == 0xD9:
             refuse("damaged header: the image ends before its first scan")
-        if _ALONE[marker]:
+        if marker in _ALONE:
             at += 2
             continue
         length = view[at + 2] << 8 | view[at + 3]
@@ -290,9 +278,8 @@ _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 """A marker that begins a segment or ends the image. Inside a scan, 0xFF is followed only by 0 or a restart marker."""
 _ANY_MARKER = re.compile(rb"\xff[^\x00\xff]")
 """A marker, of which there may be several 0xFF bytes; 0xFF before 0 is none."""
-_ALONE = np.zeros(256, bool)
-"""[256] true for the markers that begin no segment: restarts and TEM."""
-_ALONE[[0x01, *range(0xD0, 0xD8)]] = True
+_ALONE = frozenset((0x01, *range(0xD0, 0xD8)))
+"""The markers that begin no segment: restarts and TEM."""
 
 
 def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -425,21 +412,19 @@ class CpuDecoder:
     ) -> tuple[Bytes, tuple[int, int]]:
         if header.format == "pnm" or (header.format in LABELS and header.format != "png16"):
             return self._by_optional(data, header), (0, 0)
-        height, width = header.height, header.width
-        if region is not None:
-            worth = region[2] * region[3] <= _REGION_WORTH * height * width
-            if not worth or header.orientation != 1:
-                region = None
+        size = height, width = header.height, header.width
+        whole = 0, 0, height, width
+        if region is None or header.orientation != 1 or region[2] * region[3] > _REGION_WORTH * height * width:
+            region = whole
         image: Bytes | None = None
         if header.format == "jpeg" and header.channels in (1, 3) and self.library is not None:
-            pixels = region[2] * region[3] if region else height * width
-            image = self.library.decode(data, self._color, (height, width), region, self._buffer_for(pixels))
+            image = self.library.decode(data, self._color, size, region, self._buffer_for(region[2] * region[3]))
         if image is None:
-            region = None
+            region = whole
             image = self._by_opencv(data, header)
         if header.orientation != 1:
             image = upright(image, header.orientation)
-        return image, region[:2] if region else (0, 0)
+        return image, region[:2]
 
     def _by_opencv(self, data: Bytes, header: Header) -> Bytes:
         """Decode a whole file with OpenCV."""
@@ -560,20 +545,6 @@ def imdecode(data: Bytes, flags: int) -> Bytes | None:
 
 # --- the test image ---------------------------------------------------------------------------------------------------
 
-TEST_HEIGHT, TEST_WIDTH, TEST_SAMPLING = 48, 64, 0x22
-TEST_JPEG = np.frombuffer(
-    base64.b64decode(
-        "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDABcQERQRDhcUEhQaGBcbIjklIh8fIkYyNSk5UkhXVVFIUE5bZoNvW2F8Yk5QcptzfIeLkpSSWG2grJ+O"
-        "qoOPko3/2wBDARgaGiIeIkMlJUONXlBejY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY3/wAARCAAwAEAD"
-        "ASIAAhEBAxEB/8QAGQAAAgMBAAAAAAAAAAAAAAAAAwQAAQIF/8QAJRAAAwEAAQEIAwEAAAAAAAAAAAECAwQREhMhMWFxobEUQlKB/8QAGgEAAwAD"
-        "AQAAAAAAAAAAAAAAAwQFAAECBv/EAB0RAQADAQADAQEAAAAAAAAAAAEAAgMRBBIxIXH/2gAMAwEAAhEDEQA/AOpFIKrRzp2NPf1OjLkNXFCO1ohf"
-        "TVCmnJ9Rd71ddmfFs215FdqcjV6oz3iFXOz/AE+UWo2/n5QC52IetV+x2KQeKRzVo5rpXg0HjYUtmrKeGH52AVMxWjDPNgdIZZtclO1gIvpoyuJb"
-        "fLhe/wBE0hk4kNcuH7/QG1xJM8i41Z0yEILyLE9m/wAiv8+i5bC3l2tWy+6YWlRnqfGQyr/CP1kL6ZD1tC2jQk6rJ+uqRG8jM5Oa6z4MafQkpGFl"
-        "k62isHM6Pzr4Dxi35hM5Q1EoKLGMq1fpF54/oaeI2kjFNBqqR109a8J//9k="
-    ),
-    np.uint8,
-)
-"""A baseline JPEG, 4:2:0, with waves and an edge. A decoder that refuses many files in a row is tested on it."""
 _SHA256 = {
     "rgb": "cf80df5c29c7dea96ad42b339d81b42ab150e485abd6e49dae5b0cb0244f383c",
     "gray": "052fc57fb2fd284873a1822d6e02823e408bd6ee368b49756671aacf1f8ca708",

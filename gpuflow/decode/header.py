@@ -1,10 +1,11 @@
 """The header of an image file: its values, the memory that decoding needs, and how an EXIF orientation is applied.
 
-Constants that several decoders share are here, too.
+Constants that several decoders share, and the image that they are tested on, are here, too.
 """
 
 from __future__ import annotations
 
+import base64
 import struct
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -146,3 +147,21 @@ def tiff_orientation(block: memoryview) -> int:
 _INTEGERS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 """The types of an orientation in EXIF data, as struct has them: SHORT, by the standard, and LONG, SBYTE, SSHORT and
 SLONG, which Pillow and OpenCV take too."""
+
+
+# --- the test image ---------------------------------------------------------------------------------------------------
+
+TEST_HEIGHT, TEST_WIDTH, TEST_SAMPLING = 48, 64, 0x22
+TEST_JPEG = np.frombuffer(
+    base64.b64decode(
+        "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDABcQERQRDhcUEhQaGBcbIjklIh8fIkYyNSk5UkhXVVFIUE5bZoNvW2F8Yk5QcptzfIeLkpSSWG2grJ+O"
+        "qoOPko3/2wBDARgaGiIeIkMlJUONXlBejY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY3/wAARCAAwAEAD"
+        "ASIAAhEBAxEB/8QAGQAAAgMBAAAAAAAAAAAAAAAAAwQAAQIF/8QAJRAAAwEAAQEIAwEAAAAAAAAAAAECAwQREhMhMWFxobEUQlKB/8QAGgEAAwAD"
+        "AQAAAAAAAAAAAAAAAwQFAAECBv/EAB0RAQADAQADAQEAAAAAAAAAAAEAAgMRBBIxIXH/2gAMAwEAAhEDEQA/AOpFIKrRzp2NPf1OjLkNXFCO1ohf"
+        "TVCmnJ9Rd71ddmfFs215FdqcjV6oz3iFXOz/AE+UWo2/n5QC52IetV+x2KQeKRzVo5rpXg0HjYUtmrKeGH52AVMxWjDPNgdIZZtclO1gIvpoyuJb"
+        "fLhe/wBE0hk4kNcuH7/QG1xJM8i41Z0yEILyLE9m/wAiv8+i5bC3l2tWy+6YWlRnqfGQyr/CP1kL6ZD1tC2jQk6rJ+uqRG8jM5Oa6z4MafQkpGFl"
+        "k62isHM6Pzr4Dxi35hM5Q1EoKLGMq1fpF54/oaeI2kjFNBqqR109a8J//9k="
+    ),
+    np.uint8,
+)
+"""A baseline JPEG, 4:2:0, with waves and an edge. A decoder that refuses many files in a row is tested on it."""

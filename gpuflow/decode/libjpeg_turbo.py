@@ -20,6 +20,7 @@ import cv2
 import numpy as np
 
 from gpuflow.arrays import Bytes
+from gpuflow.decode.header import TEST_JPEG
 from gpuflow.native.library import INTEGER, POINTER, function
 
 PIXEL_FORMATS = {"rgb": 0, "bgr": 1, "gray": 2}
@@ -125,11 +126,9 @@ def _bundled() -> list[str]:
 
 
 def _passes(library: LibjpegTurbo) -> bool:
-    """Return True if a region of a small image, decoded by this library, equals OpenCV's pixels."""
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
-    data = cv2.imencode(".jpg", cv2.blur(pixels, (5, 5)))[1].reshape(-1)
-    whole = np.asarray(cv2.imdecode(data, cv2.IMREAD_COLOR_BGR))
-    part = library.decode(data, "bgr", (40, 56), (9, 19, 21, 17), np.empty(whole.size, np.uint8))
+    """Return True if a region of gpuflow's own test image, decoded by this library, equals OpenCV's pixels."""
+    whole = np.asarray(cv2.imdecode(TEST_JPEG, cv2.IMREAD_COLOR_BGR))
+    part = library.decode(TEST_JPEG, "bgr", whole.shape[:2], (9, 19, 21, 17), np.empty(whole.size, np.uint8))
     return part is not None and np.array_equal(part, whole[9:30, 19:36])
 
 

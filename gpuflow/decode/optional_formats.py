@@ -11,15 +11,17 @@ from __future__ import annotations
 import io
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from gpuflow.arrays import Bytes
 from gpuflow.decode.header import ANIMATION, UNSUPPORTED, Header, refuse, require_memory, upright
 from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault, reason_of
+
+T = TypeVar("T")
 
 LABELS = {
     "tiff": "TIFF",
@@ -72,6 +74,14 @@ def format_by_content(view: memoryview) -> str | None:
 
 def _refuse_truncated(view: memoryview, what: str) -> NoReturn:
     refuse(f"truncated: {what} ends after the file's {len(view)} bytes")
+
+
+def _limited(items: Iterable[T], what: str) -> Iterator[T]:
+    """Yield each item. Raises BadSampleError after `_MAX_PARTS` of them."""
+    for count, item in enumerate(items):
+        if count == _MAX_PARTS:
+            refuse(f"more than {_MAX_PARTS:,} {what}")
+        yield item
 
 
 # --- TIFF -------------------------------------------------------------------------------------------------------------
@@ -215,9 +225,9 @@ class _Box(NamedTuple):
     end: int
 
 
-def _boxes(view: memoryview, at: int = 0, end: int | None = None) -> Iterator[_Box]:
-    """Yield the boxes (ISO/IEC 14496-12) between two places. At the top level (`end` is None) it ends at no box."""
-    top, last = end is None, len(view) if end is None else end
+def _boxes(view: memoryview, outer: _Box | None = None) -> Iterator[_Box]:
+    """Yield the boxes (ISO/IEC 14496-12) in another one. At the top level (`outer` is None) it ends at no box."""
+    _, at, last = outer or _Box(b"", 0, len(view))
     for _ in range(_MAX_PARTS):
         if at + 8 > last:
             return
@@ -228,7 +238,7 @@ def _boxes(view: memoryview, at: int = 0, end: int | None = None) -> Iterator[_B
             start += 8
         stop = at + size if size else last
         if stop < start or stop > last:
-            if top and not kind.isalnum():
+            if outer is None and not kind.isalnum():
                 return  # bytes after the image's end
             _refuse_truncated(view, f"the box {kind.decode('latin-1')!r}")
         yield _Box(kind, start, stop)
@@ -243,15 +253,17 @@ def _read_heif(name: str, view: memoryview, orientation: bool, max_scans: int) -
     meta = next((box for box in _boxes(view) if box.kind == b"meta"), None)
     if meta is None:
         _refuse_truncated(view, "the list of images")
-    inner = {box.kind: box for box in _boxes(view, meta.start + 4, meta.end)}
+    inner = {box.kind: box for box in _boxes(view, meta._replace(start=meta.start + 4))}
     if not {b"pitm", b"iprp", b"iloc"} <= inner.keys():
         refuse("damaged header: it names no primary image")
     _check_extents(view, inner[b"iloc"])
     at = inner[b"pitm"].start
     (primary,) = struct.unpack_from(">I" if view[at] else ">H", view, at + 4)
-    parts = list(_boxes(view, inner[b"iprp"].start, inner[b"iprp"].end))
-    properties = _properties(view, [box for box in parts if box.kind == b"ipco"])
-    chosen = _properties_of(view, [box for box in parts if box.kind == b"ipma"], primary)
+    parts = list(_boxes(view, inner[b"iprp"]))  # of a sound file, which has one `ipco`
+    found = (one for box in parts if box.kind == b"ipco" for one in _boxes(view, box))
+    properties = list(_limited(found, "properties of images"))
+    entries = (entry for box in parts if box.kind == b"ipma" for entry in _property_lists(view, box))
+    chosen = next((numbers for item, numbers in _limited(entries, "lists of properties") if item == primary), [])
     own = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
     width, height = 0, 0
     for box in own:
@@ -285,29 +297,8 @@ _CROPPED_PIXELS = 1 << 16
 """A crop to less than a quarter may remove this many pixels: what is decoded must not be far more than what is kept."""
 
 
-def _properties(view: memoryview, lists: list[_Box]) -> list[_Box]:
-    """Return the boxes in the boxes `ipco`, of which sound files have one."""
-    found = list[_Box]()
-    for box in lists:
-        found += _boxes(view, box.start, box.end)
-        if len(found) > _MAX_PARTS:
-            refuse(f"more than {_MAX_PARTS:,} properties of images")
-    return found
-
-
-def _properties_of(view: memoryview, lists: list[_Box], item: int) -> list[int]:
-    """Return the numbers, from 1 on, of an item's properties in the boxes `ipma`."""
-    entries = (entry for box in lists for entry in _property_lists(view, box))
-    for count, (number, properties) in enumerate(entries):
-        if number == item:
-            return properties
-        if count == _MAX_PARTS:
-            refuse(f"more than {_MAX_PARTS:,} lists of properties")
-    return []
-
-
 def _property_lists(view: memoryview, box: _Box) -> Iterator[tuple[int, list[int]]]:
-    """Yield the number of each item in a box `ipma`, and those of its properties."""
+    """Yield the number of each item in a box `ipma`, and those of its properties, which begin at 1."""
     version, wide = view[box.start], view[box.start + 3] & 1
     (count,) = struct.unpack_from(">I", view, box.start + 4)
     at, inside = box.start + 8, view[: box.end]
@@ -549,7 +540,7 @@ def decode_optional(data: Bytes, header: Header, *, alpha: bool) -> Bytes:
             not enough memory for the image.
     """
     try:
-        image = _DECODERS.get(header.format, _by_pillow)(data.tobytes(), header, alpha)
+        image = (_by_pylibjxl if header.format == "jxl" else _by_pillow)(data.tobytes(), header, alpha)
     except (BadSampleError, MissingExtra):
         raise
     except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
@@ -602,7 +593,7 @@ def _pillow(name: str) -> Any:
 
 
 def _by_pillow(data: bytes, header: Header, alpha: bool) -> Bytes:
-    with _pillow(header.format)(io.BytesIO(data)) as image:
+    with _LIBRARIES[header.format]()(io.BytesIO(data)) as image:
         _require_size(header, image.height, image.width)  # before it allocates the image
         for key in ("xmp", "XML:com.adobe.xmp"):
             image.info.pop(key, None)  # else Pillow turns a TIFF by its XMP data
@@ -628,23 +619,18 @@ def _levels(image: Any, alpha: bool) -> Bytes:
 
 
 def _pillow_heif() -> Any:
+    """Import pillow-heif's class of files for Pillow."""
     try:
         import pillow_heif
     except ImportError as error:
         raise MissingExtra("decoding HEIC", "pillow-heif", _EXTRA) from error
     if pillow_heif.options.DECODE_THREADS == _HEIF_THREADS:
         pillow_heif.options.DECODE_THREADS = 1  # gpuflow's threads decode several images at a time
-    return pillow_heif
+    return pillow_heif.HeifImageFile
 
 
 _HEIF_THREADS = 4
 """The number of threads that pillow-heif starts for each image unless the program chose another one."""
-
-
-def _by_pillow_heif(data: bytes, header: Header, alpha: bool) -> Bytes:
-    file = _pillow_heif().open_heif(io.BytesIO(data))
-    _require_size(header, file.size[1], file.size[0])
-    return _levels(file.to_pillow(), alpha)
 
 
 # --- pylibjxl ---------------------------------------------------------------------------------------------------------
@@ -682,6 +668,4 @@ _LIBRARIES: dict[str, Callable[[], Any]] = {
     "jxl": _pylibjxl,
     **{name: partial(_pillow, name) for name in _PILLOW},
 }
-"""What imports the library of each format. OpenCV, which is always there, decodes a PNG of 16 bits."""
-_DECODERS: dict[str, Callable[[bytes, Header, bool], Bytes]] = {"heic": _by_pillow_heif, "jxl": _by_pylibjxl}
-"""What decodes a format that Pillow does not decode: bytes with this header, with alpha or without."""
+"""What imports the library of each format, for Pillow its class. OpenCV, always there, decodes a PNG of 16 bits."""

@@ -21,15 +21,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from gpuflow.decode.codecs import (
-    TEST_HEIGHT,
-    TEST_JPEG,
-    TEST_WIDTH,
-    CpuDecoder,
-    is_test_image,
-    pixels_of_test_image,
-    probe,
-)
+from gpuflow.decode.codecs import CpuDecoder, is_test_image, pixels_of_test_image, probe
+from gpuflow.decode.header import TEST_HEIGHT, TEST_JPEG, TEST_WIDTH
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.arrays import Bools, Bytes, Ints
-from gpuflow.decode.codecs import TEST_HEIGHT, TEST_JPEG, TEST_SAMPLING, TEST_WIDTH, pixels_of_test_image
+from gpuflow.decode.codecs import pixels_of_test_image
+from gpuflow.decode.header import TEST_HEIGHT, TEST_JPEG, TEST_SAMPLING, TEST_WIDTH
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, SystemFault
 from gpuflow.execute.gpu.decode_calls import CALL_IMAGES

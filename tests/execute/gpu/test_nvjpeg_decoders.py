@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.decode.codecs import TEST_HEIGHT, TEST_JPEG, TEST_SAMPLING, TEST_WIDTH
+from gpuflow.decode.header import TEST_HEIGHT, TEST_JPEG, TEST_SAMPLING, TEST_WIDTH
 from gpuflow.errors import DecoderError, LoaderTimeout, SystemFault, is_system_fault
 from gpuflow.execute.gpu.nvjpeg_decoders import JpegBatch, NvjpegDecoder, NvjpegDecoderPool
 from tests.host_stream import HostStream
