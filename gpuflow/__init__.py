@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from gpuflow.errors import (
     BadSampleError,
@@ -36,14 +36,13 @@ from gpuflow.vocabulary import stage_table
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import DataLoader
 
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
     from gpuflow.loader.metrics_server import serve_metrics
     from gpuflow.loader.transform import Transform
     from gpuflow.migration.dataloader import bytes_loader
-    from gpuflow.migration.wrap import TensorToTensor, WrappedLoader, cv2_resize
+    from gpuflow.migration.wrap import TensorToTensor, WrappedLoader, cv2_resize, wrap
     from gpuflow.runtime.preemption import Preemption
     from gpuflow.training.checkpoint import save_checkpoint
 
@@ -91,6 +90,7 @@ _MODULES = {
     "cv2_resize": "gpuflow.migration.wrap",
     "save_checkpoint": "gpuflow.training.checkpoint",
     "serve_metrics": "gpuflow.loader.metrics_server",
+    "wrap": "gpuflow.migration.wrap",
 }
 """Names that are imported at their first use, because most of their modules need torch."""
 
@@ -195,72 +195,3 @@ def transform(
     from gpuflow.loader.transform import build_transform
 
     return build_transform(read_config(path, stage_table(), overrides), name, device)
-
-
-def wrap(
-    dataloader: DataLoader[Any],
-    config: str | Path,
-    transforms_cpu: Any = None,
-    transforms_gpu: Any = None,
-    cpu_percentage: float | Literal["auto"] = "auto",
-    parallel_type: Literal["ddp", "dp"] | None = "ddp",
-    local_rank: int | None = None,
-    *,
-    name: str | None = None,
-    device: str | torch.device | None = None,
-    overrides: Sequence[str] = (),
-    thread_safe: bool = False,
-) -> WrappedLoader:
-    """Return a loader of gpuflow in place of a DataLoader of PyTorch, with its samples, its sampler and its batches.
-
-    The file's stages, followed by those that the transforms stand for, run on each image in the same way wherever it
-    is decoded, with random numbers drawn for each sample. The file's source, batch and shuffle are not used, except for
-    `source.seed`.
-
-    Examples:
-        >>> from gpuflow.decode.codecs import TEST_JPEG
-        >>> from torch.utils.data import DataLoader
-        >>> pipelines = "{val: {stages: [decode: {}, resize: {height: 24, width: 32}], batch: {size: 2}}}"
-        >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
-        >>> with wrap(DataLoader([(TEST_JPEG.tobytes(), 7)] * 3, batch_size=2), "x.yaml", device="cpu") as wrapped:
-        ...     [labels.tolist() for images, labels in wrapped]
-        [[7, 7], [7]]
-
-    Args:
-        dataloader: over an ImageFolder with `loader=gpuflow.bytes_loader` and no transform, a Subset of one, or any
-            map-style dataset of (encoded bytes, label), which is then asked for its samples. Its sampler, batch
-            sampler, batch size and drop_last stay in force; worker processes are not started.
-        config: a gpuflow YAML file. Its stages decode and resize, and may do more.
-        transforms_gpu: what follows: a Compose of torchvision, a list, or one transform.
-        transforms_cpu: the same for images that the CPU decodes. Both must stand for the same stages.
-        cpu_percentage: the part of each batch that the CPU decodes next to a GPU, 0 to 1: `decode.cpu_share`. `auto`:
-            what the file says.
-        parallel_type: `ddp`: this is one of several processes, each with a GPU; `dp` or None: the only one.
-        local_rank: the GPU that batches are delivered on; by default torchrun's LOCAL_RANK under `ddp`, else the
-            current GPU. Without a GPU that torch sees, batches stay on the CPU.
-        name: the pipeline; may be left out if the file has one.
-        device: where batches are delivered, in place of `local_rank`.
-        overrides: as in `gpuflow.load`.
-        thread_safe: several threads may call the dataset's `__getitem__` at once. By default one call follows the
-            other, as in each process of a DataLoader, so a slow disk or server costs the sum of all waits. Several
-            threads decode in any case, and read the files of an ImageFolder.
-
-    Raises:
-        ConfigError: the file, an argument, or a transform that has no stage, each with its place.
-    """
-    from gpuflow.migration import wrap as migration
-
-    return migration.wrap(
-        dataloader,
-        config,
-        transforms_cpu,
-        transforms_gpu,
-        cpu_percentage,
-        parallel_type,
-        local_rank,
-        stages=stage_table(),
-        name=name,
-        device=device,
-        overrides=overrides,
-        thread_safe=thread_safe,
-    )

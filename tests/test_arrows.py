@@ -88,7 +88,7 @@ def test_one_file_runs_torchpipe() -> None:
 def test_the_engine_gets_the_table_of_stages_as_an_argument() -> None:
     """torchpipe makes the nodes of a graph, and hands them nothing but text."""
     assert importers(ENGINE, "gpuflow.stages") == {"gpuflow/vocabulary.py"}
-    fetch = {"integrations/lightning.py", "integrations/ray.py", "integrations/timm.py"}
+    fetch = {"integrations/lightning.py", "integrations/ray.py", "integrations/timm.py", "migration/wrap.py"}
     fetch |= {"__init__.py", "cli.py", "tools/bench.py", "tools/predict.py", "serve/__init__.py", "torchpipe/nodes.py"}
     assert importers(ENGINE, "gpuflow.vocabulary") == {f"gpuflow/{name}" for name in fetch}
 

@@ -29,6 +29,7 @@ from gpuflow.migration.from_torchvision import read_transform
 from gpuflow.pipeline.stage import Stage
 from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.runtime.ranks import Ranks
+from gpuflow.vocabulary import stage_table
 
 _CPU, _GPU = "transforms_cpu", "transforms_gpu"
 _USUAL_BATCH = 64
@@ -38,22 +39,57 @@ _USUAL_BATCH = 64
 def wrap(
     dataloader: DataLoader[Any],
     config: str | Path,
-    transforms_cpu: Any,
-    transforms_gpu: Any,
-    cpu_percentage: float | Literal["auto"],
-    parallel_type: Literal["ddp", "dp"] | None,
-    local_rank: int | None,
+    transforms_cpu: Any = None,
+    transforms_gpu: Any = None,
+    cpu_percentage: float | Literal["auto"] = "auto",
+    parallel_type: Literal["ddp", "dp"] | None = "ddp",
+    local_rank: int | None = None,
     *,
-    stages: Mapping[str, type[Stage]],
-    name: str | None,
-    device: str | torch.device | None,
-    overrides: Sequence[str],
-    thread_safe: bool,
+    name: str | None = None,
+    device: str | torch.device | None = None,
+    overrides: Sequence[str] = (),
+    thread_safe: bool = False,
 ) -> WrappedLoader:
-    """See `gpuflow.wrap`. stages: the vocabulary, name to class."""
+    """Return a loader of gpuflow in place of a DataLoader of PyTorch, with its samples, its sampler and its batches.
+
+    The file's stages, followed by those that the transforms stand for, run on each image in the same way wherever it
+    is decoded, with random numbers drawn for each sample. The file's source, batch and shuffle are not used, except for
+    `source.seed`.
+
+    Examples:
+        >>> from gpuflow.decode.codecs import TEST_JPEG
+        >>> from torch.utils.data import DataLoader
+        >>> pipelines = "{val: {stages: [decode: {}, resize: {height: 24, width: 32}], batch: {size: 2}}}"
+        >>> _ = Path("x.yaml").write_text(f"source: {{folder: photos}}\\npipelines: {pipelines}")
+        >>> with wrap(DataLoader([(TEST_JPEG.tobytes(), 7)] * 3, batch_size=2), "x.yaml", device="cpu") as wrapped:
+        ...     [labels.tolist() for images, labels in wrapped]
+        [[7, 7], [7]]
+
+    Args:
+        dataloader: over an ImageFolder with `loader=gpuflow.bytes_loader` and no transform, a Subset of one, or any
+            map-style dataset of (encoded bytes, label), which is then asked for its samples. Its sampler, batch
+            sampler, batch size and drop_last stay in force; worker processes are not started.
+        config: a gpuflow YAML file. Its stages decode and resize, and may do more.
+        transforms_gpu: what follows: a Compose of torchvision, a list, or one transform.
+        transforms_cpu: the same for images that the CPU decodes. Both must stand for the same stages.
+        cpu_percentage: the part of each batch that the CPU decodes next to a GPU, 0 to 1: `decode.cpu_share`. `auto`:
+            what the file says.
+        parallel_type: `ddp`: this is one of several processes, each with a GPU; `dp` or None: the only one.
+        local_rank: the GPU that batches are delivered on; by default torchrun's LOCAL_RANK under `ddp`, else the
+            current GPU. Without a GPU that torch sees, batches stay on the CPU.
+        name: the pipeline; may be left out if the file has one.
+        device: where batches are delivered, in place of `local_rank`.
+        overrides: as in `gpuflow.load`.
+        thread_safe: several threads may call the dataset's `__getitem__` at once. By default one call follows the
+            other, as in each process of a DataLoader, so a slow disk or server costs the sum of all waits. Several
+            threads decode in any case, and read the files of an ImageFolder.
+
+    Raises:
+        ConfigError: the file, an argument, or a transform that has no stage, each with its place.
+    """
     _check_dataloader(dataloader)
     _check_arguments(cpu_percentage, parallel_type, local_rank)
-    checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides, stages)
+    checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides)
     source = source_of(dataloader.dataset, thread_safe=thread_safe)
     draws = SamplerDraws(dataloader, len(source))
     ranks = _ranks(draws, parallel_type)
@@ -208,9 +244,9 @@ def _configured(
     transforms_gpu: Any,
     cpu_percentage: float | Literal["auto"],
     overrides: Sequence[str],
-    stages: Mapping[str, type[Stage]],
 ) -> tuple[Config, str]:
     """Return the file with the stages of the transforms, checked, and the pipeline's name."""
+    stages = stage_table()
     if Path(path).suffix == ".toml":
         raise problem("config", "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
     on_gpu, on_cpu = (
