@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,8 +26,9 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import RecordValue, field_problems_of
 from gpuflow.pipeline.stage import Mixing
 from gpuflow.pipeline.targets import TargetRules
-from gpuflow.pipeline.views import AnyProgram, ViewsProgram
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, named_programs
 from gpuflow.sources import KINDS, Source, SourceSpec, fields_of
+from gpuflow.sources.field_spec import conflict
 from gpuflow.sources.split_spec import SplitSpec, is_rule
 from gpuflow.sources.storage import CacheSpec
 
@@ -71,7 +73,7 @@ class BatchSpec(_Block):
     def broken_rules(self) -> Iterator[Problem]:
         if (self.size is None) == (self.global_size is None):
             rule = "needs size (of a rank) or global (of all ranks), one of them"
-            yield Problem.of((), rule, code="config.conflict")
+            yield conflict((), rule)
 
 
 class SaveSpec(_Block):
@@ -87,7 +89,7 @@ class SaveSpec(_Block):
 
     def broken_rules(self) -> Iterator[Problem]:
         if (self.steps is None) == (self.minutes is None):
-            yield Problem.of((), "needs steps or minutes, one of them", code="config.conflict")
+            yield conflict((), "needs steps or minutes, one of them")
 
 
 class TrainSpec(_Block):
@@ -145,9 +147,9 @@ class TrainSpec(_Block):
         for key in ("step_epochs", "step_factor"):
             if getattr(self, key) is not None and self.schedule != "step":
                 action = "remove it, or set train.schedule=step"
-                yield _conflict(key, "is for the schedule step, but this one is cosine", action)
+                yield conflict(key, "is for the schedule step, but this one is cosine", action)
         if self.label_smoothing and self.loss in ("mse", "l1", "smooth_l1"):
-            yield _conflict("label_smoothing", f"is for cross_entropy and bce, but the loss is {self.loss}")
+            yield conflict("label_smoothing", f"is for cross_entropy and bce, but the loss is {self.loss}", _REMOVE)
         if self.warmup_epochs is not None and self.warmup_epochs > self.epochs:
             rule = f"must be <= train.epochs, which is {self.epochs}"
             yield Problem.of("warmup_epochs", rule, self.warmup_epochs, code="config.conflict")
@@ -226,18 +228,18 @@ class ModelSpec(_Block):
         if suffix not in _SUFFIXES[runtime]:
             takes = " and ".join(_SUFFIXES[runtime])
             rule = f"is {runtime}, which takes {takes} files, but the model's file is {self.file!r}"
-            yield _conflict("engine", rule, action="use auto")
+            yield conflict("engine", rule, "use auto")
         for key in ("compile", "cuda_graphs"):
             if getattr(self, key) is True and runtime != "torch":
-                yield _conflict(key, f"is for the engine torch, but this one is {runtime}")
+                yield conflict(key, f"is for the engine torch, but this one is {runtime}", _REMOVE)
         if self.precision != "float32" and runtime != "tensorrt" and suffix != ".pt":
             rule = f"is {self.precision}, but {runtime} runs {suffix} files as they were exported"
-            yield _conflict("precision", rule)
+            yield conflict("precision", rule, _REMOVE)
         if self.via == "torchpipe" and runtime != "tensorrt":
-            yield _conflict("via", f"is for the engine tensorrt, but this one is {runtime}")
+            yield conflict("via", f"is for the engine tensorrt, but this one is {runtime}", _REMOVE)
         if self.via == "torchpipe" and self.precision == "bfloat16":
-            rule = "is bfloat16, which torchpipe does not build"
-            yield _conflict("precision", rule, action="use float16, float32 or via: python")
+            action = "use float16, float32 or via: python"
+            yield conflict("precision", "is bfloat16, which torchpipe does not build", action)
         low = self.tensorrt.min_batch
         best = self.tensorrt.opt_batch
         if low > self.batch:
@@ -248,13 +250,10 @@ class ModelSpec(_Block):
             yield Problem.of(("tensorrt", "opt_batch"), rule, best, code="config.conflict")
         if best is not None and self.via == "torchpipe":
             rule = "has no effect with via: torchpipe, which tunes for batch"
-            yield _conflict(("tensorrt", "opt_batch"), rule)
+            yield conflict(("tensorrt", "opt_batch"), rule, _REMOVE)
 
 
-def _conflict(path: str | tuple[str, ...], rule: str, action: str = "remove it") -> Problem:
-    return Problem.of(path, rule, action=action, code="config.conflict")
-
-
+_REMOVE = "remove it"
 _SUFFIXES = {"torch": (".pt", ".pt2"), "onnxruntime": (".onnx",), "tensorrt": (".onnx",)}
 """The files that each engine takes; the first engine to take one is `auto`'s choice."""
 
@@ -275,13 +274,12 @@ class PresetKeys(_Block):
     color: Literal["rgb", "bgr"] | None = None
 
     def broken_rules(self) -> Iterator[Problem]:
-        for key in ("height", "width"):
-            if self.preset is not None and getattr(self, key) is None:
-                yield Problem.of("preset", f"needs the key {key!r} next to it: an integer", code="config.missing_key")
-        for key in ("height", "width", "color"):
-            if self.preset is None and getattr(self, key) is not None:
+        for key, value in (("height", self.height), ("width", self.width), ("color", self.color)):
+            if value is not None and self.preset is None:
                 action = "remove it or add preset: torchpipe_cpu"
-                yield _conflict(key, "belongs to a preset, and there is none", action)
+                yield conflict(key, "belongs to a preset, and there is none", action)
+            if value is None and self.preset is not None and key != "color":
+                yield Problem.of("preset", f"needs the key {key!r} next to it: an integer", code="config.missing_key")
 
     def head(self) -> tuple[Preset, ...]:
         """Return the preset as the first stage of a pipeline; an empty tuple if there is none."""
@@ -350,19 +348,19 @@ class PipelineSpec(PresetKeys):
 
     def broken_rules(self) -> Iterator[Problem]:
         yield from super().broken_rules()
-        if self.views is None and "stages" not in self.model_fields_set:
-            others = "" if self.preset is not None else ", or views"
-            yield Problem.of((), f"needs the key 'stages': a list{others}", code="config.missing_key")
-        if self.views is None and self.decode is not None:
-            yield _conflict("decode", "is for views, and there are none", "put decode before the stages")
         if self.views is None:
+            if "stages" not in self.model_fields_set:
+                others = "" if self.preset is not None else ", or views"
+                yield Problem.of((), f"needs the key 'stages': a list{others}", code="config.missing_key")
+            if self.decode is not None:
+                yield conflict("decode", "is for views, and there are none", "put decode before the stages")
             return
         if not self.views:
             yield Problem.of("views", "must name at least one view, got none", code="config.missing_key")
         if "stages" in self.model_fields_set:
-            yield _conflict("views", "stands in place of stages, and there are both", "remove one of them")
+            yield conflict("views", "stands in place of stages, and there are both", "remove one of them")
         if self.preset is not None:
-            yield _conflict("views", "cannot follow a preset", "remove the preset, or use stages")
+            yield conflict("views", "cannot follow a preset", "remove the preset, or use stages")
 
 
 class ServeSpec(PresetKeys):
@@ -442,21 +440,21 @@ class RunSpec(_Block):
     nvtx: bool = False
 
 
+@cache
 def keys_of(spec: type[Any]) -> type[BaseModel]:
     """Return a block with a key for each field of a dataclass, which checks the types of values, not their bounds.
 
     What a kind of source must have is not required here: `spec_class` reports it.
     """
-    if spec not in _KEYS:
-        hints = typing.get_type_hints(spec)
-        is_source = issubclass(spec, SourceSpec)
-        defaults = {
-            field.name: field.default if field.default is not dataclasses.MISSING else None if is_source else ...
-            for field in dataclasses.fields(spec)
-        }
-        keys: dict[str, Any] = {name: (_yaml_type(hints[name]), default) for name, default in defaults.items()}
-        _KEYS[spec] = pydantic.create_model(spec.__name__, __base__=_Block, __doc__=spec.__doc__, **keys)
-    return _KEYS[spec]
+    if spec is CacheSpec:
+        return CacheKeys
+    hints = typing.get_type_hints(spec)
+    missing = None if issubclass(spec, SourceSpec) else ...
+    keys: dict[str, Any] = {
+        field.name: (_yaml_type(hints[field.name]), missing if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(spec)
+    }
+    return pydantic.create_model(spec.__name__, __base__=_Block, __doc__=spec.__doc__, **keys)
 
 
 def _yaml_type(hint: Any) -> Any:
@@ -488,7 +486,6 @@ class CacheKeys(_Block):
     size: Annotated[int, BeforeValidator(_bytes, json_schema_input_type=Bytes)]
 
 
-_KEYS: dict[type[Any], type[BaseModel]] = {CacheSpec: CacheKeys}
 _SPLIT: Any = Annotated[
     Annotated[dict[str, float], Tag("fractions")] | Annotated[keys_of(SplitSpec), Tag("rule")],
     Discriminator(lambda block: "rule" if isinstance(block, BaseModel) or is_rule(block) else "fractions"),
@@ -541,18 +538,15 @@ class Document(_Block):
             yield Problem.of("pipelines", rule, code="config.missing_key")
         if "serve" in self.pipelines:
             rule = "takes the name of the block serve"
-            action = "give this pipeline another one"
-            yield Problem.of(("pipelines", "serve"), rule, action=action, code="config.conflict")
+            yield conflict(("pipelines", "serve"), rule, "give this pipeline another one")
         for name, pipeline in self.pipelines.items():
             found = [*pipeline.problems(), *(_part_problems(name, pipeline, parts, key) if source is not None else ())]
             yield from (problem.below("pipelines", name) for problem in found)
         if _WHOLE in parts:
             rule = f"takes the name that means the whole source, {_WHOLE}"
-            action = "give this part another one"
-            inner = (
-                ("parts" if source.rule.parts else "files",) if source is not None and source.rule is not None else ()
-            )
-            yield Problem.of(("source", key, *inner, _WHOLE), rule, action=action, code="config.conflict")
+            by_rule = source.rule if source is not None else None
+            inner = () if by_rule is None else ("parts" if by_rule.parts else "files",)
+            yield conflict(("source", key, *inner, _WHOLE), rule, "give this part another one")
         yield from super().problems()
 
 
@@ -572,7 +566,7 @@ def _part_problems(name: str, pipeline: PipelineSpec, parts: Sequence[str], key:
         some = ", ".join(parts[:20]) + ", ..." * (len(parts) > 20)
         rule = f"is not a part of source.{key}, which has {some}"
         action = f"{suggest(name, parts, else_all=False)} set split: NAME, or split: {_WHOLE} for the whole source"
-        yield Problem.of((), rule, action=action.strip(), code="config.conflict")
+        yield conflict((), rule, action.strip())
     if pipeline.split is not None and pipeline.split not in (*parts, _WHOLE):
         rule = f"must name a part of source.{key}, or {_WHOLE}"
         yield Problem.of("split", rule, pipeline.split, suggest(pipeline.split, (*parts, _WHOLE)), code="config.range")
@@ -619,8 +613,7 @@ class Config:
         program = self.any_program(name)
         if isinstance(program, ViewsProgram):
             rule = "are several images of each sample, and this takes one"
-            action = "name a pipeline with stages"
-            problem = Problem.of(("pipelines", name, "views"), rule, action=action, code="config.conflict")
+            problem = conflict(("pipelines", name, "views"), rule, "name a pipeline with stages")
             raise ConfigError([replace(problem, place=f"{self.path}:")])
         return program
 
@@ -720,7 +713,7 @@ def mixing_problems(name: str, program: AnyProgram, fields: Sequence[str], *, on
     for i, stage in enumerate(program.pipeline.stages):
         if isinstance(stage, Mixing):
             at = ("pipelines", name, "stages", i - program.pipeline.heads, stage.stage_name)
-            yield Problem.of(at, rule, action=action, code="config.conflict")
+            yield conflict(at, rule, action)
 
 
 def require_record_fields(config: Config, name: str, source: Source) -> None:
@@ -747,13 +740,9 @@ def refuse_record_fields(config: Config, name: str, rule: str, action: str) -> N
 
 def _taken(name: str, program: AnyProgram) -> Mapping[tuple[Key, ...], RecordValue]:
     """Return what the stages of a pipeline take, by the keys that lead to the parameters in a file."""
-    if isinstance(program, ViewsProgram):
-        return {
-            ("pipelines", name, "views", view.name, "stages", i - 1, stage, parameter): value
-            for view in program.pipeline.views
-            for (i, stage, parameter), value in view.pipeline.record_values.items()
-        }
-    return {
-        ("pipelines", name, "stages", i - program.pipeline.heads, stage, parameter): value
-        for (i, stage, parameter), value in program.pipeline.record_values.items()
-    }
+    found = dict[tuple[Key, ...], RecordValue]()
+    for view, _, one in named_programs(program):
+        at, heads = (("views", view), 1) if view else ((), one.pipeline.heads)
+        for (i, stage, parameter), value in one.pipeline.record_values.items():
+            found["pipelines", name, *at, "stages", i - heads, stage, parameter] = value
+    return found

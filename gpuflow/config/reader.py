@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 
@@ -29,6 +29,8 @@ from gpuflow.pipeline.stage import Decoder, Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec, all_kinds, spec_class
+
+T = TypeVar("T")
 
 
 def make_source(block: Any, kinds: Mapping[str, type[SourceSpec]]) -> SourceSpec:
@@ -162,7 +164,7 @@ class _Reader:
         self._apply_train_size()
         source = self._source()
         document = self._document(source)
-        programs, views = self._programs(), self._views()
+        programs, views = self._programs()
         if source is not None:
             self._check_fields(source, programs, views)
         self._stop_if_faulty()
@@ -260,35 +262,27 @@ class _Reader:
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
-    def _programs(self) -> dict[str, Program]:
-        """Return the folded stages of each pipeline that has no problem, and of `serve`."""
+    def _programs(self) -> tuple[dict[str, Program], dict[str, ViewsProgram]]:
+        """Return the folded stages of each pipeline that has no problem, and of `serve`; and folded views."""
         pipelines = self._data.get("pipelines")
         blocks: dict[tuple[Key, ...], Any] = {("serve",): self._data.get("serve")}
         if isinstance(pipelines, dict):
             blocks = {("pipelines", name): block for name, block in pipelines.items()} | blocks
-        programs = {}
+        found: dict[str, Program | None] = {}
+        found_views: dict[str, ViewsProgram | None] = {}
         for at, block in blocks.items():
-            head = self._head(block) if isinstance(block, dict) and "preset" in block else ()
-            entries = block.get("stages", [] if head else None) if isinstance(block, dict) else None
+            if not isinstance(block, dict):
+                continue
+            name, views = str(at[-1]), block.get("views")
+            head = self._head(block) if "preset" in block else ()
+            entries = block.get("stages", [] if head else None)
             if isinstance(entries, list):
                 if self._added is not None and at == ("pipelines", self._added.pipeline):
                     entries = [*entries, *self._added.entries]
-                program = self._program((*at, "stages"), str(at[-1]), entries, head)
-                if program is not None:
-                    programs[str(at[-1])] = program
-        return programs
-
-    def _views(self) -> dict[str, ViewsProgram]:
-        """Return the folded views of each pipeline that has views and no problem."""
-        pipelines = self._data.get("pipelines")
-        found = {}
-        for name, block in pipelines.items() if isinstance(pipelines, dict) else ():
-            views = block.get("views") if isinstance(block, dict) else None
-            if isinstance(views, dict) and views:
-                program = self._views_program(("pipelines", name), str(name), block.get("decode"), views)
-                if program is not None:
-                    found[str(name)] = program
-        return found
+                found[name] = self._program((*at, "stages"), name, entries, head)
+            if isinstance(views, dict) and views and at[0] == "pipelines":
+                found_views[name] = self._views_program(at, name, block.get("decode"), views)
+        return _sound(found), _sound(found_views)
 
     def _views_program(
         self, at: tuple[Key, ...], name: str, decode: Any, blocks: dict[Any, Any]
@@ -297,7 +291,7 @@ class _Reader:
         if decode is not None and not isinstance(decode, dict):
             return None
         decoder = self._stage(at, {"decode": decode})
-        if decoder is None:
+        if not isinstance(decoder, Decoder):
             return None
         views, programs = [], []
         for view, block in blocks.items():
@@ -356,7 +350,7 @@ class _Reader:
         return None if list(keys.problems()) else keys.head()
 
     def _program(
-        self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Stage, ...] | None
+        self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Decoder, ...] | None
     ) -> Program | None:
         made = [self._stage((*at, i), entry) for i, entry in enumerate(entries)]
         stages = [stage for stage in made if stage is not None]
@@ -377,7 +371,7 @@ class _Reader:
             self._report_all(problem.below(*at) for problem in error.problems)
             return None
 
-    def _report_misplaced(self, at: tuple[Key, ...], stages: Sequence[Stage], head: Sequence[Stage]) -> bool:
+    def _report_misplaced(self, at: tuple[Key, ...], stages: Sequence[Stage], head: Sequence[Decoder]) -> bool:
         """Report decoders in a view, or the first stage that a preset refuses. Return whether there is one."""
         of_view = at[2:3] == ("views",)  # and not of a pipeline with that name
         decoders = [i for i, stage in enumerate(stages) if of_view and isinstance(stage, Decoder)]
@@ -387,12 +381,16 @@ class _Reader:
             self._report(Problem.of(place, "is shared by all views", action=action, code="stage.order"))
         if decoders:
             return True
-        for decoder in (first for first in head if isinstance(first, Decoder)):
+        for decoder in head:
             for i, stage in enumerate(stages):
                 if (rule := decoder.refuses(stage, serving=at[0] == "serve")) is not None:
                     self._report(Problem.of((*at, i), rule, code="stage.order"))
                     return True
         return False
+
+
+def _sound(found: Mapping[str, T | None]) -> dict[str, T]:
+    return {name: program for name, program in found.items() if program is not None}
 
 
 def _texts(data: Any, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], str]]:

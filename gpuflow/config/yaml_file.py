@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,10 @@ def _refuse_alias_bomb(root: yaml.Node) -> None:
     def size_of(node: yaml.Node) -> int:
         if (known := sizes.get(id(node))) is not None:
             return known
-        size = 1 + sum(size_of(child) for child in _children(node))
+        children: Iterable[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            children = chain.from_iterable(node.value)
+        size = 1 + sum(map(size_of, children))
         sizes[id(node)] = size
         if size - len(sizes) > _MAX_ALIASED:
             raise yaml.MarkedYAMLError(
@@ -227,14 +231,6 @@ def _refuse_alias_bomb(root: yaml.Node) -> None:
         return size
 
     size_of(root)
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            yield from pair
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
 
 
 def _lines(loader: _Loader, node: yaml.Node | None, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], int]]:
