@@ -11,7 +11,7 @@ import logging
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator
-from functools import cache, lru_cache
+from functools import cache
 from typing import Literal
 
 import cv2
@@ -428,7 +428,8 @@ class CpuDecoder:
 
     def _by_opencv(self, data: Bytes, header: Header) -> Bytes:
         """Decode a whole file with OpenCV."""
-        composited, deep = self._background is not None and header.alpha, header.format == "png16"
+        background, deep = self._background if header.alpha else None, header.format == "png16"
+        composited = background is not None
         flags = OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
         if header.format == "bmp":
             data = _with_known_masks(data)
@@ -443,7 +444,7 @@ class CpuDecoder:
         if deep:
             decoded = (decoded >> 8).astype(np.uint8)
         if composited or deep:
-            decoded = _in_color(decoded, self._background if composited else None, self._color)
+            decoded = _in_color(decoded, background, self._color)
         image: Bytes = decoded.reshape(*decoded.shape[:2], self._channels)
         if image.shape[:2] != (header.height, header.width):
             sizes = f"{header.width}x{header.height} and {image.shape[1]}x{image.shape[0]}"
@@ -452,15 +453,14 @@ class CpuDecoder:
 
     def _by_optional(self, data: Bytes, header: Header) -> Bytes:
         """Decode a whole PNM, or a file of a format that `decode.formats` named, and turn it as its header says."""
-        composited = self._background is not None and header.alpha
+        background = self._background if header.alpha else None
         if header.format == "pnm":
             decoded = decode_pnm(data, header)
         else:
-            decoded = decode_optional(data, header, alpha=composited)
+            decoded = decode_optional(data, header, alpha=background is not None)
         if decoded.shape[2] >= 3:
             decoded = decoded[..., [2, 1, 0, 3][: decoded.shape[2]]]
-        image = _in_color(decoded, self._background if composited else None, self._color)
-        image = image.reshape(*image.shape[:2], self._channels)
+        image = _in_color(decoded, background, self._color)
         if header.orientation != header.turned:
             image = upright(stored(image, header.turned), header.orientation)
         return np.ascontiguousarray(image)
@@ -474,21 +474,21 @@ class CpuDecoder:
 
 
 def _in_color(image: Bytes, background: tuple[int, int, int] | None, color: str) -> Bytes:
-    """Convert an image that is gray, BGR or BGRA, HW or HWC, to the decoder's color, HWC or HW.
+    """Convert an image that is gray, BGR or BGRA, HW or HWC, to the decoder's color, HWC.
 
     background: the RGB color to put it over; None ignores alpha. Each level is then (level * alpha + background *
     (255 - alpha)) / 255, rounded to the nearest. `gray` is luma after that.
     """
     if image.ndim == 2 or image.shape[2] == 1:
-        level = image.reshape(image.shape[:2])
-        return level if color == "gray" else np.dstack([level, level, level])
+        level = image.reshape(*image.shape[:2], 1)
+        return level if color == "gray" else np.repeat(level, 3, axis=2)
     if image.shape[2] == 4 and background is not None:
         opacity = image[..., 3:].astype(np.uint16)
         under = np.array(background[::-1], np.uint16) * (255 - opacity)
         image = ((image[..., :3] * opacity + under + 127) // 255).astype(np.uint8)
     image = np.ascontiguousarray(image[..., :3])
     if color == "gray":
-        return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY), np.uint8)
+        return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY), np.uint8)[..., None]
     return np.ascontiguousarray(image[..., ::-1]) if color == "rgb" else image
 
 
@@ -573,7 +573,7 @@ def pixels_of_test_image(color: str) -> Bytes:
     return image.reshape(TEST_HEIGHT, TEST_WIDTH, -1)
 
 
-@lru_cache(maxsize=1)
+@cache
 def decoder_description() -> str:
     """Return the CPU decoders in use with their versions, as a text for messages and reports."""
     library = find_libjpeg_turbo()

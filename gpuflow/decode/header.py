@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import cv2
@@ -71,10 +71,6 @@ class Header:
     def decoded_size(self) -> tuple[int, int]:
         """Return (height, width) as the format's own decoder gives the image."""
         return self._size_after(self.turned)
-
-    def untagged(self) -> tuple[Header, int]:
-        """Return the header as it is without the EXIF orientation, and that orientation."""
-        return (self, 1) if self.orientation == 1 else (replace(self, orientation=1), self.orientation)
 
     def _size_after(self, orientation: int) -> tuple[int, int]:
         return (self.width, self.height) if orientation >= SWAPPED else (self.height, self.width)

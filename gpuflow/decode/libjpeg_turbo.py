@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -132,7 +132,7 @@ def _passes(library: LibjpegTurbo) -> bool:
     return part is not None and np.array_equal(part, whole[9:30, 19:36])
 
 
-@lru_cache(maxsize=1)
+@cache
 def _search() -> tuple[LibjpegTurbo | None, str]:
     """Return the first library that can be opened; or None and why there is none."""
     bundled = _bundled()

@@ -14,7 +14,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -244,7 +244,7 @@ def _in_package(package: str, pattern: str) -> list[str]:
     return [str(path) for folder in folders or () for path in sorted(Path(folder).glob(pattern))]
 
 
-@lru_cache(maxsize=1)
+@cache
 def find_nvjpeg() -> NvjpegLibrary:
     """Return the first libnvjpeg that loads. Raises MissingExtra if there is none."""
     for path in _candidates():

@@ -39,11 +39,16 @@ Reader = Callable[[memoryview, bool, int], Header]
 """Reads a header, with the orientation or without; the number is that of a JPEG's scans at most. Raises struct.error or
 IndexError where the bytes end, BadSampleError where they are wrong."""
 
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_JXL_BOX = b"\0\0\0\x0cJXL \r\n\x87\n"
-_JP2_BOX, _JP2_CODE = b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"
-_HEIC_BRANDS = frozenset((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"))
-_AVIF_BRANDS = frozenset((b"avif", b"avis"))
+_JP2_CODE, _JXL_CODE = b"\xff\x4f\xff\x51", b"\xff\x0a"
+"""How codestreams begin, within boxes and without."""
+_MARKS = {
+    "tiff": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "gif": (b"GIF87a", b"GIF89a"),
+    "jxl": (_JXL_CODE, b"\0\0\0\x0cJXL \r\n\x87\n"),
+    "jp2": (_JP2_CODE, b"\0\0\0\x0cjP  \r\n\x87\n"),
+}
+"""What files of a format begin with."""
+_BRANDS = {"avif": {b"avif", b"avis"}, "heic": {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}}
 _SEQUENCES = frozenset((b"avis", b"hevc", b"hevx", b"hevm", b"hevs", b"msf1"))
 """Major brands of image sequences."""
 _MAX_PARTS = 100_000
@@ -54,22 +59,11 @@ with more is bad."""
 def format_by_content(view: memoryview) -> str | None:
     """Return which of these formats a file is of, other than those of PNG and WebP; None if of none."""
     magic = bytes(view[:12])
-    if magic[:4] in _TIFF:
-        return "tiff"
-    if magic[:6] in (b"GIF87a", b"GIF89a"):
-        return "gif"
-    if magic.startswith(b"\xff\x0a") or magic == _JXL_BOX:
-        return "jxl"
-    if magic.startswith(_JP2_CODE) or magic == _JP2_BOX:
-        return "jp2"
     if magic[4:8] == b"ftyp":
         brands = bytes(view[8 : min(int.from_bytes(magic[:4]), 256)])
         found = {brands[at : at + 4] for at in range(0, len(brands), 4) if at != 4}
-        if found & _AVIF_BRANDS:
-            return "avif"
-        if found & _HEIC_BRANDS:
-            return "heic"
-    return None
+        return next((name for name, known in _BRANDS.items() if found & known), None)
+    return next((name for name, marks in _MARKS.items() if magic.startswith(marks)), None)
 
 
 def _refuse_truncated(view: memoryview, what: str) -> NoReturn:
@@ -445,24 +439,25 @@ _JXL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
 def _read_jxl(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """Read the codestream's header (ISO/IEC 18181-1, annex D). libjxl itself notices whether the rest is there."""
     code = view
-    if bytes(view[:2]) != b"\xff\x0a":
+    if bytes(view[:2]) != _JXL_CODE:
         parts = [box for box in _boxes(view) if box.kind in (b"jxlc", b"jxlp")]
         if not parts:
             _refuse_truncated(view, "the codestream")
         code = view[parts[0].start + (4 if parts[0].kind == b"jxlp" else 0) : parts[0].end]
-    if bytes(code[:2]) != b"\xff\x0a":
+    if bytes(code[:2]) != _JXL_CODE:
         refuse("damaged header: the codestream does not begin with its mark")
     bits = _Bits(code[2:64])
     width, height = bits.size()
-    turn, alpha, preview = 1, False, False
+    turn, alpha = 1, False
     if not bits.take(1):  # not all of the metadata have their defaults
         if bits.take(1):
             turn = 1 + bits.take(3)
             if bits.take(1):
                 bits.size()
-            preview = bool(bits.take(1))
-            if preview or bits.take(1):
-                refuse("a preview; gpuflow decodes JPEG XL without one" if preview else ANIMATION, UNSUPPORTED)
+            if bits.take(1):
+                refuse("a preview; gpuflow decodes JPEG XL without one", UNSUPPORTED)
+            if bits.take(1):
+                refuse(ANIMATION, UNSUPPORTED)
         if bits.take(1):  # floating-point samples
             bits.choose((32, 0), (16, 0), (24, 0), (1, 6))
             bits.take(4)
@@ -611,8 +606,7 @@ def _levels(image: Any, alpha: bool) -> Bytes:
         refuse(f"pixels of Pillow's mode {image.mode}, which have no 8-bit levels; convert this image", UNSUPPORTED)
     opaque = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
     mode = "RGBA" if alpha and image.has_transparency_data else opaque
-    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
-    return pixels if pixels.ndim == 3 else pixels[..., None]
+    return np.atleast_3d(np.asarray(image if image.mode == mode else image.convert(mode)))
 
 
 # --- pillow-heif ------------------------------------------------------------------------------------------------------
@@ -653,12 +647,11 @@ def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> Bytes:
     _require_size(header, found["height"], found["width"])
     if not hasattr(_own, "jxl"):
         _own.jxl = _pylibjxl().JXL(threads=1, pool_size=1)
-    pixels = np.asarray(_own.jxl.decode(data), np.uint8)
-    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
+    pixels = np.atleast_3d(np.asarray(_own.jxl.decode(data), np.uint8))
     channels = pixels.shape[2]
     if channels == 2 and alpha:
-        return np.ascontiguousarray(pixels[..., [0, 0, 0, 1]])
-    return pixels if channels in (1, 3) or alpha else np.ascontiguousarray(pixels[..., : channels - 1])
+        return pixels[..., [0, 0, 0, 1]]
+    return pixels if channels in (1, 3) or alpha else pixels[..., : channels - 1]
 
 
 _PILLOW = {"tiff": "Tiff", "gif": "Gif", "avif": "Avif", "jp2": "Jpeg2K", "webp_animated": "WebP"}

@@ -1,7 +1,4 @@
-"""Reads the headers and chunks of PNG files, and reads and decodes Netpbm's files.
-
-Netpbm's files are PBM, PGM and PPM, each binary (P4, P5, P6) or plain (P1, P2, P3).
-"""
+"""Reads the headers and chunks of PNG files, and reads and decodes Netpbm's files: binary PGM (P5) and PPM (P6)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from itertools import dropwhile, islice, takewhile
 
 import numpy as np
 
-from gpuflow.arrays import Array, Bytes, Floats
+from gpuflow.arrays import Bytes
 from gpuflow.decode.header import ANIMATION, UNSUPPORTED, Header, refuse, tiff_orientation
 
 _UNCHECKED_BYTES = 4 << 20
@@ -146,12 +143,9 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
 # --- Netpbm -----------------------------------------------------------------------------------------------------------
 
 _GAP = rb"(?:[ \t-\r]|#[^\n\r]*[\n\r])+"
-_HEADER = re.compile(
-    rb"P(?:([14])%b(\d{1,9})%b(\d{1,9})|([2356])%b(\d{1,9})%b(\d{1,9})%b(\d{1,9}))[ \t-\r]" % ((_GAP,) * 5)
-)
+_HEADER = re.compile(rb"P([56])%b(\d{1,9})%b(\d{1,9})%b(\d{1,9})[ \t-\r]" % ((_GAP,) * 3))
 _LONGEST_HEADER = 1 << 16
-_COMMENT, _OTHER = re.compile(rb"#[^\n\r]*"), re.compile(rb"[^0-9 \t-\r]")
-_BITS, _PLAIN, _COLORED = (1, 4), (1, 2, 3), (3, 6)
+_GRAY, _COLORED = 5, 6
 _FULL = 255
 
 
@@ -161,15 +155,15 @@ def is_pnm(magic: bytes) -> bool:
 
 
 def read_pnm(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    """Return the header, and check that a binary file holds all pixels. See `optional_formats.Reader`."""
-    kind, width, height, top, start = _numbers(view)
+    """Return the header, and check that the file holds all pixels. See `optional_formats.Reader`."""
+    if view[1] - ord("0") not in (_GRAY, _COLORED):
+        refuse("a bitmap or plain text; gpuflow decodes PNM of the kinds P5 and P6, so convert this one", UNSUPPORTED)
+    channels, width, height, top, start = _numbers(view)
     if top > _FULL:
         refuse(f"levels of 0 to {top} in 16 bits; gpuflow decodes images of 8 bits, so convert this one", UNSUPPORTED)
     if not top:
         refuse("damaged header: the highest level is 0")
-    channels = 3 if kind in _COLORED else 1
-    need = 2 * width * height * channels - 1 if kind in _PLAIN else _row_bytes(kind, width, channels) * height
-    if start + (need if kind != 1 else width * height) > len(view):
+    if start + width * height * channels > len(view):
         refuse(f"truncated: {width}x{height} pixels end after the file's {len(view)} bytes")
     return Header("pnm", width, height, channels)
 
@@ -180,46 +174,22 @@ def decode_pnm(data: Bytes, header: Header) -> Bytes:
     Other highest levels than 255 become 255, and all levels in proportion, rounded, as Pillow has them.
 
     Examples:
-        >>> data = np.frombuffer(b"P2 2 1 255 0 255", np.uint8)
+        >>> data = np.frombuffer(b"P5 2 1 255 \\0\\xff", np.uint8)
         >>> decode_pnm(data, read_pnm(data.data, False, 1)).tolist()
         [[[0], [255]]]
     """
-    kind, width, height, top, start = _numbers(data.data)
-    shape, count = (height, width, header.channels), height * width * header.channels
-    if kind in _PLAIN:
-        levels: Array = _plain(_COMMENT.sub(b"", data[start:].tobytes()), kind)[:count]
-        if len(levels) < count:
-            refuse(f"truncated: {len(levels):,} of {count:,} levels")
-    else:
-        rows = data[start : start + _row_bytes(kind, width, header.channels) * height].reshape(height, -1)
-        levels = np.unpackbits(rows, axis=1, count=width) if kind in _BITS else rows
+    channels, width, height, top, start = _numbers(data.data)
+    levels = data[start : start + height * width * channels]
     if (highest := levels.max()) > top:
-        refuse(f"damaged data: levels of 0 to {top} by its header, got {highest:g}")
-    if kind in _BITS:
-        levels = 1 - levels
+        refuse(f"damaged data: levels of 0 to {top} by its header, got {highest}")
     scaled = np.rint(np.arange(top + 1) / top * _FULL).astype(np.uint8)
-    return np.take(scaled, levels.astype(np.uint8)).reshape(shape)
+    return np.take(scaled, levels).reshape(height, width, channels)
 
 
 def _numbers(view: memoryview) -> tuple[int, int, int, int, int]:
-    """Return the kind (1 to 6), width, height and highest level, and where the pixels begin."""
+    """Return the number of channels, the width, height and highest level, and where the pixels begin."""
     found = _HEADER.match(view[:_LONGEST_HEADER])
     if found is None:
         refuse("damaged header: it must have the width, the height and the highest level")
-    kind, width, height, *top = (int(number) for number in found.groups() if number is not None)
-    return kind, width, height, top[0] if top else 1, found.end()
-
-
-def _row_bytes(kind: int, width: int, channels: int) -> int:
-    """Return the number of bytes of a row in a binary file."""
-    return -(-width // 8) if kind in _BITS else width * channels
-
-
-def _plain(text: bytes, kind: int) -> Floats:
-    """Return the numbers of plain text. The bits of a PBM need no spaces between them."""
-    if (other := _OTHER.search(text)) is not None:
-        refuse(f"damaged data: {other.group()!r} among the levels")
-    if kind in _BITS:
-        digits = np.frombuffer(text, np.uint8)
-        return digits[digits >= ord("0")] - np.float64(ord("0"))
-    return np.fromstring(text, np.float64, sep=" ")
+    kind, width, height, top = map(int, found.groups())
+    return 3 if kind == _COLORED else 1, width, height, top, found.end()

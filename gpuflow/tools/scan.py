@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import cv2
@@ -315,7 +315,7 @@ class _Scanner:
                 return [], None
             header = header_of(data, decoder, orientation=self._tagged)
             if self._tagged:
-                header, tag = header.untagged()
+                header, tag = replace(header, orientation=1), header.orientation
             image, _ = cpu_decoder.decode(data, header)
         except BadSampleError as fault:
             if fault.code == "sample.format":

@@ -1,4 +1,4 @@
-"""PBM, PGM and PPM, binary and plain: the pixels are Pillow's, and damage is a bad sample."""
+"""Binary PGM and PPM: the pixels are Pillow's, and damage is a bad sample."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ HEIGHT, WIDTH = 5, 11
 
 def levels_of(kind: int, top: int) -> NDArray[np.uint8]:
     """Every level of 0 to `top`, as far as there are pixels for them, gray or three channels."""
-    channels = 3 if kind in (3, 6) else 1
+    channels = 3 if kind == 6 else 1
     count = HEIGHT * WIDTH * channels
     return np.linspace(0, top, count).round().astype(np.uint8).reshape(HEIGHT, WIDTH, channels)
 
 
 def netpbm(kind: int, levels: NDArray[np.uint8], top: int, comment: bytes = b"") -> bytes:
-    """A file of one of the six kinds."""
-    head = b"P%d%b\n%d %d\n" % (kind, comment, levels.shape[1], levels.shape[0])
-    head += b"" if kind in (1, 4) else b"%d\n" % top
-    if kind == 4:
-        return head + np.packbits(levels[..., 0], axis=1).tobytes()
-    if kind in (5, 6):
-        return head + levels.tobytes()
-    return head + (b"" if kind == 1 else b" ").join(b"%d" % level for level in levels.ravel())
+    """A binary file, gray (5) or in color (6)."""
+    return b"P%d%b\n%d %d\n%d\n" % (kind, comment, levels.shape[1], levels.shape[0], top) + levels.tobytes()
 
 
 def decoded(data: bytes, color: str = "rgb") -> NDArray[np.uint8]:
@@ -40,9 +34,8 @@ def decoded(data: bytes, color: str = "rgb") -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("comment", [b"", b" # by a program\n#and more"])
-@pytest.mark.parametrize(
-    ("kind", "top"), [(1, 1), (4, 1), *((k, top) for k in (2, 3, 5, 6) for top in (1, 15, 200, 255))]
-)
+@pytest.mark.parametrize("kind", [5, 6])
+@pytest.mark.parametrize("top", [1, 15, 200, 255])
 def test_the_pixels_are_those_of_pillow(kind: int, top: int, comment: bytes) -> None:
     data = netpbm(kind, levels_of(kind, top), top, comment)
     with Image.open(io.BytesIO(data), formats=["PPM"]) as image:
@@ -51,7 +44,7 @@ def test_the_pixels_are_those_of_pillow(kind: int, top: int, comment: bytes) -> 
     assert np.array_equal(decoded(data, "bgr"), expected[..., ::-1])
     assert decoded(data, "gray").shape == (HEIGHT, WIDTH, 1)
     header = probe(np.frombuffer(data, np.uint8))
-    assert (header.format, header.size, header.channels) == ("pnm", (HEIGHT, WIDTH), 3 if kind in (3, 6) else 1)
+    assert (header.format, header.size, header.channels) == ("pnm", (HEIGHT, WIDTH), 3 if kind == 6 else 1)
 
 
 def test_pixels_may_begin_like_a_comment() -> None:
@@ -69,12 +62,8 @@ def test_pixels_may_begin_like_a_comment() -> None:
         (b"P5 2 2 65535\n        ", "sample.unsupported", "levels of 0 to 65535 in 16 bits; "),
         (b"P5 60000 60000 255\n ", "sample.bad", "truncated: 60000x60000 pixels end after the file's 20 bytes"),
         (b"P6 2 2 255\n" + bytes(11), "sample.bad", "truncated: 2x2 pixels end after the file's 22 bytes"),
-        (b"P4 9 2\n" + bytes(3), "sample.bad", "truncated: 9x2 pixels"),
-        (b"P2 2 2 255\n1 2 3        ", "sample.bad", "truncated: 3 of 4 levels"),
-        (b"P2 2 2 255\n1 2 -3 4", "sample.bad", "damaged data: b'-' among the levels"),
-        (b"P2 2 2 15\n1 2 30 4", "sample.bad", "damaged data: levels of 0 to 15 by its header, got 30"),
-        (b"P1 2 2\n1 2 0 1", "sample.bad", "damaged data: levels of 0 to 1 by its header, got 2"),
-        (b"P2 1 1 255\n" + b"9" * 400, "sample.bad", "damaged data: levels of 0 to 255"),
+        (b"P5 2 2 15\n\1\2\x1e\4", "sample.bad", "damaged data: levels of 0 to 15 by its header, got 30"),
+        *((b"P%d 1 1\n1 1\n" % kind, "sample.unsupported", "a bitmap or plain text; ") for kind in (1, 2, 3, 4)),
     ],
 )
 def test_bad_files(data: bytes, code: str, reason: str) -> None:
@@ -85,7 +74,7 @@ def test_bad_files(data: bytes, code: str, reason: str) -> None:
 
 def test_damage_anywhere_is_a_bad_sample_or_other_pixels() -> None:
     rng = np.random.default_rng(0)
-    for kind in range(1, 7):
+    for kind in (5, 6):
         sound = netpbm(kind, levels_of(kind, 1), 1)
         for _ in range(300):
             data = bytearray(sound)
