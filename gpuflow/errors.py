@@ -182,7 +182,7 @@ class Problem:
             >>> found["place"], found["path"], found["line"], found["value"]
             ('x.yaml:7', 'run.threads', 7, 0)
         """
-        parts = {
+        parts: dict[str, Any] = {
             "place": self.place.removesuffix(":"),
             "path": dotted(self.path),
             "line": self.line,
@@ -191,7 +191,7 @@ class Problem:
             "action": self.action,
             "text": str(self),
         }
-        return {key: json_value(part) for key, part in parts.items()}
+        return dict(json_value(parts))
 
 
 class ConfigError(GpuflowError, ValueError):
@@ -429,11 +429,6 @@ def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}" if else_all else ""
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the text of `suggest` as the end of a sentence: `; did you mean 'resize'?`."""
-    return f"; {suggest(word, known)}"
 
 
 def near_word(word: str, known: Collection[str]) -> str:

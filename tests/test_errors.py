@@ -17,8 +17,8 @@ from gpuflow.errors import (
     ConfigError,
     MissingExtra,
     Problem,
-    did_you_mean,
     dotted,
+    near_word,
     reason_of,
     show,
     suggest,
@@ -120,7 +120,7 @@ def test_the_reason_of_an_error(error: Exception, reason: str, with_type: str) -
     assert reason_of(error, with_type=True) == with_type
 
 
-def test_did_you_mean() -> None:
-    assert did_you_mean("resie", ["resize", "flip"]) == "; did you mean 'resize'?"
-    assert did_you_mean("zzz", ["resize", "flip"]) == "; known: flip, resize"
-    assert did_you_mean(3, ["3d", "x"]) == "; did you mean '3d'?"
+def test_suggest() -> None:
+    assert near_word("resie", ["resize", "flip"]) == "; did you mean 'resize'?"
+    assert near_word("zzz", ["resize", "flip"]) == "; known: flip, resize"
+    assert suggest(3, ["3d", "x"]) == "did you mean '3d'?"

@@ -29,7 +29,7 @@ import numpy as np
 from engines import CALL, Files, arguments, distinct_files, pixel_spaces, placed, read_files
 from numpy.typing import NDArray
 
-from gpuflow.errors import did_you_mean
+from gpuflow.errors import suggest
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Barrier
@@ -410,7 +410,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     for part in options.parts:
         if part not in PARTS:
-            parser.error(f"PARTS must be of {', '.join(PARTS)}, got {part}{did_you_mean(part, PARTS)}")
+            parser.error(f"PARTS must be of {', '.join(PARTS)}, got {part}; {suggest(part, PARTS)}")
     options.parts = options.parts or list(PARTS)
     return options
 

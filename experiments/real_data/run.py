@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import dali_loader
 import photos
 
-from gpuflow.errors import did_you_mean
+from gpuflow.errors import suggest
 from gpuflow.runtime.files import atomic_write
 from gpuflow.tools.bench import COLUMNS, Log, commit, machine, spread, versions
 
@@ -336,7 +336,7 @@ def provide_photographs(options: argparse.Namespace, row: str) -> None:
     if folder.exists() and (chosen == [None] * 3 or not photos.is_made(folder)):
         return
     if row not in photos.KINDS:
-        raise SystemExit(f"--rows {row}: no such kind and no folder {folder}{did_you_mean(row, photos.KINDS)}")
+        raise SystemExit(f"--rows {row}: no such kind and no folder {folder}; {suggest(row, photos.KINDS)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     count, names = options.count or photos.COUNT, options.names or photos.NAMES
     if made := photos.make_photos(row, folder, count=count, names=names, source=options.source):

@@ -16,7 +16,7 @@ from gpuflow.arrays import Bytes
 from gpuflow.config import Config, ModelSpec
 from gpuflow.engines import Engine, class_names, open_engine, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
-from gpuflow.errors import BadSampleError, ConfigError, GpuflowError, MissingExtra, Problem, did_you_mean
+from gpuflow.errors import BadSampleError, ConfigError, GpuflowError, MissingExtra, Problem, near_word
 from gpuflow.execute.cpu.native_chunk import run_pointwise
 from gpuflow.parity.images import ParityImage
 from gpuflow.parity.measure import Differences, Scale, Tally, differences, levels_apart
@@ -259,7 +259,7 @@ def pairs_of(
     if against is not None:
         for way in against:
             if way not in ways:
-                raise GpuflowError(f"--against: there is no way {way!r}{did_you_mean(way, ways)}")
+                raise GpuflowError(f"--against: there is no way {way!r}{near_word(way, ways)}")
             if (reason := ways[way].missing()) is not None:
                 raise GpuflowError(f"--against: {way} cannot run here: {reason}")
         a, b = against

@@ -40,7 +40,7 @@ from gpuflow.errors import (
     MissingExtra,
     PredictorError,
     PredictorTimeout,
-    did_you_mean,
+    near_word,
     suggest,
 )
 
@@ -519,7 +519,7 @@ def _cancel_others(futures: Sequence[asyncio.Future[Any]], future: asyncio.Futur
 def _refuse_unknown(request: Request, known: set[str]) -> None:
     for name in request.query_params:
         if name not in known:
-            hint = did_you_mean(name, known) if known else ""
+            hint = near_word(name, known)
             raise Refused(400, "bad_request", f"{request.url.path} has no parameter {name!r}{hint}")
 
 
