@@ -38,7 +38,16 @@ from rich.table import Column
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from gpuflow.errors import ConfigError, ExitCode, GpuflowError, Problem, SourceError, is_system_fault, json_value
+from gpuflow.errors import (
+    ConfigError,
+    ExitCode,
+    GpuflowError,
+    MissingExtra,
+    Problem,
+    SourceError,
+    is_system_fault,
+    json_value,
+)
 from gpuflow.version import __version__
 
 if TYPE_CHECKING:
@@ -150,6 +159,9 @@ SourcePart = Annotated[str, typer.Option("--pipeline", help="The pipeline whose 
 ModelDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default a GPU if there is one.")]
 OtherImages = Annotated[Path | None, typer.Option(metavar="DIR", help="Images in place of those of the source.")]
 Seconds = Annotated[float, typer.Option(min=0.1, max=1e6, help="Length of a measurement.")]
+
+
+_positive = partial(typer.Option, min=0.001, max=1e6)
 
 
 def _print_version(wanted: bool) -> None:
@@ -268,15 +280,15 @@ def _check_output(option: str, path: Path, *, folder: bool = False) -> None:
     place = path if folder else replaced_file(path).parent
     while not place.exists():
         place = place.parent
-    broken = {
-        "must be a file, and is a directory": not folder and path.is_dir(),
-        "must be a file, and is a device or a pipe": not folder and path.exists() and not path.is_file(),
-        "must be a directory": place == path and not path.is_dir(),
-        f"must be in a directory, and {place} is none": not place.is_dir(),
-        f"must be in a directory that can be written to, and {place} cannot": not os.access(place, os.W_OK | os.X_OK),
-    }
-    for rule in (rule for rule, is_broken in broken.items() if is_broken):
-        raise ConfigError([Problem(f"{option}:", f"{path} {rule}")])
+    if not folder and path.exists() and not path.is_file():
+        rule = f"must be a file, and is a {'directory' if path.is_dir() else 'device or a pipe'}"
+    elif not place.is_dir():
+        rule = "must be a directory" if place == path else f"must be in a directory, and {place} is none"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        rule = f"must be in a directory that can be written to, and {place} cannot"
+    else:
+        return
+    raise ConfigError([Problem(f"{option}:", f"{path} {rule}")])
 
 
 def _write(path: Path, text: str) -> None:
@@ -409,7 +421,7 @@ def check(
     lines: list[RenderableType] = []
     programs: dict[str, AnyProgram] = {**config.programs, **config.views}
     for name, program in programs.items():
-        on_error = config.on_error_of(name) if name in config.pipelines else None
+        on_error = config.on_error_of(name)[0] if name in config.pipelines else None
         pipelines[name] = {"views": [], "on_error": on_error}
         for view, count, one in named_programs(program):
             stages = list(map(repr, one.pipeline.stages))
@@ -418,7 +430,7 @@ def check(
             lines.append(f"{place}: {' -> '.join(stages)}  gives {times}{one.result}")
     parts = parts_text(config)
     lines += [f"source.split: {parts}"] if parts else []
-    lines += [f"{name}: on_error {' '.join(config.on_error_choice(name))}" for name in config.pipelines]
+    lines += [f"{name}: on_error {' '.join(config.on_error_of(name))}" for name in config.pipelines]
     found = _leaks_of(config, max_requests, notes) if leaks else []
     lines += [_labelled("leak", leak) for leak in found]
     lines += [_labelled("note", note) for note in notes]
@@ -829,8 +841,6 @@ def _counts(option: str, text: str) -> list[int]:
 
 def _plot(module: str, function: str, results: Path) -> list[str]:
     """Draw results next to their file, by a function of a module in plots. Return the files that it wrote."""
-    from gpuflow.errors import MissingExtra
-
     try:
         draw = getattr(importlib.import_module(f"gpuflow.plots.{module}"), function)
     except ImportError as error:
@@ -1096,15 +1106,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8888,
     device: ModelDevice = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Images in flight; more are refused by a 503.")] = 256,
-    max_body_mb: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="Of one request; more is refused by a 413.")
-    ] = 32.0,
-    max_megapixels: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="Of one image; a larger one is answered as a bad image.")
-    ] = 50.0,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="For a request to arrive, and for its answer.")
-    ] = 30.0,
+    max_body_mb: Annotated[float, _positive(help="Of one request; more is refused by a 413.")] = 32.0,
+    max_megapixels: Annotated[float, _positive(help="Of one image; a larger one is answered as a bad image.")] = 50.0,
+    timeout_s: Annotated[float, _positive(help="For a request to arrive, and for its answer.")] = 30.0,
     max_connections: Annotated[
         int,
         typer.Option(min=1, help="Open at once; further ones take the place of those that wait for their client."),

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem, suggest
+from gpuflow.pipeline.bounds import UNIONS
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import RecordValue, field_problems_of
 from gpuflow.pipeline.stage import Mixing
@@ -466,7 +466,7 @@ def _yaml_type(hint: Any) -> Any:
         return keys_of(hint)  # type: ignore[arg-type]
     if origin is Mapping:
         return dict[parts[0], _yaml_type(parts[1])]  # type: ignore[misc,valid-type]
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         if SplitSpec in parts:
             return _SPLIT
         return typing.Union[tuple(map(_yaml_type, alternatives(parts)))]  # noqa: UP007  # of a tuple
@@ -591,7 +591,7 @@ class Config:
     train: TrainSpec
     serve: ServeSpec | None
     run: RunSpec
-    views: Mapping[str, ViewsProgram] = field(default_factory=dict)
+    views: Mapping[str, ViewsProgram]
 
     @property
     def source(self) -> SourceSpec:
@@ -658,11 +658,7 @@ class Config:
         """Return the names of the source's parts; where a column has them, those that pipelines read."""
         return _part_names(self.pipelines, self.source)
 
-    def on_error_of(self, name: str, *, drawn: bool | None = None) -> OnError:
-        """Return what happens to bad samples of a pipeline. See `on_error_choice`."""
-        return self.on_error_choice(name, drawn=drawn)[0]
-
-    def on_error_choice(self, name: str, *, drawn: bool | None = None) -> tuple[OnError, str]:
+    def on_error_of(self, name: str, *, drawn: bool | None = None) -> tuple[OnError, str]:
         """Return what happens to bad samples of a pipeline, and what decides it.
 
         That is the pipeline's own `on_error`, else `run.on_error`, else the default. By default bad samples are

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pydantic
 
@@ -29,8 +29,6 @@ from gpuflow.pipeline.stage import Decoder, Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec, all_kinds, spec_class
-
-T = TypeVar("T")
 
 
 def make_source(block: Any, kinds: Mapping[str, type[SourceSpec]]) -> SourceSpec:
@@ -268,8 +266,7 @@ class _Reader:
         blocks: dict[tuple[Key, ...], Any] = {("serve",): self._data.get("serve")}
         if isinstance(pipelines, dict):
             blocks = {("pipelines", name): block for name, block in pipelines.items()} | blocks
-        found: dict[str, Program | None] = {}
-        found_views: dict[str, ViewsProgram | None] = {}
+        programs, programs_of_views = dict[str, Program](), dict[str, ViewsProgram]()
         for at, block in blocks.items():
             if not isinstance(block, dict):
                 continue
@@ -279,10 +276,14 @@ class _Reader:
             if isinstance(entries, list):
                 if self._added is not None and at == ("pipelines", self._added.pipeline):
                     entries = [*entries, *self._added.entries]
-                found[name] = self._program((*at, "stages"), name, entries, head)
+                program = self._program((*at, "stages"), name, entries, head)
+                if program is not None:
+                    programs[name] = program
             if isinstance(views, dict) and views and at[0] == "pipelines":
-                found_views[name] = self._views_program(at, name, block.get("decode"), views)
-        return _sound(found), _sound(found_views)
+                program_of_views = self._views_program(at, name, block.get("decode"), views)
+                if program_of_views is not None:
+                    programs_of_views[name] = program_of_views
+        return programs, programs_of_views
 
     def _views_program(
         self, at: tuple[Key, ...], name: str, decode: Any, blocks: dict[Any, Any]
@@ -387,10 +388,6 @@ class _Reader:
                     self._report(Problem.of((*at, i), rule, code="stage.order"))
                     return True
         return False
-
-
-def _sound(found: Mapping[str, T | None]) -> dict[str, T]:
-    return {name: program for name, program in found.items() if program is not None}
 
 
 def _texts(data: Any, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], str]]:

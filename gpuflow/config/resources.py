@@ -87,9 +87,7 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
         return config.run.readers
     if remote:
         return _REMOTE_READERS
-    if not gpu:
-        return 0
-    return gpu_readers_of(threads_of(config.run))
+    return gpu_readers_of(threads_of(config.run)) if gpu else 0
 
 
 def gpu_readers_of(threads: int) -> int:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
-import types
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -19,7 +17,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from gpuflow.config.models import CacheKeys, Document, PipelineSpec, ServeSpec, ViewSpec, alternatives
-from gpuflow.pipeline.bounds import Bounds
+from gpuflow.errors import json_value
+from gpuflow.pipeline.bounds import UNIONS, Bounds
 from gpuflow.pipeline.stage import Stage
 from gpuflow.sources import KINDS, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
@@ -28,7 +27,6 @@ from gpuflow.sources.storage import CacheSpec
 
 Schema = dict[str, Any]
 
-_STAGES = {"$ref": "#/$defs/stages"}
 _SHARED = FieldSpec, WeightsSpec, SplitSpec, GroupSpec
 """Blocks that several kinds of sources have."""
 
@@ -52,7 +50,7 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, type[So
     blocks = schema.pop("$defs")
     for block in PipelineSpec, ServeSpec, ViewSpec:
         properties = blocks[block.__name__]["properties"]
-        properties["stages"] = {"description": properties["stages"]["description"], **_STAGES}
+        properties["stages"] = {"description": properties["stages"]["description"], "$ref": "#/$defs/stages"}
     pipeline = blocks[PipelineSpec.__name__]
     pipeline["properties"]["decode"]["anyOf"] = [{"$ref": "#/$defs/stage.decode"}, {"type": "null"}]
     pipeline["oneOf"] = [{"required": ["stages"]}, {"required": ["views"]}]
@@ -148,7 +146,7 @@ def _fields_schema(kind: type[Any]) -> Schema:
         value = {"description": texts[field.name]} if field.name in texts else {}
         value |= _type_schema(hints[field.name])
         if _is_plain(field.default):
-            value["default"] = json.loads(json.dumps(field.default))
+            value["default"] = json_value(field.default)
         properties[field.name] = value
     schema: Schema = {"type": "object", "description": summary, "properties": properties}
     if required := _required(kind):
@@ -172,7 +170,7 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
         return {"$ref": f"#/$defs/{hint.__name__}"}
     if origin is Literal:
         return {"enum": list(parts)}
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return {"anyOf": [_type_schema(part, bounds) for part in alternatives(parts)]}
     if origin is tuple and parts[-1] is Ellipsis:
         return {"type": "array", "items": _type_schema(parts[0], bounds)}

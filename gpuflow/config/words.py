@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -11,6 +10,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict
 
 from gpuflow.errors import Key, Problem, dotted, suggest
+from gpuflow.pipeline.bounds import UNIONS
 from gpuflow.pipeline.records import FromRecord
 
 
@@ -51,7 +51,7 @@ def type_in_words(hint: Any) -> str:
         return type_in_words(arguments[0])
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments)) if len(arguments) > 1 else str(arguments[0])
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return " or ".join(type_in_words(part) for part in arguments if part is not type(None))
     if origin is tuple:
         if arguments[-1] is Ellipsis:
@@ -93,7 +93,7 @@ def _models_in(hint: Any) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
         yield (), hint
     elif typing.get_origin(hint) is dict:
         yield from ((("NAME", *way), model) for way, model in _models_in(typing.get_args(hint)[1]))
-    elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+    elif typing.get_origin(hint) in UNIONS:
         for part in typing.get_args(hint):
             yield from _models_in(part)
 
@@ -186,7 +186,7 @@ def _hint_at(model: type[BaseModel], at: Sequence[Key], *, is_unknown: bool) -> 
     parent: type[BaseModel] | None = None
     hint: Any = model
     for key in at:
-        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if typing.get_origin(hint) in UNIONS:
             parts = [
                 part.__origin__ if typing.get_origin(part) is Annotated else part for part in typing.get_args(hint)
             ]

@@ -124,7 +124,7 @@ def build_loader(
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(
-            config, config.on_error_of(name, drawn=None if listed is None else listed.drawn), len(source), report
+            config, config.on_error_of(name, drawn=None if listed is None else listed.drawn)[0], len(source), report
         ),
         targets=targets,
         turned=TurnedImages(source) if targets is not None and targets.leaves_orientation_open else None,

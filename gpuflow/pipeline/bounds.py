@@ -13,6 +13,9 @@ from typing import Annotated, Any
 
 from gpuflow.errors import Problem
 
+UNIONS = typing.Union, types.UnionType
+"""The origins of unions of types."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
@@ -129,7 +132,7 @@ def _broken_rule(hint: Any, value: Any) -> str:
             rules = (bounds.broken_rule(value) for bounds in hint.__metadata__ if isinstance(bounds, Bounds))
             return next(filter(None, rules), "")
         return ""
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return next(filter(None, (_broken_rule(part, value) for part in parts)), "")
     return ""
 
@@ -140,6 +143,6 @@ def _is_numeric(value: Any) -> bool:
 
 def _takes(hint: Any, value: Any) -> bool:
     """Return True if a type has an alternative of the value's form."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    if typing.get_origin(hint) in UNIONS:
         return any(_takes(part, value) for part in typing.get_args(hint))
     return (typing.get_origin(hint) is tuple) == isinstance(value, tuple)

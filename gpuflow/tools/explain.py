@@ -193,7 +193,7 @@ def _facts(config: Config, name: str, program: AnyProgram, source: _SourceFacts 
     if program.mixings:
         yield "labels", "float32, the probability of each class, as samples of a batch are mixed"
     yield "order", f"{_order(config, name)}, seed {config.source.seed}"
-    yield "bad samples", " ".join(config.on_error_choice(name))
+    yield "bad samples", " ".join(config.on_error_of(name))
     processes = decode_processes_of(config, name, source.samples, remote=source.remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield "device", f"cpu, {threads_of(run)} decode thread(s){helpers}"

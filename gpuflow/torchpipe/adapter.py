@@ -29,7 +29,7 @@ import importlib.util
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,6 @@ def skip_cleanup() -> None:
 def unique_prefix() -> str:
     """Return a prefix for the node names of one graph."""
     return f"gpuflow{next(_numbers)}"
-
-
-def turn_off_batching(parameters: MutableMapping[str, str]) -> None:
-    """Have torchpipe pass each request of a node on at once, alone."""
-    parameters["batching_timeout"] = "0"
 
 
 def keep_thread_state() -> None:

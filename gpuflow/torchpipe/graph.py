@@ -13,9 +13,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpuflow.config import Config, ModelSpec
+from gpuflow.config.stage_entries import as_tuples
 from gpuflow.decode.preset import Preset
 from gpuflow.engines.base import model_error
 from gpuflow.engines.onnx import info_of
@@ -181,8 +181,8 @@ def chain(
             }
             return Graph(nodes={"serve": both}, origin=origin, preprocessing=fingerprint)
         batch = max(threads, int(last["batch"]))
-        images = {"device": "cpu", "on_error": "pass", "batch": str(batch)}
-        images |= {"threads": str(threads), "processes": str(processes)}
+        numbers = {"batch": str(batch), "threads": str(threads), "processes": str(processes)}
+        images = {"device": "cpu", "on_error": "pass", **numbers}
         if preset is None:
             threads = 1 if processes else min(threads, _CPU_INSTANCES)
     if preset is not None:
@@ -238,13 +238,9 @@ def program_from_json(text: str, stages: Mapping[str, type[Stage]]) -> Program:
         if name not in known:
             rule, action = f"has the stage {name!r}, which is not known here", "install the package that brings it"
             raise ConfigError([Problem("the graph", rule, action=action, code="stage.unknown")])
-        made.append(known[name](**{key: _tuples(value) for key, value in parameters.items()}))
+        made.append(known[name](**as_tuples(parameters)))
     pipeline = Pipeline("serve", tuple(made))
     return fold(pipeline, trace(pipeline, serving=True))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 # --- TOML -------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from gpuflow.torchpipe.adapter import (
     import_operators,
     register_nodes,
     skip_cleanup,
-    turn_off_batching,
     unique_prefix,
 )
 from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph, chain
@@ -103,7 +102,7 @@ def _open_nodes(graph: Graph, nodes: Mapping[str, dict[str, str]], session: Sess
     for name, node in nodes.items():
         node.pop("next", None)
         node.setdefault("patience", node["batching_timeout"])
-        turn_off_batching(node)  # requests start an instance, or wait in the RequestQueue
+        node["batching_timeout"] = "0"  # torchpipe passes each request on at once; others wait in the RequestQueue
         pipe = _open_pipe({name: node}, graph)
         queues.append(RequestQueue(pipe.start, instances=int(node["instance_num"]), batch=int(node["batch"])))
     session.queue = queues[-1]
@@ -133,11 +132,9 @@ class NativeNodes:
         self._running = set[Request]()
         count = min(graph.at_once, _MAX_CALLERS)
         callers = self._callers = DaemonPool(count, "serve")
-        self.queue = RequestQueue(lambda part: callers.submit(self._work, part), instances=count, batch=1)
-
-    def _work(self, requests: Sequence[Request]) -> None:
-        """Run a request, then those that wait."""
-        self.queue.work([requests], self._run)
+        self.queue = RequestQueue(
+            lambda part: callers.submit(self.queue.work, [part], self._run), instances=count, batch=1
+        )
 
     def _run(self, requests: Sequence[Request]) -> None:
         (request,) = requests

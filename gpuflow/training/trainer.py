@@ -284,7 +284,7 @@ class Trainer:
             samples, size = self.train_loader.samples_per_epoch, self.train_loader.batch_size
             if size == 1:
                 action = "set pipelines.train.batch.size to 2 or more"
-            elif self._config.on_error_of("train") == "skip" and self.train_loader.stats()["bad"]:
+            elif self._config.on_error_of("train")[0] == "skip" and self.train_loader.stats()["bad"]:
                 action = "set pipelines.train.on_error: replace, or remove the images that `gpuflow scan` lists"
             elif samples <= size:
                 action = "add images to the pipeline train"

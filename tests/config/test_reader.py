@@ -213,7 +213,7 @@ def test_a_pipeline_that_reads_no_part_of_a_split_source(parts: str) -> None:
 def test_a_pipelines_own_policy_then_that_of_run_then_the_default(run: str, own: str, expected: dict[str, str]) -> None:
     overrides = [f"pipelines.{name}.on_error={own}" for name in expected if own]
     config = read(FULL, *overrides, *([f"run.on_error={run}"] if run else []))
-    assert {name: config.on_error_of(name) for name in config.pipelines} == expected
+    assert {name: config.on_error_of(name)[0] for name in config.pipelines} == expected
 
 
 @pytest.mark.parametrize("name", ["train", "val", "test", "predict", "x"])
@@ -227,7 +227,7 @@ def test_the_default_policy_depends_on_the_order_and_not_on_the_name(
     stages = "[decode, {resize: {height: 8, width: 8}}]"
     pipeline = f"{{stages: {stages}, shuffle: {str(shuffle).lower()}, batch: {batch}}}"
     config = read(f"source: {{{source}}}\npipelines: {{{name}: {pipeline}}}\n")
-    assert config.on_error_of(name) == ("replace" if shuffle or drop_last else "skip")
+    assert config.on_error_of(name)[0] == ("replace" if shuffle or drop_last else "skip")
 
 
 def test_random_stages_do_not_serve() -> None:
