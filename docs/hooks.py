@@ -167,10 +167,7 @@ def pictures_module() -> ModuleType:
 
 def stage_pictures() -> dict[str, str]:
     """Return the path in the site of each stage's picture, by the stages that have one."""
-    from gpuflow.stages import STAGES
-
-    without = pictures_module().WITHOUT
-    return {stage: f"pictures/stages/{stage}.jpg" for stage in STAGES if stage not in without}
+    return {stage: f"pictures/stages/{stage}.jpg" for stage in pictures_module().pictured()}
 
 
 Schema = dict[str, Any]

@@ -1,7 +1,7 @@
 """Draws a small picture for each stage: a photograph, and what the stage makes of it at three magnitudes.
 
 The build of the documentation calls it, so that the pictures are those of the code and the repository has none of them.
-The magnitudes are those of experiments/augment/pictures.py.
+The stages and their magnitudes are those of experiments/augment/pictures.py.
 """
 
 from __future__ import annotations
@@ -14,36 +14,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
-from gpuflow.pipeline.program import Program, fold, trace
-from gpuflow.pipeline.stage import Keys, Mixing, Pipeline, Stage
-from gpuflow.stages import STAGES, CenterCrop, Decode, Resize
+from gpuflow.pipeline.stage import Mixing
+from gpuflow.stages import STAGES
 
-__all__ = ["LARGEST_BYTES", "WITHOUT", "captions", "picture"]
+__all__ = ["LARGEST_BYTES", "captions", "picture", "pictured"]
 
-WITHOUT = {
-    "decode": "it reads files",
-    "iou_crop": "it needs the boxes of a sample",
-    "normalize": "its numbers are no colours",
-}
-"""The stages without a picture, and why."""
 LARGEST_BYTES = 15_000
 
 _SIDE, _GAP, _QUALITY = 96, 4, 70
-_MORE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "cover_resize": {f"scale {n}": {"size": _SIDE, "scale": (n, n), "probability": 1.0} for n in (1.0, 0.7, 0.4)},
-    "scale_jitter": {f"scale {n}": {"size": _SIDE, "scale": (n, n)} for n in (0.4, 1.0, 1.6)},
-    "zoom_out": {f"scale {n}": {"scale": (n, n), "fill": 114, "probability": 1.0} for n in (1.2, 2.0, 3.0)},
-    "torchvision": {
-        "ElasticTransform": {"name": "ElasticTransform", "parameters": (("alpha", 120.0),)},
-        "RandomChannelPermutation": {"name": "RandomChannelPermutation"},
-        "RandomVerticalFlip": {"name": "RandomVerticalFlip", "parameters": (("p", 1.0),)},
-    },
-}
-"""Stages that the experiment does not draw."""
 
 
 @cache
@@ -56,31 +37,32 @@ def _experiment() -> ModuleType:
     return module
 
 
-def _magnitudes(stage: str) -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = {**_experiment().PICTURES, **_MORE}[stage]
+def pictured() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Return every stage with a picture, and its magnitudes by what is written below them."""
+    found: Mapping[str, Mapping[str, Mapping[str, Any]]] = _experiment().picture_parameters()
     return found
 
 
 def captions(stage: str) -> list[str]:
     """Return what the pictures of a stage show, after the photograph; an empty list if it has none."""
-    return [] if stage in WITHOUT else [label or stage for label in _magnitudes(stage)]
+    return [label or stage for label in pictured().get(stage, {})]
 
 
 def picture(stage: str) -> bytes:
     """Draw a stage. Return a JPEG: the photograph, then a square a caption, smaller results centred in it.
 
-    Raises KeyError if nothing says with which parameters.
+    Raises KeyError if the stage has no picture.
     """
     experiment = _experiment()
     photo, second = (experiment.photograph(name, _SIDE) for name in ("astronaut", "coffee"))
     squares = [photo]
-    for number, parameters in enumerate(_magnitudes(stage).values()):
+    for number, (label, parameters) in enumerate(pictured()[stage].items()):
         if issubclass(STAGES[stage], Mixing):
             squares.append(experiment.mixed(stage, (photo, second), parameters["share"], torch.device("cpu"))[0])
         else:
-            squares.append(
-                experiment.on_cpu(_program(stage, parameters), photo, Keys(0, 0, np.array([3 + 5 * number])))
-            )
+            program = experiment.program(stage, parameters, _SIDE)
+            keys = experiment.keys_of(program, stage, number, label, _SIDE)
+            squares.append(experiment.on_cpu(program, photo, keys))
     strip = Image.new("RGB", (len(squares) * (_SIDE + _GAP) - _GAP, _SIDE), "white")
     for number, square in enumerate(squares):
         image = Image.fromarray(square)
@@ -91,12 +73,3 @@ def picture(stage: str) -> bytes:
     file = io.BytesIO()
     strip.save(file, "JPEG", quality=_QUALITY, optimize=True)
     return file.getvalue()
-
-
-def _program(stage: str, parameters: Mapping[str, Any]) -> Program:
-    """Return the stage alone on decoded pixels, and what makes images of one size where it gives images of any."""
-    equal: dict[str, Stage] = {"cover_resize": CenterCrop(size=_SIDE), "scale_jitter": CenterCrop(size=_SIDE)}
-    equal |= {"zoom_out": Resize(height=_SIDE, width=_SIDE)}
-    after = (equal[stage],) if stage in equal else ()
-    pipeline = Pipeline("pictures", (Decode(), CenterCrop(size=_SIDE), STAGES[stage](**parameters), *after))
-    return fold(pipeline, trace(pipeline))

@@ -88,7 +88,7 @@ def test_each_block_of_keys_stands_once() -> None:
 
 def test_the_stages_without_a_picture_are_named() -> None:
     module = hooks()
-    assert set(STAGES) - set(module.stage_pictures()) == {"decode", "iou_crop", "normalize"}
+    assert set(STAGES) - set(module.stage_pictures()) == {"decode", "normalize"}
     page = built()
     for stage, path in module.stage_pictures().items():
         section = page.split(f"### `- {stage}`\n")[1].split("\n### ")[0]

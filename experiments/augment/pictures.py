@@ -23,19 +23,21 @@ from PIL import Image
 
 from gpuflow.execute import packing
 from gpuflow.pipeline.program import Program, fold, trace
-from gpuflow.pipeline.stage import Keys, Mixing, Mixture, Pipeline
-from gpuflow.stages import STAGES, CenterCrop, Decode
+from gpuflow.pipeline.stage import Geometry, ImageSpec, Keys, Mixing, Mixture, Pipeline, Stage
+from gpuflow.stages import STAGES, CenterCrop, Decode, Letterbox
 from gpuflow.tools.samples import load_photos
 
 SIDE = 96
 """The photograph's side in pixels."""
-UNCHANGING = ("decode", "normalize", "torchvision", "cover_resize", "scale_jitter", "iou_crop", "zoom_out")
-"""Stages without a picture: they read images, change their type, are torchvision's, or give images of any size."""
+WITHOUT = {"decode": "it reads files", "normalize": "its numbers are no colours"}
+"""The stages without a picture, and why. `picture_parameters` has all others."""
 
 Pixels = NDArray[np.uint8]
 Parameters = Mapping[str, Any]
 _TURN = ((0.8, -0.3, 24.0), (0.3, 0.8, -4.0))
 _MIRROR = ((-1.0, 0.2, 90.0), (0.0, 1.0, 0.0))
+_OBJECT = (0.15, 0.04, 0.9, 1.0)
+"""The person in the photograph, as a box whose sides are parts of the image's: what `iou_crop` crops by."""
 _CORNERS = {"source": ((0.0, 0.0), (95.0, 0.0), (0.0, 95.0)), "target": ((12.0, 20.0), (90.0, 4.0), (4.0, 70.0))}
 
 PICTURES: dict[str, dict[str, Parameters]] = {
@@ -43,6 +45,9 @@ PICTURES: dict[str, dict[str, Parameters]] = {
     "center_crop": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "random_crop": {f"size {n}": {"size": n} for n in (80, 56, 32)},
     "random_resized_crop": {f"scale {n}": {"size": SIDE, "scale": (n, n)} for n in (0.6, 0.3, 0.08)},
+    "cover_resize": {f"scale {n}": {"size": SIDE, "scale": (n, n), "probability": 1.0} for n in (1.0, 0.7, 0.4)},
+    "scale_jitter": {f"scale {n}": {"size": SIDE, "scale": (n, n)} for n in (0.4, 1.0, 1.6)},
+    "iou_crop": {f"overlap {n}": {"overlaps": (n,)} for n in (0.1, 0.5, 0.8)},
     "flip": {
         "horizontal": {"horizontal": 1.0},
         "vertical": {"horizontal": 0.0, "vertical": 1.0},
@@ -65,6 +70,7 @@ PICTURES: dict[str, dict[str, Parameters]] = {
         "16, edge": {"padding": 16, "border": "edge"},
         "32, reflect": {"padding": 32, "border": "reflect"},
     },
+    "zoom_out": {f"scale {n}": {"scale": (n, n), "fill": 114, "probability": 1.0} for n in (1.2, 2.0, 3.0)},
     "letterbox": {
         "72 x 96": {"size": (72, 96)},
         "96 x 48": {"size": (96, 48)},
@@ -98,10 +104,27 @@ PICTURES: dict[str, dict[str, Parameters]] = {
     "rand_augment": {f"magnitude {n}": {"magnitude": n} for n in (5, 15, 30)},
     "trivial_augment": {f"draw {n}": {"bins": 31} for n in (1, 2, 3)},
     "auto_augment": {f"draw {n}": {} for n in (1, 2, 3)},
+    "torchvision": {
+        "ElasticTransform": {"name": "ElasticTransform", "parameters": (("alpha", 120.0),)},
+        "channels": {"name": "RandomChannelPermutation"},
+        "RandomVerticalFlip": {"name": "RandomVerticalFlip", "parameters": (("p", 1.0),)},
+    },
     "mixup": {f"{n:.0%} own": {"share": n} for n in (0.8, 0.6, 0.4)},
     "cutmix": {f"{n:.0%} own": {"share": n} for n in (0.9, 0.7, 0.4)},
 }
 """For each stage its three magnitudes, by what is written below them; a stage without one has a single entry."""
+
+
+def picture_parameters() -> dict[str, Mapping[str, Parameters]]:
+    """Every stage with a picture, in the order of PICTURES, and its magnitudes: examples if it is not named there."""
+    other = [name for name in STAGES if name not in PICTURES and name not in WITHOUT]
+    return {**PICTURES, **{name: _examples(STAGES[name]) for name in other}}
+
+
+def _examples(stage: type[Stage]) -> Mapping[str, Parameters]:
+    shown = stage.examples()[:3]
+    labels = [f"example {number}" for number in (1, 2, 3)] if len(shown) == 3 else [""]
+    return {label: vars(one) for label, one in zip(labels, shown, strict=False)}
 
 
 class CpuStream:
@@ -126,10 +149,24 @@ def photograph(name: str, side: int) -> Pixels:
 
 
 def program(name: str, parameters: Parameters, side: int) -> Program:
-    """Images get one size first, since a GPU needs it; the crop keeps every pixel."""
-    stages = (Decode(), CenterCrop(size=side), STAGES[name](**parameters))
+    """Images get one size first, since a GPU needs it; the crop keeps every pixel.
+
+    A result of another size for each sample is put into a square; one that was resampled keeps its scale there.
+    """
+    stage = STAGES[name](**parameters)
+    stages: tuple[Stage, ...] = (Decode(), CenterCrop(size=side), stage)
+    if not stage.output(ImageSpec(shape=(side, side, 3))).fixed:
+        resizes = isinstance(stage, Geometry) and stage.resizes
+        stages += (CenterCrop(size=side) if resizes else Letterbox(size=side),)
     pipeline = Pipeline("pictures", stages)
     return fold(pipeline, trace(pipeline))
+
+
+def keys_of(folded: Program, name: str, number: int, label: str, side: int) -> Keys:
+    """The random keys of a stage's picture, by its number and what is written below it; and the image's objects."""
+    place = 3 + 5 * number if "draw" in label else 4 if name == "rand_augment" else 3
+    box = np.array(_OBJECT).reshape(1, 1, 4) * side
+    return Keys(0, 0, np.array([place]), values=dict.fromkeys(folded.record_values, box))
 
 
 def on_cpu(folded: Program, image: Pixels, keys: Keys) -> Pixels:
@@ -194,13 +231,12 @@ def pictures(names: Sequence[str], side: int) -> tuple[dict[str, Pixels], str]:
     photo, second = photograph("astronaut", side), photograph("coffee", side)
     found = {"photograph": photo, "second photograph": second}
     for name in names:
-        for number, (label, parameters) in enumerate(PICTURES[name].items()):
+        for number, (label, parameters) in enumerate(picture_parameters()[name].items()):
             if issubclass(STAGES[name], Mixing):
                 forms = mixed(name, (photo, second), parameters["share"], device)
             else:
                 folded = program(name, parameters, side)
-                place = 3 + 5 * number if "draw" in label else 4 if name == "rand_augment" else 3
-                keys = Keys(0, 0, np.array([place]))
+                keys = keys_of(folded, name, number, label, side)
                 forms = on_cpu(folded, photo, keys), on_gpu(folded, photo, keys, stream)
             for form, pixels in zip(("cpu", "gpu"), forms, strict=True):
                 found[f"{name}/{number}/{label}/{form}"] = pixels
@@ -212,7 +248,7 @@ def pictures(names: Sequence[str], side: int) -> tuple[dict[str, Pixels], str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--stages", nargs="+", choices=PICTURES, default=list(PICTURES))
+    parser.add_argument("--stages", nargs="+", choices=picture_parameters(), default=list(picture_parameters()))
     parser.add_argument("--side", type=int, default=SIDE)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

@@ -98,8 +98,9 @@ def test_the_results_have_every_recipe_and_the_arms_of_a_cpu(scripts: dict[str, 
 
 def test_every_stage_that_changes_images_has_pictures(scripts: dict[str, Any]) -> None:
     pictures = scripts["pictures"]
-    assert {*pictures.PICTURES, *pictures.UNCHANGING} == set(STAGES)
-    assert {len(found) for found in pictures.PICTURES.values()} == {1, 3}
+    found = pictures.picture_parameters()
+    assert {*found, *pictures.WITHOUT} == set(STAGES)
+    assert {len(magnitudes) for magnitudes in found.values()} == {1, 3}
 
 
 @pytest.mark.slow
