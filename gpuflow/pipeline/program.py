@@ -612,20 +612,19 @@ def trace(pipeline: s.Pipeline, *, at: tuple[Key, ...] | None = None, serving: b
     if not pipeline.stages:
         rule = "must name at least one stage, got an empty list"
         raise ConfigError([Problem.of(at, rule, action="start with decode: {}", code="stage.order")])
-    specs = [s.ENCODED]
+    specs, decoder = [s.ENCODED], pipeline.stages[0]
+    if not isinstance(decoder, s.Decoder):
+        raise fault(0, "takes an image but gets encoded bytes", "start the list with decode: {color: rgb}")
     for i, stage in enumerate(pipeline.stages):
-        if i == 0 and not isinstance(stage, s.Decoder):
-            raise fault(i, "takes an image but gets encoded bytes", "start the list with decode: {color: rgb}")
         if i > 0 and isinstance(stage, s.Decoder):
             raise fault(i, "must be the first stage and stand once", "remove this one")
-        if serving and isinstance(stage, s.Mixing):
-            rule = "mixes the samples of a batch and cannot serve"
-            raise fault(i, rule, "name the stages that pipelines.val uses", code="stage.random")
         if i > 0 and isinstance(mixing := pipeline.stages[i - 1], s.Mixing) and not isinstance(stage, s.Mixing):
             rule = f"works on one image but stands after {mixing.stage_name}, which mixes whole batches"
             raise fault(i, rule, f"put {stage.stage_name} before {mixing.stage_name}")
-        if serving and stage.random:
-            raise fault(i, "is random and cannot serve", "name the stages that pipelines.val uses", code="stage.random")
+        if serving and (isinstance(stage, s.Mixing) or stage.random):
+            rule = "mixes the samples of a batch" if isinstance(stage, s.Mixing) else "is random"
+            action = "name the stages that pipelines.val uses"
+            raise fault(i, f"{rule} and cannot serve", action, code="stage.random")
         if serving and stage.record_values:
             rule = f"takes {' and '.join(stage.record_values)} from a sample's record, which no request has"
             raise fault(i, rule, "give numbers in place of the field, or remove the stage", code="config.conflict")
@@ -633,13 +632,13 @@ def trace(pipeline: s.Pipeline, *, at: tuple[Key, ...] | None = None, serving: b
             specs.append(stage.output(specs[-1]))
         except ValueError as error:
             raise fault(i, str(error)) from error
-        (height, width, _), decoder = specs[-1].shape, pipeline.stages[0]
-        if specs[-1].shape != specs[-2].shape and height is not None and width is not None and i > 0:
-            assert isinstance(decoder, s.Decoder)
-            if height * width > decoder.max_pixels:
-                rule = f"makes {height}x{width} = {height * width:,} pixels of every image, more than max_pixels"
-                action = f"raise {decoder.stage_name}.max_pixels, which is {decoder.max_pixels:,}, or resize to less"
-                raise fault(i, rule, action, code="config.conflict")
+        height, width, _ = specs[-1].shape
+        if i == 0 or specs[-1].shape == specs[-2].shape or height is None or width is None:
+            continue
+        if (pixels := height * width) > decoder.max_pixels:
+            rule = f"makes {height}x{width} = {pixels:,} pixels of every image, more than max_pixels"
+            action = f"raise {decoder.stage_name}.max_pixels, which is {decoder.max_pixels:,}, or resize to less"
+            raise fault(i, rule, action, code="config.conflict")
     if not specs[-1].fixed:
         raise fault(
             len(pipeline.stages) - 1,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gpuflow.arrays import Array, Bools, Floats, Ints
 from gpuflow.errors import Key, Problem, show, suggest
@@ -51,6 +52,11 @@ class Field:
     flip_pairs: tuple[tuple[int, int], ...] = ()
 
 
+def offsets_of(counts: ArrayLike) -> Ints:
+    """Return where the rows of each of N samples begin, and where the last ones end: int64 [N + 1]."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Rows of different numbers per sample: those of sample i are values[offsets[i] : offsets[i + 1]].
@@ -70,9 +76,7 @@ class Ragged:
             >>> boxes.offsets.tolist(), len(boxes[2])
             ([0, 2, 2, 3], 1)
         """
-        offsets = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum([len(part) for part in parts], out=offsets[1:])
-        return cls(np.concatenate([empty, *parts]), offsets)
+        return cls(np.concatenate([empty, *parts]), offsets_of([len(part) for part in parts]))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -91,7 +95,7 @@ class Ragged:
             [3, 1, 2]
         """
         counts = np.diff(self.offsets)[samples]
-        offsets = np.concatenate([[0], np.cumsum(counts)])
+        offsets = offsets_of(counts)
         rows = np.repeat(self.offsets[samples] - offsets[:-1], counts) + np.arange(offsets[-1])
         return Ragged(self.values[rows], offsets)
 
@@ -101,8 +105,7 @@ class Ragged:
             return self
         stays = np.ones(len(self.values), bool)
         stays[rows] = False
-        ends = np.concatenate([[0], np.cumsum(stays)])
-        return Ragged(self.values[stays], ends[self.offsets].astype(np.int64))
+        return Ragged(self.values[stays], offsets_of(stays)[self.offsets])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from gpuflow.errors import Key, Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, boxes_around, forward, map_points
 from gpuflow.pipeline.program import Program, ResamplingStep, WarpStep, keys_at
-from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
+from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged, offsets_of
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -59,16 +59,18 @@ class PlacedMove:
     def of(cls, move: Move, height: Ints, width: Ints) -> PlacedMove:
         """Return a move of images of these sizes [N]."""
         matrix, *after = forward(move, height, width)
-        none = np.zeros(len(height), bool)
-        mirrors = move.horizontal if isinstance(move, Flip) else none
-        centers = move.centers if isinstance(move, Crop) and move.centers is not None else none
+        none = clips = mirrors = centers = np.zeros(len(height), bool)
         match move:
-            case Crop() | Pad():
-                clips = np.ones(len(height), bool)
+            case Crop():
+                clips, centers = ~none, none if move.centers is None else move.centers
+            case Pad():
+                clips = ~none
             case Warp():
-                clips = np.ones(len(height), bool) if move.active is None else move.active
-            case Flip() | Resize():
-                clips = none
+                clips = ~none if move.active is None else move.active
+            case Flip():
+                mirrors = move.horizontal
+            case Resize():
+                pass
             case _:
                 assert_never(move)
         return cls(move, matrix, (after[0], after[1]), clips, mirrors, centers)
@@ -127,15 +129,18 @@ def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...]
 
     at: the keys that lead to the list of stages.
     """
-    names = [field.name for field in fields if field.type in GEOMETRIC]
-    if not names:
+    names, place = _geometric(fields), unsaid_move(program.pipeline)
+    if not names or place is None:
         return None
-    if (place := unsaid_move(program.pipeline)) is None:
-        return None
-    rule = f"may move pixels, and {', '.join(names)} cannot follow"
+    rule = f"may move pixels, and {names} cannot follow"
     action = "use a geometry stage of gpuflow, or leave the field out of source.fields"
     name = program.pipeline.stages[place].stage_name
     return Problem.of((*at, place, name), rule, action=action, code="stage.order")
+
+
+def _geometric(fields: Sequence[Field]) -> str:
+    """Return the names of the fields that follow the pixels, as text."""
+    return ", ".join(field.name for field in fields if field.type in GEOMETRIC)
 
 
 def unsaid_move(pipeline: s.Pipeline) -> int | None:
@@ -150,10 +155,9 @@ def unsaid_move(pipeline: s.Pipeline) -> int | None:
 
 def views_carry_problem(fields: Sequence[Field]) -> Problem | None:
     """Return why a pipeline with views cannot carry these fields: each view moves the pixels elsewhere."""
-    names = [field.name for field in fields if field.type in GEOMETRIC]
-    if not names:
+    if not (names := _geometric(fields)):
         return None
-    rule = f"move the pixels in several ways, and {', '.join(names)} cannot follow"
+    rule = f"move the pixels in several ways, and {names} cannot follow"
     action = "use stages in place of views, or a source without these fields"
     return Problem.of("views", rule, action=action, code="config.conflict")
 
@@ -258,8 +262,7 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: Ints, rules: Ta
     now, visible = _clamp(now, visible, height[sample], width[sample], np.ones(len(sample), bool))
     area = _area(now)
     kept = (area > 0) & (area >= rules.min_area) & (visible >= rules.min_visibility)
-    offsets = np.zeros(len(boxes) + 1, np.int64)
-    np.cumsum(np.bincount(sample[kept], minlength=len(boxes)), out=offsets[1:])
+    offsets = offsets_of(np.bincount(sample[kept], minlength=len(boxes)))
     return MappedBoxes(Ragged(now[kept].astype(np.float32), offsets), kept, boxes.offsets)
 
 

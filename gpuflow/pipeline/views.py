@@ -238,12 +238,10 @@ def as_images(program: AnyProgram, memory: Array | torch.Tensor) -> torch.Tensor
     """
     import torch
 
-    if not isinstance(program, ViewsProgram):
-        if isinstance(memory, np.ndarray):
-            return as_batch(memory, program.result)
-        one = memory.view(getattr(torch, program.result.dtype)).view(-1, *slot_shape(program.result))
-        return _channels_first(one, program.result)
     tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
+    if not isinstance(program, ViewsProgram):
+        one = tensor.view(getattr(torch, program.result.dtype)).view(-1, *slot_shape(program.result))
+        return _channels_first(one, program.result)
     flat = tensor.reshape(-1)
     images = {}
     for view, result, block, shape in program.blocks(len(tensor)):
