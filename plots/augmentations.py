@@ -27,6 +27,8 @@ _LABEL, _CAPTION = 2.35, 0.34
 """The width of a stage's name, and the height of what is written below its images, in inches."""
 _HEAD, _FOOT, _COLUMN_GAP = 1.35, 0.42, 0.45
 _COLUMNS = 2
+_DPI = 128
+"""Fewer than in other figures, to keep the file small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
         style.title(figure, "Every augmentation, on the CPU and on the GPU", subtitle)
         foot = f"The GPU forms ran on: {about['gpu']}. mixup and cutmix take a second photograph, in float32."
         figure.text(0.3 / width, 0.14 / height, foot, fontsize=12, color=style.GRAY)
-        return style.save(figure, out_stem)
+        return style.save(figure, out_stem, _DPI)
 
 
 def _draw_picture(axes: Any, left: float, top: float, picture: _Picture, *, heads: bool) -> None:

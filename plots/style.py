@@ -315,13 +315,16 @@ def finish(figure: Figure, stem: Path, results: Sequence[Result], heading: str, 
     return save(figure, stem)
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write stem.svg and stem.png, byte for byte the same for the same figure, and return their paths."""
+def save(figure: Figure, stem: Path, dpi: float | None = None) -> list[Path]:
+    """Write stem.svg and stem.png, byte for byte the same for the same figure, and return their paths.
+
+    dpi: pixels of the PNG in an inch; by default those of the common style.
+    """
     stem.parent.mkdir(parents=True, exist_ok=True)
     varying = {"svg": "Date", "png": "Software"}
     paths = [stem.with_name(f"{stem.name}.{ending}") for ending in varying]
     for path, key in zip(paths, varying.values(), strict=True):
-        figure.savefig(path, metadata={key: None})
+        figure.savefig(path, metadata={key: None}, dpi=dpi)
     return paths
 
 
