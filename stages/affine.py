@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 
 from gpuflow.arrays import Ints
-from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import (
     Angle,
@@ -28,7 +26,7 @@ _Shear = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Affine(WarpingStage):
     """Turn, shift, scale and shear an image about its centre or another point, as torchvision's RandomAffine does.
 
@@ -70,10 +68,9 @@ class Affine(WarpingStage):
             cls(degrees=(30, 30), scale=(0.8, 0.8), shear=(5, 5), center=(11.5, 40.0)),
         )
 
-    def faults(self) -> Iterator[Problem]:
+    def faults(self) -> Iterator[tuple[Any, ...]]:
         if isinstance(self.shear, tuple) and any(low > high for low, high in self._ranges()[2:]):
-            rule = "must have each low <= high"
-            yield Problem.of("shear", rule, list(self.shear), code="config.range")
+            yield "shear", "must have each low <= high", list(self.shear)
 
     def _ranges(self) -> tuple[tuple[float, float], ...]:
         """Return [low, high] of the angle, the scale and the two shears."""
@@ -85,16 +82,10 @@ class Affine(WarpingStage):
     def random(self) -> bool:
         return any(self.translate) or any(low != high for low, high in self._ranges())
 
-    def torchvision(self) -> Any:
-        if self.border != "constant":
-            raise NotImplementedError
-        from torchvision.transforms import InterpolationMode, v2
-
+    def other_parameters(self) -> dict[str, Any]:
         degrees, scale, along_x, along_y = self._ranges()
-        shear = (*along_x, *along_y)
-        mode = InterpolationMode(self.interpolation)
-        center = None if self.center is None else list(self.center)
-        return v2.RandomAffine(degrees, self.translate, scale, shear, mode, fill=self.fill, center=center)
+        moved = {"degrees": degrees, "translate": self.translate, "scale": scale, "shear": (*along_x, *along_y)}
+        return {**moved, "center": self.center and list(self.center)}
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(6)

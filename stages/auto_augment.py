@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,29 +12,15 @@ from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import (
+    MAGNITUDES,
     OPERATIONS,
     AugmentPolicy,
     Choice,
-    Magnitudes,
     MagnitudeTable,
-    Range,
-    of_both_signs,
     uniform_places,
 )
 from gpuflow.stages.timm_parts import ORIGINAL, RESEARCH, SLOPES, Levels, blur_levels, choice_at
 
-_SPACE: dict[str, Range | None] = {
-    "ShearX": of_both_signs(0.3),
-    "Rotate": of_both_signs(30.0),
-    "Color": of_both_signs(0.9),
-    "Contrast": of_both_signs(0.9),
-    "Sharpness": of_both_signs(0.9),
-    "Posterize": Range(8.0, 4.0, whole=True),
-    "Solarize": Range(1.0, 0.0),
-    "AutoContrast": None,
-    "Equalize": None,
-    "Invert": None,
-}
 _BINS = 10
 SubPolicy = tuple[tuple[str, float, int], ...]
 """Operations that run one after the other: each with its probability and the bin of its magnitude."""
@@ -114,17 +99,18 @@ _THREE = _sets(
     GaussianBlur 1 10
     """
 )
-_TIMM = {
-    "original": (_IMAGENET, ORIGINAL),
-    "originalr": (_IMAGENET, RESEARCH),
-    "v0": (_V0, SLOPES),
-    "v0r": (_V0, RESEARCH),
-    "3a": (_THREE, SLOPES),
+_POLICIES: dict[str, tuple[tuple[SubPolicy, ...], MagnitudeTable]] = {
+    "torchvision": (_IMAGENET, MAGNITUDES),
+    "original": (_IMAGENET, Levels(ORIGINAL)),
+    "originalr": (_IMAGENET, Levels(RESEARCH)),
+    "v0": (_V0, Levels(SLOPES)),
+    "v0r": (_V0, Levels(RESEARCH)),
+    "3a": (_THREE, Levels(SLOPES)),
 }
-"""timm's policies, by its names: sets of operations, and their magnitudes."""
+"""Sets of operations, and their magnitudes, by timm's names."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class AutoAugment(AugmentPolicy):
     """Apply a pair of operations that is drawn for each sample, as AutoAugment of torchvision or timm for ImageNet.
 
@@ -142,7 +128,6 @@ class AutoAugment(AugmentPolicy):
     stage_name = "auto_augment"
     late_fields = ("policy", "noise")
     other_keys = {"magnitude_std": "noise"}
-    torchvision_magnitudes = Magnitudes(_SPACE)
 
     interpolation: WarpInterpolation = "nearest"
     fill: Fill = 0
@@ -166,7 +151,7 @@ class AutoAugment(AugmentPolicy):
 
     @property
     def _policy(self) -> tuple[SubPolicy, ...]:
-        return _IMAGENET if self.policy == "torchvision" else _TIMM[self.policy][0]
+        return _POLICIES[self.policy][0]
 
     @property
     def timm_names(self) -> tuple[str, ...]:
@@ -174,7 +159,7 @@ class AutoAugment(AugmentPolicy):
 
     @property
     def magnitudes(self) -> MagnitudeTable:
-        return self.torchvision_magnitudes if self.policy == "torchvision" else Levels(_TIMM[self.policy][1])
+        return _POLICIES[self.policy][1]
 
     @property
     def rounds(self) -> int:
@@ -198,8 +183,4 @@ class AutoAugment(AugmentPolicy):
         return dataclasses.replace(choice, place=np.where(blurs, drawn, choice.place))
 
     def torchvision(self) -> Any:
-        from torchvision.transforms import InterpolationMode, v2
-
-        if self.policy != "torchvision":
-            raise NotImplementedError("torchvision has none of timm's policies")
-        return v2.AutoAugment(interpolation=InterpolationMode(self.interpolation), fill=self.fill)
+        return self.transform("AutoAugment")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Adjustment, Probability
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Autocontrast(Adjustment):
     """Stretch each channel to the levels 0-255, as torchvision's autocontrast does.
 

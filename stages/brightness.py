@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Factor, FactorAdjustment, Probability
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Brightness(FactorAdjustment):
     """Multiply levels by a factor, as torchvision's adjust_brightness does.
 

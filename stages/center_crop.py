@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Size, check_mirrors, of_size, size_pair
+from gpuflow.pipeline.parameters import Bordered, Size, check_mirrors, moved_by_torchvision, of_size, size_pair
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class CenterCrop(s.Geometry):
+@s.stage_class
+class CenterCrop(Bordered):
     """Crop the centre of an image. An image that is smaller than the crop, on either side, is centred on a border.
 
     Args:
@@ -31,6 +30,7 @@ class CenterCrop(s.Geometry):
 
     stage_name = "center_crop"
     late_fields = ("rounding", "border")
+    fill = 0
 
     size: Size
     rounding: Literal["nearest", "down"] = "nearest"
@@ -45,31 +45,17 @@ class CenterCrop(s.Geometry):
             cls(size=(20, 70), border="reflect"),
         )
 
-    @property
-    def pads(self) -> bool:
-        return self.border == "constant"
-
-    @property
-    def warps(self) -> s.Lookup | None:
-        return None if self.pads else s.Lookup("nearest", self.border, (0,))
-
-    @property
-    def mirrors(self) -> bool:
-        return not self.pads
-
     def pads_image(self, spec: s.ImageSpec) -> bool:
         """Return True if the crop may be larger than the image."""
         sides = zip(size_pair(self.size), spec.shape[:2], strict=True)
         return self.pads and any(side is None or crop > side for crop, side in sides)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        rows, columns = (
-            max(crop - (side or crop), 0) for crop, side in zip(size_pair(self.size), spec.shape, strict=False)
-        )
+        spec, size = super().output(spec), size_pair(self.size)
+        rows, columns = (max(crop - (side or crop), 0) for crop, side in zip(size, spec.shape, strict=False))
         more = (columns + 1) // 2, (rows + 1) // 2
         check_mirrors(self.border, (*more, *more), spec)
-        return of_size(spec, self.size)
+        return of_size(spec, *size)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
@@ -77,7 +63,7 @@ class CenterCrop(s.Geometry):
         if not self.pads:
             raise NotImplementedError("torchvision centres a smaller image on black")
         if self.rounding == "down":
-            return functools.partial(_cut_by_torchvision, size_pair(self.size))
+            return functools.partial(moved_by_torchvision, self)
         return v2.CenterCrop(size_pair(self.size))
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
@@ -95,13 +81,3 @@ class CenterCrop(s.Geometry):
         top, left = np.maximum(-y, 0), np.maximum(-x, 0)
         bottom, right = np.maximum(box[0] - height - top, 0), np.maximum(box[1] - width - left, 0)
         return s.Pad(top, bottom, left, right, self.border), s.Crop(np.maximum(y, 0), np.maximum(x, 0), *box)
-
-
-def _cut_by_torchvision(size: tuple[int, int], image: Any) -> Any:
-    """Return a crop whose place is rounded down, so that torchvision's center_crop has nothing to round."""
-    from torchvision.transforms.v2 import functional
-
-    height, width = functional.get_size(image)
-    box = min(height, size[0]), min(width, size[1])
-    cut = functional.crop(image, (height - box[0]) // 2, (width - box[1]) // 2, *box)
-    return functional.center_crop(cut, list(size))

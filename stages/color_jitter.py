@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,12 @@ from gpuflow.arrays import Floats, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Factor, Probability, Shift, range_of, with_probability
 
-_ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
-_OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
+_NEUTRAL = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0}
+"""The adjustments, and the factor of each that changes nothing."""
+_OPERATIONS = np.array([s.Operation[name.upper()] for name in _NEUTRAL])
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class ColorJitter(s.Pointwise):
     """Jitter colours as torchvision's v2 ColorJitter does: clamp and truncate to uint8 after each adjustment.
 
@@ -58,11 +58,11 @@ class ColorJitter(s.Pointwise):
         return self.probability > 0 and (varies or count > 1 or (self.probability < 1 and count > 0))
 
     def _ranges(self) -> list[tuple[float, float]]:
-        return [range_of(getattr(self, name), neutral=0.0 if name == "hue" else 1.0) for name in _ADJUSTMENTS]
+        return [range_of(getattr(self, name), neutral=neutral) for name, neutral in _NEUTRAL.items()]
 
     def _active(self) -> list[bool]:
         """Return which adjustments may change an image."""
-        return [not low == high == (0.0 if i == 3 else 1.0) for i, (low, high) in enumerate(self._ranges())]
+        return [bounds != (neutral, neutral) for bounds, neutral in zip(self._ranges(), _NEUTRAL.values(), strict=True)]
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_rgb(self, spec)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, Ratio, Size, size_pair
-from gpuflow.stages.resize import Interpolation
+from gpuflow.pipeline.parameters import Interpolation, Probability, Ratio, ResizingStage, Size, size_pair
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class CoverResize(s.Geometry):
+@s.stage_class
+class CoverResize(ResizingStage):
     """Resample an image so that it covers a box, zoomed and stretched at random, as timm's crop modes rkrc and rkrr do.
 
     The shorter side, measured in sides of the box, fits the box. Some images are zoomed further, and some are
@@ -32,8 +30,6 @@ class CoverResize(s.Geometry):
     """
 
     stage_name = "cover_resize"
-    tolerance = 1.0
-    resizes = True
     other_names = ("ResizeKeepRatio",)
 
     size: Size
@@ -61,10 +57,6 @@ class CoverResize(s.Geometry):
     def random(self) -> bool:
         return self.probability > 0
 
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec.replace(shape=(None, None, spec.shape[2]))
-
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         zooms, area, stretches, turn = keys.uniform(4).T
         box_height, box_width = size_pair(self.size)
@@ -74,4 +66,4 @@ class CoverResize(s.Geometry):
         stretch = np.where(stretches < self.probability, np.exp((low + turn * (high - low)) / 2), 1.0)
         exact = height * zoom / stretch, width * zoom * stretch
         tall, wide = (np.maximum(np.rint(side), 1).astype(np.int64) for side in exact)
-        return (s.Resize(tall, wide, self.interpolation, self.antialias),)
+        return (self.resize(tall, wide),)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from gpuflow.arrays import Bools
@@ -11,7 +10,7 @@ from gpuflow.pipeline.parameters import Probability
 from gpuflow.stages.mixup import MixMode, Mixup
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Cutmix(s.Mixing):
     """Put a box of its partner in the same batch into each sample.
 
@@ -55,10 +54,6 @@ class Cutmix(s.Mixing):
     @property
     def random(self) -> bool:
         return self.probability > 0
-
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_one_size(self, spec)
-        return spec
 
     def draw(self, keys: s.StageKeys, height: int, width: int, valid: Bools) -> s.Mixture:
         boxes_alone = Mixup(

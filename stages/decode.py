@@ -6,13 +6,12 @@ Others, which it decodes if `formats` names them, are those of `gpuflow/decode/o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from gpuflow.pipeline.stage import Bounds, Decoder, ImageSpec
+from gpuflow.pipeline.stage import Bounds, Decoder, ImageSpec, stage_class
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@stage_class
 class Decode(Decoder):
     """Decode a JPEG, PNG, WebP, BMP or PNM to an image of 8 bits a channel. The first stage of each pipeline.
 

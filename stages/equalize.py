@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Adjustment, Probability
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Equalize(Adjustment):
     """Equalize the histogram of each channel, as torchvision's equalize does.
 

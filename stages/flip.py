@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from gpuflow.arrays import Ints
@@ -10,7 +9,7 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Flip(s.Geometry):
     """Mirror an image at random.
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 
 from gpuflow.arrays import Floats
-from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random, size_pair, with_probability
+from gpuflow.pipeline.parameters import DrawnFactor, Probability, size_pair, with_probability
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class GaussianBlur(s.Local):
+@s.stage_class
+class GaussianBlur(DrawnFactor, s.Local):
     """Blur an image, as torchvision's GaussianBlur does: mirrored at its border, rounded to the nearest level.
 
     torchvision sums the neighbourhood in two dimensions, the CPU and the GPU here rows and columns one after the other,
@@ -34,6 +32,7 @@ class GaussianBlur(s.Local):
 
     stage_name = "gaussian_blur"
     tolerance = 1.0
+    neutral = 0.0
     other_keys = {"blur_limit": "kernel_size", "sigma_limit": "sigma"}
 
     kernel_size: Annotated[int | tuple[int, int], s.Bounds(least=1, limit=1023)]
@@ -52,24 +51,22 @@ class GaussianBlur(s.Local):
             cls(kernel_size=(3, 7)),
         )
 
-    def faults(self) -> Iterator[Problem]:
+    def faults(self) -> Iterator[tuple[Any, ...]]:
         if any(side % 2 == 0 for side in size_pair(self.kernel_size)):
-            yield Problem.of("kernel_size", "must be odd", self.kernel_size, code="config.range")
+            yield "kernel_size", "must be odd", self.kernel_size
 
-    def _range(self) -> tuple[float, float]:
+    @property
+    def bounds(self) -> tuple[float, float]:
         return self.sigma if isinstance(self.sigma, tuple) else (self.sigma, self.sigma)
 
     @property
     def random(self) -> bool:
-        return max(size_pair(self.kernel_size)) > 1 and is_random(self.probability, self._range(), neutral=0.0)
+        return max(size_pair(self.kernel_size)) > 1 and super().random
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
         return with_probability(v2.GaussianBlur(size_pair(self.kernel_size), self.sigma), self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability, self._range())
 
     def filters(self, coefficients: Floats) -> s.Filters:
         of_columns, of_rows = size_pair(self.kernel_size)

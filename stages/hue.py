@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import FactorAdjustment, Probability, Shift
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Hue(FactorAdjustment):
     """Shift hues, as torchvision's adjust_hue does. Gray images do not change.
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from gpuflow.arrays import Bytes
+from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, TableAdjustment
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Invert(TableAdjustment):
     """Invert all levels, as torchvision's invert does.
 

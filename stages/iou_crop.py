@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
 
 from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Ratio
+from gpuflow.pipeline.parameters import Ratio, of_size
 
 _ROUNDS = 50
 """The most overlaps that are drawn for an image; it stays as it is if no box has been found then."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class IouCrop(s.Geometry):
     """Crop a random box that holds the centre of an object and overlaps it, as torchvision's RandomIoUCrop does.
 
@@ -34,6 +34,7 @@ class IouCrop(s.Geometry):
 
     stage_name = "iou_crop"
     other_names = ("RandomIoUCrop", "RandomSizedBBoxSafeCrop")
+    random = True
     other_keys = {"sampler_options": "overlaps"}
 
     scale: Annotated[tuple[float, float], s.Bounds(above=0, most=1, ascending=True)] = (0.3, 1.0)
@@ -51,16 +52,11 @@ class IouCrop(s.Geometry):
             yield "overlaps", "must name at least one overlap, got []"
 
     @property
-    def random(self) -> bool:
-        return True
-
-    @property
     def record_values(self) -> Mapping[str, s.RecordValue]:
         return {"boxes": s.RecordValue(self.boxes, "boxes")}
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec.replace(shape=(None, None, spec.shape[2]))
+        return of_size(super().output(spec), None, None)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2

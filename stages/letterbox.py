@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Fill, Size, check_fill, levels_of, of_size, size_pair
-from gpuflow.stages.resize import Interpolation
+from gpuflow.pipeline.parameters import (
+    Fill,
+    Filling,
+    Interpolation,
+    ResizingStage,
+    Size,
+    moved_by_torchvision,
+    of_size,
+    size_pair,
+)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Letterbox(s.Geometry):
+@s.stage_class
+class Letterbox(Filling, ResizingStage):
     """Resize an image so that it just fits into a box, keep its aspect ratio, and centre it on a fill, as detectors do.
 
     The side that does not fill the box is rounded to whole pixels; an odd rest of padding is at the bottom or right.
@@ -34,8 +41,7 @@ class Letterbox(s.Geometry):
     """
 
     stage_name = "letterbox"
-    tolerance = 1.0
-    resizes = True
+    pads = True
     other_keys = {"new_shape": "size"}
 
     size: Size
@@ -51,21 +57,11 @@ class Letterbox(s.Geometry):
             cls(size=(150, 60), fill=0, antialias=False),
         )
 
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def padding_fill(self) -> tuple[float, ...]:
-        return levels_of(self.fill)
-
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
-        return of_size(spec, self.size)
+        return of_size(super().output(spec), *size_pair(self.size))
 
     def torchvision(self) -> Any:
-        return functools.partial(_by_torchvision, self)
+        return functools.partial(moved_by_torchvision, self)
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         box_height, box_width = size_pair(self.size)
@@ -76,20 +72,6 @@ class Letterbox(s.Geometry):
         top, left = (box_height - inner_height) // 2, (box_width - inner_width) // 2
         bottom, right = box_height - inner_height - top, box_width - inner_width - left
         return (
-            s.Resize(inner_height, inner_width, self.interpolation, self.antialias),
+            self.resize(inner_height, inner_width),
             s.Pad(top, bottom, left, right, fill=self.padding_fill),
         )
-
-
-def _by_torchvision(stage: Letterbox, image: Any) -> Any:
-    """Run the stage on one image by torchvision's functions."""
-    from torchvision.transforms import InterpolationMode
-    from torchvision.transforms.v2 import functional
-
-    size = (np.array([side]) for side in functional.get_size(image))
-    resize, pad = stage.draw(s.Keys(0, 0, np.zeros(1, np.int64)).stage(stage.stage_name, 0), *size)
-    assert isinstance(resize, s.Resize) and isinstance(pad, s.Pad)
-    inner = [int(resize.height[0]), int(resize.width[0])]
-    resized = functional.resize(image, inner, InterpolationMode(stage.interpolation), antialias=stage.antialias)
-    sides = [int(side[0]) for side in (pad.left, pad.top, pad.right, pad.bottom)]
-    return functional.pad(resized, sides, fill=list(pad.fill))

@@ -5,8 +5,7 @@ The draw is that of timm's `timm.data.Mixup`, from counter-based numbers instead
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -18,7 +17,7 @@ MixMode = Literal["batch", "pair", "elem"]
 """Which samples share their random numbers: all of a batch, a sample and its partner, or none."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Mixup(s.Mixing):
     """Blend each sample with its partner in the same batch, or now and then put a box of the partner's into it.
 
@@ -66,7 +65,7 @@ class Mixup(s.Mixing):
         return self.probability > 0
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_one_size(self, spec)
+        super().output(spec)
         if spec.dtype == "uint8":
             raise ValueError("takes pixels of a float type but gets uint8; put normalize before mixup")
         return spec
@@ -76,7 +75,9 @@ class Mixup(s.Mixing):
         partners = np.arange(len(valid))
         rows = np.flatnonzero(valid)
         partners[rows] = rows[::-1]
-        numbers = keys.uniform(6)[self._drawn_by(own, partners)]
+        # The row whose random numbers each sample uses: the first one of those that share them.
+        drawn_by = {"batch": np.zeros_like(own), "pair": np.minimum(own, partners), "elem": own}
+        numbers = keys.uniform(6)[drawn_by[self.mode]]
         mixed = (numbers[:, 0] < self.probability) & (partners != own)
         boxed = (numbers[:, 1] < self.switch_probability) & (self.cutmix_alpha > 0)
         drawn = symmetric_beta(np.where(boxed, self.cutmix_alpha, self.alpha), numbers[:, 2], numbers[:, 3])
@@ -90,18 +91,6 @@ class Mixup(s.Mixing):
             boxes=boxes,
             shares=np.where(boxed & self.correct_lambda, outside, weights),
         )
-
-    def _drawn_by(self, own: Ints, partners: Ints) -> Ints:
-        """Return the row whose random numbers each sample uses: the first one of those that share them."""
-        match self.mode:
-            case "batch":
-                return np.zeros_like(own)
-            case "pair":
-                return np.minimum(own, partners)
-            case "elem":
-                return own
-            case _:
-                assert_never(self.mode)
 
 
 def symmetric_beta(alpha: Floats, first: Floats, second: Floats) -> Floats:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, Ratio
-from gpuflow.stages.random_erasing import NUMBERS, Count, drawn_boxes
+from gpuflow.stages.random_erasing import NUMBERS, Count, Erasing
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +17,8 @@ _MEAN, _DEVIATION = 0.45, 0.225
 """About those of ImageNet's levels, as parts of 255."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class NoiseErasing(s.Opaque):
+@s.stage_class
+class NoiseErasing(Erasing, s.Opaque):
     """Fill random boxes with normal noise of mean 0 and deviation 1 after normalize, as timm's RandomErasing does.
 
     Boxes are drawn as in `random_erasing`, which has no noise but is faster: this stage handles one image at a time,
@@ -35,6 +34,7 @@ class NoiseErasing(s.Opaque):
     """
 
     stage_name = "noise_erasing"
+    moves_pixels = False
     other_keys = {"max_count": "count", "mode": "noise"}
 
     probability: Probability = 0.5
@@ -50,17 +50,8 @@ class NoiseErasing(s.Opaque):
             cls(probability=1.0, scale=(0.1, 0.4), ratio=(0.5, 1.5), noise="box", count=3),
         )
 
-    @property
-    def random(self) -> bool:
-        return self.probability > 0
-
-    @property
-    def moves_pixels(self) -> bool:
-        return False
-
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        if spec.layout == "encoded":
-            raise ValueError("takes an image but gets encoded bytes; put decode before noise_erasing")
+        s.require_decoded(self, spec)
         return spec
 
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
@@ -70,7 +61,7 @@ class NoiseErasing(s.Opaque):
         numbers = torch.rand(1, NUMBERS * self.count, generator=generator, dtype=torch.float64, device="cpu").numpy()
         channels, height, width = image.shape
         result = image.clone()
-        for active, boxes, _ in drawn_boxes(self, numbers, np.array([height]), np.array([width])):
+        for active, boxes, _ in self.drawn_boxes(numbers, np.array([height]), np.array([width])):
             if active[0]:
                 y, x, tall, wide = boxes[0].tolist()
                 shape = (channels, tall, wide) if self.noise == "pixel" else (channels, 1, 1)

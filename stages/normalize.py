@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +21,7 @@ _LARGEST = 10.0
 """A larger mean or standard deviation is in units of 0 to 255."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Normalize(s.Pointwise):
     """Normalize each channel: (pixel / 255 - mean) / std.
 
@@ -69,15 +68,14 @@ class Normalize(s.Pointwise):
         value = getattr(self, field)
         return IMAGENET[field] if value == "imagenet" else value
 
-    def faults(self) -> Iterator[Problem]:
+    def faults(self) -> Iterator[Problem | tuple[Any, ...]]:
         if (count := len(self._values("std"))) != len(self._values("mean")):
             yield Problem.of("std", "must have as many values as mean", count, code="config.conflict")
         elif not count:
-            yield Problem.of("std", "must have at least one value", self.std, code="config.range")
+            yield "std", "must have at least one value", self.std
         for field in ("mean", "std"):
             if any(abs(value) > _LARGEST for value in self._values(field)):
-                rule = "must be in units of 0 to 1"
-                yield Problem.of(field, rule, getattr(self, field), "divide it by 255", code="config.range")
+                yield field, "must be in units of 0 to 1", getattr(self, field), "divide it by 255"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Border, Bordered, Fill, Padding, check_fill, check_mirrors, sides_of
+from gpuflow.pipeline.parameters import Border, Bordered, Fill, Padding, check_mirrors, sides_of
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Pad(Bordered):
     """Add rows and columns to an image, as torchvision's Pad does.
 
@@ -46,8 +45,7 @@ class Pad(Bordered):
         )
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
+        spec = super().output(spec)
         left, top, right, bottom = sides_of(self.padding)
         height, width, channels = spec.shape
         check_mirrors(self.border, (left, top, right, bottom), spec)

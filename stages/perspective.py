@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ _LARGEST = 1e12
 """The last number of a map is 1. In one with a larger number than this it is 0 but for rounding."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Perspective(WarpingStage):
     """Move the corners of an image inwards at random, as torchvision's RandomPerspective does.
 
@@ -54,13 +53,8 @@ class Perspective(WarpingStage):
     def random(self) -> bool:
         return self.probability > 0 and self.distortion_scale > 0
 
-    def torchvision(self) -> Any:
-        if self.border != "constant":
-            raise NotImplementedError
-        from torchvision.transforms import InterpolationMode, v2
-
-        mode = InterpolationMode(self.interpolation)
-        return v2.RandomPerspective(self.distortion_scale, self.probability, mode, fill=self.fill)
+    def other_parameters(self) -> dict[str, Any]:
+        return {"distortion_scale": self.distortion_scale, "p": self.probability}
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(9)

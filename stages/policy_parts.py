@@ -11,22 +11,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import numpy as np
 
 from gpuflow.arrays import Bools, Bytes, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.pipeline.parameters import Fill, WarpInterpolation, check_fill, lookup_of, resampling_transform
 from gpuflow.stages.gaussian_blur import GaussianBlur
 from gpuflow.stages.posterize import Posterize
 from gpuflow.stages.sharpness import Sharpness
 
-OPERATIONS = (
+LISTED = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast"),
-    *("Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize", "Invert"),
-    *("SolarizeAdd", "Desaturate", "GaussianBlur"),
+    *("Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize"),
 )
+"""The operations of torchvision's RandAugment and TrivialAugmentWide, in their order."""
+OPERATIONS = (*LISTED, "Invert", "SolarizeAdd", "Desaturate", "GaussianBlur")
 """torchvision's names of the operations, then timm's. An operation's number is its place in this tuple."""
 _COLORS = {
     "Brightness": s.Operation.BRIGHTNESS,
@@ -66,14 +67,14 @@ class Range:
     of: Literal["", "height", "width"] = ""
     whole: bool = False
 
-    def bins(self, count: int, height: int, width: int) -> Floats:
-        """Return the magnitude of each bin, as torchvision computes it, for an image of this size."""
+    def bins(self, count: int, side: int = 1) -> Floats:
+        """Return the magnitude of each bin, as torchvision computes it. side: in pixels, the one that `of` names."""
         if self.whole:
             import torch
 
             steps = torch.arange(count, dtype=torch.float32, device="cpu") / ((count - 1) / (self.low - self.high))
             return (self.low - steps).round().double().numpy()
-        return _linspace(self.low, self.high * {"": 1, "height": height, "width": width}[self.of], count)
+        return _linspace(self.low, self.high * side, count)
 
 
 def of_both_signs(high: float, *, of: Literal["", "height", "width"] = "") -> Range:
@@ -110,9 +111,21 @@ class Drawn:
     magnitude: Floats
 
 
+RANGES = {
+    **dict.fromkeys(("ShearX", "ShearY"), of_both_signs(0.3)),
+    "TranslateX": of_both_signs(150.0 / 331.0, of="width"),
+    "TranslateY": of_both_signs(150.0 / 331.0, of="height"),
+    "Rotate": of_both_signs(30.0),
+    **dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), of_both_signs(0.9)),
+    "Posterize": Range(8.0, 4.0, whole=True),
+    "Solarize": Range(1.0, 0.0),
+}
+"""The magnitudes of torchvision's RandAugment and AutoAugment."""
+
+
 def uniform_places(numbers: Floats, count: int) -> Ints:
-    """Return numbers in [0, 1) as places in range(count)."""
-    return np.minimum((numbers * count).astype(np.int64), count - 1)
+    """Return numbers in [0, 1) with 32 bits as places in range(count)."""
+    return (numbers * count).astype(np.int64)
 
 
 class MagnitudeTable(Protocol):
@@ -127,12 +140,12 @@ class Magnitudes:
     """Looks up the magnitudes of a policy's operations, of all samples at once.
 
     Args:
-        ranges: of the operations that have a magnitude; None for those without one.
+        ranges: of the operations that have a magnitude.
     """
 
-    def __init__(self, ranges: Mapping[str, Range | None]) -> None:
-        self._ranges = {OPERATIONS.index(name): one for name, one in ranges.items() if one is not None}
-        self._signed = np.array([i in self._ranges and self._ranges[i].both_signs for i in range(len(OPERATIONS))])
+    def __init__(self, ranges: Mapping[str, Range]) -> None:
+        self._ranges = {OPERATIONS.index(name): one for name, one in ranges.items()}
+        self._signed = np.isin(OPERATIONS, [name for name, one in ranges.items() if one.both_signs])
         self._tables: dict[int, Floats] = {}
 
     def of(self, choice: Choice, sizes: tuple[Ints, Ints] | None = None) -> Drawn:
@@ -142,14 +155,14 @@ class Magnitudes:
         """
         magnitude = self._table(choice.bins)[choice.operation, choice.place]
         if sizes is not None:
-            height, width = sizes
             for number, one in self._ranges.items():
                 if not one.of:
                     continue
                 rows = np.flatnonzero(choice.operation == number)
-                for size in {*zip(height[rows].tolist(), width[rows].tolist(), strict=True)}:
-                    same = rows[(height[rows] == size[0]) & (width[rows] == size[1])]
-                    magnitude[same] = one.bins(choice.bins, *size)[choice.place[same]]
+                sides = sizes[one.of == "width"][rows]
+                for side in set(sides.tolist()):
+                    same = rows[sides == side]
+                    magnitude[same] = one.bins(choice.bins, side)[choice.place[same]]
         negative = choice.negated & self._signed[choice.operation]
         return Drawn(choice.operation, np.where(negative, -magnitude, magnitude))
 
@@ -159,15 +172,18 @@ class Magnitudes:
             table = self._tables[bins] = np.zeros((len(OPERATIONS), bins))
             for number, one in self._ranges.items():
                 if not one.of:
-                    table[number] = one.bins(bins, 1, 1)
+                    table[number] = one.bins(bins)
         return table
+
+
+MAGNITUDES = Magnitudes(RANGES)
 
 
 class AugmentPolicy(s.Policy):
     """A policy of operations of torchvision or timm, in rounds of one operation for each sample."""
 
     tolerance = 1.0
-    torchvision_magnitudes: ClassVar[MagnitudeTable]
+    random = True
 
     interpolation: WarpInterpolation
     fill: Fill
@@ -175,7 +191,7 @@ class AugmentPolicy(s.Policy):
     @property
     def magnitudes(self) -> MagnitudeTable:
         """Return the magnitudes of its operations."""
-        return self.torchvision_magnitudes
+        return MAGNITUDES
 
     @property
     def timm_names(self) -> tuple[str, ...]:
@@ -203,9 +219,11 @@ class AugmentPolicy(s.Policy):
         """Return the operations of round `turn` with all magnitudes, for images of these sizes [N] in pixels."""
         return self.magnitudes.of(self.chosen(keys, turn), (height, width))
 
-    @property
-    def random(self) -> bool:
-        return True
+    def transform(self, name: str, **parameters: Any) -> Any:
+        """Return torchvision's policy of this name; a policy of timm's operations has none."""
+        if self.timm_names:
+            raise NotImplementedError("torchvision has none of timm's operations")
+        return resampling_transform(name, self.interpolation, fill=self.fill, **parameters)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_rgb(self, spec)
@@ -220,7 +238,7 @@ class AugmentPolicy(s.Policy):
         return tuple(kind(policy=self, turn=turn) for turn in range(self.rounds) for kind in kinds)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class _Part(s.Stage):
     """A stage that runs the operations of one kind in round `turn`."""
 
@@ -232,7 +250,7 @@ class _Part(s.Stage):
         return self.policy.stage_name
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class _Moving(_Part, s.Geometry):
     """The geometric operations of one round."""
 
@@ -290,7 +308,7 @@ def _map_of(operation: int, magnitude: float, height: int, width: int) -> tuple[
     return tuple(numbers)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class _Colouring(_Part, s.Pointwise):
     """The pointwise operations of one round. Coefficients of a sample [2]: its operation and magnitude."""
 
@@ -336,7 +354,7 @@ def _table(operation: int, magnitude: float) -> Bytes:
     return table
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class _Sharpening(_Part, s.Local):
     """The sharpening of one round. Coefficients of a sample [2]: whether it is sharpened, and its factor."""
 
@@ -350,7 +368,7 @@ class _Sharpening(_Part, s.Local):
         return _SHARPNESS.filters(coefficients)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class _Blurring(_Part, s.Local):
     """The blurring of one round. Coefficients of a sample [2]: whether it is blurred, and its sigma."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,37 +11,20 @@ from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Fill, Probability, WarpInterpolation
 from gpuflow.stages.policy_parts import (
+    LISTED,
+    MAGNITUDES,
     OPERATIONS,
     AugmentPolicy,
     Choice,
-    Magnitudes,
     MagnitudeTable,
-    Range,
-    of_both_signs,
     uniform_places,
 )
-from gpuflow.stages.timm_parts import SPACES, Levels, choice_at, ordered_by_weight
+from gpuflow.stages.timm_parts import SPACES, Space, choice_at, ordered_by_weight
 
-_SPACE: dict[str, Range | None] = {
-    "Identity": None,
-    "ShearX": of_both_signs(0.3),
-    "ShearY": of_both_signs(0.3),
-    "TranslateX": of_both_signs(150.0 / 331.0, of="width"),
-    "TranslateY": of_both_signs(150.0 / 331.0, of="height"),
-    "Rotate": of_both_signs(30.0),
-    "Brightness": of_both_signs(0.9),
-    "Color": of_both_signs(0.9),
-    "Contrast": of_both_signs(0.9),
-    "Sharpness": of_both_signs(0.9),
-    "Posterize": Range(8.0, 4.0, whole=True),
-    "Solarize": Range(1.0, 0.0),
-    "AutoContrast": None,
-    "Equalize": None,
-}
-"""torchvision's RandAugment, in its order."""
+_SPACES = {"torchvision": Space(LISTED, MAGNITUDES), **SPACES}
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class RandAugment(AugmentPolicy):
     """Apply operations that are drawn for each sample, as RandAugment of torchvision or timm does.
 
@@ -73,7 +55,6 @@ class RandAugment(AugmentPolicy):
     """
 
     stage_name = "rand_augment"
-    torchvision_magnitudes = Magnitudes(_SPACE)
     late_fields = ("space", "noise", "limit", "probability")
     other_keys = {"num_ops": "operations", "num_magnitude_bins": "bins", "magnitude_std": "noise"}
 
@@ -111,10 +92,13 @@ class RandAugment(AugmentPolicy):
         if self.bins != type(self).bins:
             rule = "is only of torchvision's operations: timm's have levels from 0 to 10"
             yield Problem.of("bins", rule, self.bins, "leave it out", code="config.conflict")
-        space = SPACES[self.space]
-        if space.weights and self.operations > (most := len(space.names)):
+        if self._space.weights and self.operations > (most := len(self._space.names)):
             rule = f"must be at most {most}, because {self.space} is drawn without repetition"
             yield Problem.of("operations", rule, self.operations, code="config.conflict")
+
+    @property
+    def _space(self) -> Space:
+        return _SPACES[self.space]
 
     @property
     def rounds(self) -> int:
@@ -122,22 +106,22 @@ class RandAugment(AugmentPolicy):
 
     @property
     def timm_names(self) -> tuple[str, ...]:
-        return () if self.space == "torchvision" else SPACES[self.space].names
+        return () if self.space == "torchvision" else self._space.names
 
     @property
     def magnitudes(self) -> MagnitudeTable:
-        return self.torchvision_magnitudes if self.space == "torchvision" else Levels(SPACES[self.space].slopes)
+        return self._space.magnitudes
 
     def choose(self, keys: s.StageKeys, turn: int) -> Choice:
         if self.space != "torchvision":
             return self._choose_timm(keys, turn)
         numbers = keys.uniform(2 * (turn + 1))[:, 2 * turn :]
-        operation = uniform_places(numbers[:, 0], len(_SPACE))
+        operation = uniform_places(numbers[:, 0], len(LISTED))
         return Choice(operation, np.full_like(operation, self.magnitude), numbers[:, 1] < 0.5, self.bins)
 
     def _choose_timm(self, keys: s.StageKeys, turn: int) -> Choice:
         """Return the operations of round `turn` at noisy levels; some samples get none."""
-        space = SPACES[self.space]
+        space = self._space
         ordering, start = len(space.weights), len(space.weights) + 5 * turn
         drawn = keys.uniform(start + 5)
         numbers = drawn[:, start:]
@@ -150,12 +134,5 @@ class RandAugment(AugmentPolicy):
         return choice_at(operation, self.magnitude, self.noise, self.limit, numbers[:, 2:])
 
     def torchvision(self) -> Any:
-        from torchvision.transforms import InterpolationMode, v2
-
-        if self.space != "torchvision":
-            raise NotImplementedError("torchvision has none of timm's operations")
-        mode = InterpolationMode(self.interpolation)
-        return v2.RandAugment(self.operations, self.magnitude, self.bins, interpolation=mode, fill=self.fill)
-
-
-assert list(_SPACE) == list(OPERATIONS[: len(_SPACE)])
+        numbers = {"num_ops": self.operations, "magnitude": self.magnitude, "num_magnitude_bins": self.bins}
+        return self.transform("RandAugment", **numbers)

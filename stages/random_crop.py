@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from gpuflow.pipeline.parameters import (
     Fill,
     Padding,
     Size,
-    check_fill,
     check_mirrors,
     of_size,
     sides_of,
@@ -23,7 +21,7 @@ from gpuflow.pipeline.parameters import (
 )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class RandomCrop(Bordered):
     """Crop a box at a random place, as torchvision's RandomCrop does.
 
@@ -47,6 +45,7 @@ class RandomCrop(Bordered):
 
     stage_name = "random_crop"
     late_fields = ("pad_if_needed", "border", "fill")
+    random = True
 
     size: Size
     padding: Padding = 0
@@ -67,20 +66,15 @@ class RandomCrop(Bordered):
         )
 
     @property
-    def random(self) -> bool:
-        return True
-
-    @property
     def adds_pixels(self) -> bool:
         return self.pad_if_needed or any(sides_of(self.padding))
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
+        spec = super().output(spec)
         check_mirrors(self.border, self._padding_of(spec), spec)
         if not self.pad_if_needed:
             _check_fits(size_pair(self.size), spec, sides_of(self.padding))
-        return of_size(spec, self.size)
+        return of_size(spec, *size_pair(self.size))
 
     def _padding_of(self, spec: s.ImageSpec) -> tuple[int, int, int, int]:
         """Return left, top, right, bottom for images of this spec, without what unknown sides may need."""
@@ -122,10 +116,10 @@ def _check_fits(size: tuple[int, int], spec: s.ImageSpec, padding: tuple[int, in
     """Raise ValueError if no image of this spec, with this padding on its sides, can hold a crop of `size`."""
     left, top, right, bottom = padding
     height, width = (side - more for side, more in zip(size, (top + bottom, left + right), strict=True))
-    action = "crop less or resize to more"
     if any(side is not None and crop > side for side, crop in zip(spec.shape[:2], (height, width), strict=True)):
-        image = f"an image of {spec.shape[0]}x{spec.shape[1]}"
-        raise ValueError(f"crops {size[0]}x{size[1]} from {image}, which is smaller; {action}")
-    if spec.shorter is not None and min(height, width) > spec.shorter:
-        image = f"an image whose shorter side is {spec.shorter}"
-        raise ValueError(f"crops {size[0]}x{size[1]} from {image}, which is smaller; {action}")
+        image = f"of {spec.shape[0]}x{spec.shape[1]}"
+    elif spec.shorter is not None and min(height, width) > spec.shorter:
+        image = f"whose shorter side is {spec.shorter}"
+    else:
+        return
+    raise ValueError(f"crops {size[0]}x{size[1]} from an image {image}, which is smaller; crop less or resize to more")

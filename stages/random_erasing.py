@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -20,8 +19,54 @@ _IMAGENET = (124, 116, 104)
 """The level nearest to normalize's mean: imagenet, so that it becomes nearly 0."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class RandomErasing(s.Pointwise):
+class Erasing(s.Stage):
+    """A stage that fills boxes of an image, which are drawn at random."""
+
+    probability: Probability
+    scale: tuple[float, float]
+    ratio: Ratio
+    count: Count
+
+    @property
+    def random(self) -> bool:
+        return self.probability > 0
+
+    def drawn_boxes(self, coefficients: Floats, height: Ints, width: Ints) -> Iterator[tuple[Bools, Ints, Floats]]:
+        """Yield for each box which samples [N] have it, its y, x, height and width [N, 4], and numbers of a colour.
+
+        A box that fits none of its attempts is left out. The numbers of a colour are [N, 3].
+
+        coefficients: random, [N, NUMBERS * count].
+        """
+        counts = np.ones(len(coefficients), np.int64)
+        if self.count > 1:
+            counts += np.minimum((coefficients[:, NUMBERS] * self.count).astype(np.int64), self.count - 1)
+        for place in range(self.count):
+            numbers = coefficients[:, NUMBERS * place : NUMBERS * (place + 1)]
+            erased = np.flatnonzero((coefficients[:, 0] < self.probability) & (place < counts))
+            area = (height * width / counts)[erased]
+            fits, some_boxes = self._boxes(numbers[erased], height[erased], width[erased], area)
+            active, boxes = np.zeros(len(coefficients), bool), np.zeros((len(coefficients), 4), np.int64)
+            active[erased], boxes[erased] = fits, some_boxes
+            yield active, boxes, numbers[:, 3:6]
+
+    def _boxes(self, numbers: Floats, height: Ints, width: Ints, area: Floats) -> tuple[Bools, Ints]:
+        """Return for images of these sizes [N] whether a drawn box fits, [N], and the first that does, [N, 4].
+
+        area [N]: the pixels that `scale` is a part of.
+        """
+        areas, ratios = numbers[:, 6 : 6 + _ATTEMPTS], numbers[:, 6 + _ATTEMPTS :]
+        tall, wide = box_sides(area[:, None], areas, ratios, self.scale, self.ratio)
+        fits = (tall < height[:, None]) & (wide < width[:, None])
+        first = fits.argmax(axis=1)[:, None]
+        size = np.concatenate([np.take_along_axis(side, first, 1) for side in (tall, wide)], axis=1)
+        room = np.array([height, width]).T - size + 1
+        boxes = np.concatenate([np.floor(numbers[:, 1:3] * room), size], axis=1)
+        return np.asarray(fits.any(axis=1)), boxes.astype(np.int64)
+
+
+@s.stage_class
+class RandomErasing(Erasing, s.Pointwise):
     """Fill a random box with a colour, as torchvision's RandomErasing does: up to 10 boxes are drawn until one fits.
 
     It runs on uint8 pixels. timm and torchvision's recipes erase after normalize, where 0 is the mean colour: that is
@@ -61,10 +106,6 @@ class RandomErasing(s.Pointwise):
             cls(probability=0.9, value="random", count=3),
         )
 
-    @property
-    def random(self) -> bool:
-        return self.probability > 0
-
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
         if isinstance(self.value, tuple) and len(self.value) not in (1, spec.shape[2]):
@@ -77,63 +118,15 @@ class RandomErasing(s.Pointwise):
         return spec
 
     def draw(self, keys: s.StageKeys) -> Floats:
-        """Draw the numbers of each box; see `drawn_boxes`."""
+        """Draw the numbers of each box; see `Erasing.drawn_boxes`."""
         return keys.uniform(NUMBERS * self.count)
 
     def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         parts = []
-        for active, boxes, numbers in drawn_boxes(self, coefficients, height, width):
+        for active, boxes, numbers in self.drawn_boxes(coefficients, height, width):
             colors: Any = np.floor(numbers * 256)
             if self.value != "random":
                 levels: Any = _IMAGENET if self.value == "imagenet" else self.value
                 colors = np.atleast_2d(np.asarray(levels, np.float64))
             parts.append(s.Operations.erase(active, boxes, colors))
         return s.Operations.join(len(coefficients), parts)
-
-
-class Erasing(Protocol):
-    """The parameters of a stage that erases boxes."""
-
-    @property
-    def probability(self) -> float: ...
-    @property
-    def scale(self) -> tuple[float, float]: ...
-    @property
-    def ratio(self) -> tuple[float, float]: ...
-    @property
-    def count(self) -> int: ...
-
-
-def drawn_boxes(
-    stage: Erasing, coefficients: Floats, height: Ints, width: Ints
-) -> Iterator[tuple[Bools, Ints, Floats]]:
-    """Yield for each box which samples [N] have it, its y, x, height and width [N, 4], and numbers for a colour [N, 3].
-
-    A box that fits none of its attempts is left out. coefficients: random, [N, NUMBERS * count].
-    """
-    counts = np.ones(len(coefficients), np.int64)
-    if stage.count > 1:
-        counts += np.minimum((coefficients[:, NUMBERS] * stage.count).astype(np.int64), stage.count - 1)
-    for place in range(stage.count):
-        numbers = coefficients[:, NUMBERS * place : NUMBERS * (place + 1)]
-        erased = np.flatnonzero((coefficients[:, 0] < stage.probability) & (place < counts))
-        area = (height * width / counts)[erased]
-        fits, some_boxes = _boxes(stage, numbers[erased], height[erased], width[erased], area)
-        active, boxes = np.zeros(len(coefficients), bool), np.zeros((len(coefficients), 4), np.int64)
-        active[erased], boxes[erased] = fits, some_boxes
-        yield active, boxes, numbers[:, 3:6]
-
-
-def _boxes(stage: Erasing, numbers: Floats, height: Ints, width: Ints, area: Floats) -> tuple[Bools, Ints]:
-    """Return for images of these sizes [N] whether a drawn box fits, [N], and the first that does, [N, 4].
-
-    area [N]: the pixels that `scale` is a part of.
-    """
-    areas, ratios = numbers[:, 6 : 6 + _ATTEMPTS], numbers[:, 6 + _ATTEMPTS :]
-    tall, wide = box_sides(area[:, None], areas, ratios, stage.scale, stage.ratio)
-    fits = (tall < height[:, None]) & (wide < width[:, None])
-    first = fits.argmax(axis=1)[:, None]
-    size = np.concatenate([np.take_along_axis(side, first, 1) for side in (tall, wide)], axis=1)
-    room = np.array([height, width]).T - size + 1
-    boxes = np.concatenate([np.floor(numbers[:, 1:3] * room), size], axis=1)
-    return np.asarray(fits.any(axis=1)), boxes.astype(np.int64)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 
 from gpuflow.arrays import Bools, Floats, Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Ratio, Size, box_sides, of_size, size_pair
-from gpuflow.stages.resize import Interpolation
+from gpuflow.pipeline.parameters import (
+    Interpolation,
+    Ratio,
+    ResizingStage,
+    Size,
+    box_sides,
+    of_size,
+    resampling_transform,
+    size_pair,
+)
 
 _ATTEMPTS = 10
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class RandomResizedCrop(s.Geometry):
+@s.stage_class
+class RandomResizedCrop(ResizingStage):
     """Crop a box of random area and aspect ratio, and resample it to a fixed size, as torchvision does.
 
     Ten boxes are drawn; if none fits, the result is the centre of the image at the nearest allowed ratio. The algorithm
@@ -31,8 +38,7 @@ class RandomResizedCrop(s.Geometry):
     """
 
     stage_name = "random_resized_crop"
-    tolerance = 1.0
-    resizes = True
+    random = True
     other_names = ("RandomSizedCrop", "RandomResizedCropAndInterpolation")
 
     size: Size
@@ -48,19 +54,12 @@ class RandomResizedCrop(s.Geometry):
             cls(size=(20, 28), scale=(0.2, 0.5), ratio=(1.0, 2.0), interpolation="bicubic", antialias=False),
         )
 
-    @property
-    def random(self) -> bool:
-        return True
-
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return of_size(spec, self.size)
+        return of_size(super().output(spec), *size_pair(self.size))
 
     def torchvision(self) -> Any:
-        from torchvision.transforms import InterpolationMode, v2
-
-        mode = InterpolationMode(self.interpolation)
-        return v2.RandomResizedCrop(size_pair(self.size), self.scale, self.ratio, mode, antialias=self.antialias)
+        box: dict[str, Any] = {"size": size_pair(self.size), "scale": self.scale, "ratio": self.ratio}
+        return resampling_transform("RandomResizedCrop", self.interpolation, antialias=self.antialias, **box)
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(2 * _ATTEMPTS + 2)
@@ -78,10 +77,7 @@ class RandomResizedCrop(s.Geometry):
             w = np.where(none, np.where(whole_ratio > self.ratio[1], np.rint(height * self.ratio[1]), width), w)
             h, w = np.clip(h.astype(np.int64), 1, height), np.clip(w.astype(np.int64), 1, width)
             y, x = np.where(none, (height - h) // 2, y), np.where(none, (width - w) // 2, x)
-        out_height, out_width = size_pair(self.size)
-        full = np.full_like
-        resize = s.Resize(full(h, out_height), full(w, out_width), self.interpolation, self.antialias)
-        return (s.Crop(y, x, h, w), resize)
+        return s.Crop(y, x, h, w), self.resize(*(np.full_like(h, side) for side in size_pair(self.size)))
 
     def _boxes(self, numbers: Floats, first: int, last: int, height: Ints, width: Ints) -> tuple[Ints, Ints, Bools]:
         """Return the first of each image's drawn boxes, from `first` up to `last`, that fits.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -12,13 +11,18 @@ import numpy as np
 from gpuflow.arrays import Ints
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Side
+from gpuflow.pipeline.parameters import (
+    Interpolation,
+    ResizingStage,
+    Side,
+    moved_by_torchvision,
+    of_size,
+    resampling_transform,
+)
 
-Interpolation = Literal["nearest", "bilinear", "bicubic"]
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Resize(s.Geometry):
+@s.stage_class
+class Resize(ResizingStage):
     """Resample an image to `height` and `width`, or to the length of its `shorter` or its `longer` side.
 
     Args:
@@ -39,8 +43,6 @@ class Resize(s.Geometry):
     """
 
     stage_name = "resize"
-    tolerance = 1.0
-    resizes = True
     late_fields = ("rounding", "max_size")
     other_names = ("SmallestMaxSize", "LongestMaxSize")
     other_keys = {"size": "shorter", "min_size": "shorter"}
@@ -82,14 +84,12 @@ class Resize(s.Geometry):
             yield Problem.of("max_size", rule, self.max_size, code="config.conflict")
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        height, width, channels = spec.shape
+        result, (height, width, _) = super().output(spec), spec.shape
         if self.height is not None:
-            return spec.replace(shape=(self.height, self.width, channels))
+            return of_size(result, self.height, self.width)
         if height is None or width is None:
-            return spec.replace(shape=(None, None, channels), shorter=None if self.max_size else self.shorter)
-        out_height, out_width = self._size(np.array([height]), np.array([width]))
-        return spec.replace(shape=(int(out_height[0]), int(out_width[0]), channels))
+            return result.replace(shorter=None if self.max_size else self.shorter)
+        return of_size(result, *(int(side[0]) for side in self._size(np.array([height]), np.array([width]))))
 
     def _size(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
         if self.height is not None and self.width is not None:
@@ -115,25 +115,11 @@ class Resize(s.Geometry):
         return np.where(height == known, target, other_height), np.where(width == known, target, other_width)
 
     def torchvision(self) -> Any:
-        from torchvision.transforms import InterpolationMode, v2
-
         if self.rounding == "nearest":
-            return functools.partial(_by_torchvision, self)
-        mode = InterpolationMode(self.interpolation)
-        if self.height is not None and self.width is not None:
-            return v2.Resize((self.height, self.width), mode, antialias=self.antialias)
-        # torchvision sets the longer side only through max_size.
-        return v2.Resize(self.shorter, mode, max_size=self.longer or self.max_size, antialias=self.antialias)
+            return functools.partial(moved_by_torchvision, self)
+        size = self.shorter if self.height is None else (self.height, self.width)
+        most = self.longer or self.max_size  # torchvision sets the longer side only through max_size
+        return resampling_transform("Resize", self.interpolation, size=size, max_size=most, antialias=self.antialias)
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
-        return (s.Resize(*self._size(height, width), self.interpolation, self.antialias),)
-
-
-def _by_torchvision(stage: Resize, image: Any) -> Any:
-    """Run the stage on one image by torchvision's function, which gets the size in pixels."""
-    from torchvision.transforms import InterpolationMode
-    from torchvision.transforms.v2 import functional
-
-    height, width = (np.array([side]) for side in functional.get_size(image))
-    size = [int(side[0]) for side in stage._size(height, width)]
-    return functional.resize(image, size, InterpolationMode(stage.interpolation), antialias=stage.antialias)
+        return (self.resize(*self._size(height, width)),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,13 @@ from gpuflow.pipeline.parameters import (
     WarpingStage,
     WarpInterpolation,
     expanded_rotation,
+    of_size,
     range_of,
     rotation,
 )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Rotate(WarpingStage):
     """Turn an image about its centre or another point, counterclockwise, as torchvision's RandomRotation does.
 
@@ -86,21 +86,15 @@ class Rotate(WarpingStage):
         spec = super().output(spec)
         if not self.expand:
             return spec
-        height, width, channels = spec.shape
+        height, width, _ = spec.shape
         if self.random or height is None or width is None:
-            return spec.replace(shape=(None, None, channels))
+            return of_size(spec, None, None)
         degrees = np.array([self._range()[0]])
-        _, out_height, out_width = self._warp(degrees, np.array([height]), np.array([width]))
-        return spec.replace(shape=(int(out_height[0]), int(out_width[0]), channels))
+        _, *size = self._warp(degrees, np.array([height]), np.array([width]))
+        return of_size(spec, *(int(side[0]) for side in size))
 
-    def torchvision(self) -> Any:
-        if self.border != "constant":
-            raise NotImplementedError
-        from torchvision.transforms import InterpolationMode, v2
-
-        mode = InterpolationMode(self.interpolation)
-        center = None if self.center is None else list(self.center)
-        return v2.RandomRotation(self._range(), mode, self.expand, center, self.fill)
+    def other_parameters(self) -> dict[str, Any]:
+        return {"degrees": self._range(), "expand": self.expand, "center": self.center and list(self.center)}
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         low, high = self._range()

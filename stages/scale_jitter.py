@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Size, size_pair
-from gpuflow.stages.resize import Interpolation
+from gpuflow.pipeline.parameters import Interpolation, ResizingStage, Size, resampling_transform, size_pair
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ScaleJitter(s.Geometry):
+@s.stage_class
+class ScaleJitter(ResizingStage):
     """Resample an image by a random scale, as torchvision's ScaleJitter does.
 
     At scale 1 the image just fits into the box; its aspect ratio stays. Large scale jitter is this stage and
@@ -28,8 +26,6 @@ class ScaleJitter(s.Geometry):
     """
 
     stage_name = "scale_jitter"
-    tolerance = 1.0
-    resizes = True
     other_keys = {"target_size": "size", "scale_range": "scale"}
 
     size: Size
@@ -49,20 +45,13 @@ class ScaleJitter(s.Geometry):
     def random(self) -> bool:
         return self.scale[0] != self.scale[1]
 
-    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        return spec.replace(shape=(None, None, spec.shape[2]))
-
     def torchvision(self) -> Any:
-        from torchvision.transforms import InterpolationMode, v2
-
-        height, width = size_pair(self.size)
-        mode = InterpolationMode(self.interpolation)
-        return v2.ScaleJitter((width, height), self.scale, mode, self.antialias)
+        box: dict[str, Any] = {"target_size": size_pair(self.size)[::-1], "scale_range": self.scale}
+        return resampling_transform("ScaleJitter", self.interpolation, antialias=self.antialias, **box)
 
     def draw(self, keys: s.StageKeys, height: Ints, width: Ints) -> tuple[s.Move, ...]:
         (low, high), (box_height, box_width) = self.scale, size_pair(self.size)
         scale = low + keys.uniform(1)[:, 0] * (high - low)
         factor = np.minimum(box_height / height, box_width / width) * scale
         tall, wide = (np.maximum((side * factor).astype(np.int64), 1) for side in (height, width))
-        return (s.Resize(tall, wide, self.interpolation, self.antialias),)
+        return (self.resize(tall, wide),)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpuflow.arrays import Floats
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Probability, drawn_factors, is_random, range_of
+from gpuflow.pipeline.parameters import DrawnFactor, Factor, Probability, range_of
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Sharpness(s.Local):
+@s.stage_class
+class Sharpness(DrawnFactor, s.Local):
     """Sharpen or smooth an image, as torchvision's adjust_sharpness does. Pixels at its border do not change.
 
     The CPU and the GPU give the same levels: the smoothed level is a sum of whole numbers, divided by 13, so it is
@@ -37,19 +36,16 @@ class Sharpness(s.Local):
         return (cls(amount=0.9), cls(amount=(2.0, 2.0)), cls(amount=(0.0, 0.0), probability=0.5))
 
     @property
-    def random(self) -> bool:
-        return is_random(self.probability, range_of(self.amount))
+    def bounds(self) -> tuple[float, float]:
+        return range_of(self.amount)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
-        low, high = range_of(self.amount)
+        low, high = self.bounds
         if low != high:
             raise NotImplementedError("torchvision's RandomAdjustSharpness has one factor")
         return v2.RandomAdjustSharpness(low, self.probability)
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability, range_of(self.amount))
 
     def filters(self, coefficients: Floats) -> s.Filters:
         ones = np.ones((len(coefficients), 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -12,7 +11,7 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability, TableAdjustment
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Solarize(TableAdjustment):
     """Invert the levels that are not below a threshold, as torchvision's RandomSolarize does.
 

@@ -14,7 +14,7 @@ from typing import Literal, final
 import numpy as np
 
 from gpuflow.arrays import Bools, Floats, Ints
-from gpuflow.stages.policy_parts import OPERATIONS, Choice, Drawn
+from gpuflow.stages.policy_parts import OPERATIONS, Choice, Drawn, MagnitudeTable
 
 _BINS = 11
 """Levels 0, 1, ... 10 as bins."""
@@ -94,24 +94,6 @@ _THREE_WEIGHTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """A list of timm's RandAugment: the operations, and their weights if they are drawn without repetition."""
-
-    names: tuple[str, ...]
-    slopes: Mapping[str, Slope | None]
-    weights: tuple[float, ...] = ()
-
-
-SPACES = {
-    "timm": Space(_LIST, SLOPES),
-    "timm_increasing": Space(_LIST, INCREASING),
-    "timm_weights": Space(tuple(_WEIGHTS), INCREASING, tuple(_WEIGHTS.values())),
-    "timm_3a": Space(_THREE, INCREASING),
-    "timm_3aw": Space(tuple(_THREE_WEIGHTS), INCREASING, tuple(_THREE_WEIGHTS.values())),
-}
-
-
 @final
 class Levels:
     """Looks up the magnitudes of operations at levels, as `Magnitudes` does at bins."""
@@ -129,6 +111,25 @@ class Levels:
                 side = 0 if sizes is None else sizes[slope.of == "width"][rows]
             magnitude[rows] = slope.at(choice.place[rows], choice.negated[rows], side)
         return Drawn(choice.operation, magnitude)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A list of a RandAugment: the operations, and their weights if they are drawn without repetition."""
+
+    names: tuple[str, ...]
+    magnitudes: MagnitudeTable
+    weights: tuple[float, ...] = ()
+
+
+_LEVELS = Levels(INCREASING)
+SPACES = {
+    "timm": Space(_LIST, Levels(SLOPES)),
+    "timm_increasing": Space(_LIST, _LEVELS),
+    "timm_weights": Space(tuple(_WEIGHTS), _LEVELS, tuple(_WEIGHTS.values())),
+    "timm_3a": Space(_THREE, _LEVELS),
+    "timm_3aw": Space(tuple(_THREE_WEIGHTS), _LEVELS, tuple(_THREE_WEIGHTS.values())),
+}
 
 
 def choice_at(operation: Ints, levels: Ints | int, noise: Noise, limit: float, numbers: Floats) -> Choice:

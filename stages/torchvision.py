@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ _REFUSALS = (TypeError, ValueError, RuntimeError, OverflowError, LookupError)
 _DTYPES = ("uint8", "float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class Torchvision(s.Opaque):
     """Run a transform of torchvision.transforms.v2 on each image; all other keys are its keyword arguments.
 
@@ -113,8 +112,7 @@ class Torchvision(s.Opaque):
         return self.name not in _IN_PLACE
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        if spec.layout == "encoded":
-            raise ValueError("takes an image but gets encoded bytes; put decode before torchvision")
+        s.require_decoded(self, spec)
         height, width, channels = spec.shape
         results = []
         for probe_height, probe_width in _PROBES:
@@ -146,12 +144,7 @@ class Torchvision(s.Opaque):
     def result_size(self, image: torch.Tensor, seed: int) -> tuple[int, int] | None:
         try:
             return tuple(self.apply(image.to("meta"), seed).shape[1:])  # type: ignore[return-value]
-        except (
-            NotImplementedError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # it reads pixels, of which there are none
+        except _REFUSALS:  # it reads pixels, of which there are none
             return None
 
 

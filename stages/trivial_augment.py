@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Fill, WarpInterpolation
-from gpuflow.stages.policy_parts import AugmentPolicy, Choice, Magnitudes, Range, of_both_signs, uniform_places
+from gpuflow.stages.policy_parts import (
+    LISTED,
+    RANGES,
+    AugmentPolicy,
+    Choice,
+    Magnitudes,
+    Range,
+    of_both_signs,
+    uniform_places,
+)
 
-_SPACE: dict[str, Range | None] = {
-    "Identity": None,
-    "ShearX": of_both_signs(0.99),
-    "ShearY": of_both_signs(0.99),
-    "TranslateX": of_both_signs(32.0),
-    "TranslateY": of_both_signs(32.0),
+_RANGES = {
+    **dict.fromkeys(("ShearX", "ShearY"), of_both_signs(0.99)),
+    **dict.fromkeys(("TranslateX", "TranslateY"), of_both_signs(32.0)),
     "Rotate": of_both_signs(135.0),
-    "Brightness": of_both_signs(0.99),
-    "Color": of_both_signs(0.99),
-    "Contrast": of_both_signs(0.99),
-    "Sharpness": of_both_signs(0.99),
+    **dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), of_both_signs(0.99)),
     "Posterize": Range(8.0, 2.0, whole=True),
-    "Solarize": Range(1.0, 0.0),
-    "AutoContrast": None,
-    "Equalize": None,
+    "Solarize": RANGES["Solarize"],
 }
-"""torchvision's TrivialAugmentWide, in its order."""
+"""The magnitudes of torchvision's TrivialAugmentWide."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class TrivialAugment(AugmentPolicy):
     """Apply one operation at a magnitude that is drawn, too, as torchvision's TrivialAugmentWide does.
 
@@ -43,7 +43,8 @@ class TrivialAugment(AugmentPolicy):
     """
 
     stage_name = "trivial_augment"
-    torchvision_magnitudes = Magnitudes(_SPACE)
+    magnitudes = Magnitudes(_RANGES)
+    rounds = 1
     other_names = ("TrivialAugmentWide",)
     other_keys = {"num_magnitude_bins": "bins"}
 
@@ -55,17 +56,10 @@ class TrivialAugment(AugmentPolicy):
     def examples(cls) -> tuple[TrivialAugment, ...]:
         return (cls(), cls(bins=11, interpolation="bilinear", fill=127))
 
-    @property
-    def rounds(self) -> int:
-        return 1
-
     def choose(self, keys: s.StageKeys, turn: int) -> Choice:
         numbers = keys.uniform(3)
-        operation, place = uniform_places(numbers[:, 0], len(_SPACE)), uniform_places(numbers[:, 1], self.bins)
+        operation, place = uniform_places(numbers[:, 0], len(LISTED)), uniform_places(numbers[:, 1], self.bins)
         return Choice(operation, place, numbers[:, 2] < 0.5, self.bins)
 
     def torchvision(self) -> Any:
-        from torchvision.transforms import InterpolationMode, v2
-
-        mode = InterpolationMode(self.interpolation)
-        return v2.TrivialAugmentWide(self.bins, interpolation=mode, fill=self.fill)
+        return self.transform("TrivialAugmentWide", num_magnitude_bins=self.bins)

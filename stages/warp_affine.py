@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ _LAST = (0.0, 0.0, 1.0)
 """The last row of an affine map."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@s.stage_class
 class WarpAffine(WarpingStage):
     """Warp an image by an affine map of the indices of its pixels, as cv2.warpAffine does.
 
@@ -68,17 +67,17 @@ class WarpAffine(WarpingStage):
             cls(source=corners, target=corners),
         )
 
-    def faults(self) -> Iterator[Problem]:
+    def faults(self) -> Iterator[Problem | tuple[Any, ...]]:
         points = (self.source is not None, self.target is not None)
         if points not in ((True, True), (False, False)) or points[0] == (self.matrix is not None):
             rule = "needs a matrix, or source and target"
             yield Problem.of((), rule, action="give one of these", code="config.conflict")
             return
         if _is_numbers(self.matrix) and not independent(np.array(self.matrix)[:, :2]):
-            yield Problem.of("matrix", "must be invertible", self.matrix, code="config.range")
+            yield "matrix", "must be invertible", self.matrix
         for name, given in (("source", self.source), ("target", self.target)):
             if _is_numbers(given) and not independent(np.array(given)[1:] - np.array(given)[0]):
-                yield Problem.of(name, "must be points that do not lie on one line", given, code="config.range")
+                yield name, "must be points that do not lie on one line", given
 
     @property
     def record_values(self) -> Mapping[str, s.RecordValue]:
@@ -91,7 +90,7 @@ class WarpAffine(WarpingStage):
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         spec = super().output(spec)
-        return spec if self.size is None else of_size(spec, self.size)
+        return spec if self.size is None else of_size(spec, *size_pair(self.size))
 
     def _map(self, keys: s.StageKeys) -> s.Matrices:
         """Return the map of the result's points to the image's: [3, 3], or one for each sample, [N, 3, 3]."""

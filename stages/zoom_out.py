@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 
 from gpuflow.arrays import Ints
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Fill, Probability, check_fill, levels_of
+from gpuflow.pipeline.parameters import Fill, Filling, Probability, of_size
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ZoomOut(s.Geometry):
+@s.stage_class
+class ZoomOut(Filling):
     """Place an image at random on a canvas of its aspect ratio, as torchvision's RandomZoomOut does (SSD's expand).
 
     Args:
@@ -48,14 +47,9 @@ class ZoomOut(s.Geometry):
     def pads(self) -> bool:
         return self.probability > 0 and self.scale[1] > 1
 
-    @property
-    def padding_fill(self) -> tuple[float, ...]:
-        return levels_of(self.fill)
-
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        check_fill(self.fill, spec)
-        return spec.replace(shape=(None, None, spec.shape[2])) if self.pads else spec
+        spec = super().output(spec)
+        return of_size(spec, None, None) if self.pads else spec
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2

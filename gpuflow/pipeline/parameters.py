@@ -66,9 +66,9 @@ def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def of_size(spec: s.ImageSpec, size: int | tuple[int, int]) -> s.ImageSpec:
-    """Return a spec with this size of the image."""
-    return spec.replace(shape=(*size_pair(size), spec.shape[2]))
+def of_size(spec: s.ImageSpec, height: int | None, width: int | None) -> s.ImageSpec:
+    """Return a spec with this height and width of the image; None for one that varies."""
+    return spec.replace(shape=(height, width, spec.shape[2]))
 
 
 def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tuple[int, int, int, int]:
@@ -96,20 +96,6 @@ def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tup
     return (max(neutral - value, 0.0) if neutral else -value), neutral + value
 
 
-def is_random(probability: float, bounds: tuple[float, float] | None = None, *, neutral: float = 1.0) -> bool:
-    """Return True if an operation changes only some samples, or if its factor varies."""
-    low, high = bounds if bounds is not None else (0.0, 0.0)
-    changes = bounds is None or not low == high == neutral
-    return probability > 0 and (low != high or (probability < 1 and changes))
-
-
-def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, float] = (0, 0)) -> Floats:
-    """Draw for N samples whether each is changed, 1 or 0, and its factor, uniform within the bounds: [N, 2]."""
-    numbers = keys.uniform(2)
-    low, high = bounds
-    return np.array([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)]).T
-
-
 def box_sides(
     pixels: Ints | Floats, areas: Floats, ratios: Floats, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Floats, Floats]:
@@ -134,6 +120,37 @@ def with_probability(transform: Any, probability: float) -> Any:
     return transform if probability == 1 else v2.RandomApply([transform], p=probability)
 
 
+def resampling_transform(name: str, interpolation: str, **parameters: Any) -> Any:
+    """Return torchvision's v2 transform of this name, which resamples in this way."""
+    from torchvision.transforms import InterpolationMode, v2
+
+    return getattr(v2, name)(interpolation=InterpolationMode(interpolation), **parameters)
+
+
+def moved_by_torchvision(stage: s.Geometry, image: Any) -> Any:
+    """Run the moves of a stage that draws nothing on one image, by torchvision's functions."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    def whole(*lengths: Ints) -> list[int]:
+        return [int(length[0]) for length in lengths]
+
+    sizes = (np.array([side]) for side in functional.get_size(image))
+    for move in stage.draw(StageKeys(0, 0, np.zeros(1, np.int64)), *sizes):
+        match move:
+            case s.Crop():
+                image = functional.crop(image, *whole(move.y, move.x, move.height, move.width))
+            case s.Resize():
+                mode = InterpolationMode(move.interpolation)
+                image = functional.resize(image, whole(move.height, move.width), mode, antialias=move.antialias)
+            case s.Pad():
+                sides = whole(move.left, move.top, move.right, move.bottom)
+                image = functional.pad(image, sides, fill=list(move.fill))
+            case _:
+                raise TypeError(f"{stage!r} returns {type(move).__name__}, which is no crop, resize or padding")
+    return image
+
+
 Angle = (
     Annotated[float, Bounds(least=0, limit=3600, words=">= 0 or [low, high]")]
     | Annotated[tuple[float, float], Bounds(limit=3600, ascending=True)]
@@ -141,6 +158,7 @@ Angle = (
 """Degrees: v stands for [-v, v]."""
 Center = Annotated[tuple[float, float], Bounds(limit=1_000_000)]
 """A point [x, y] in pixels from the left and the top edge of the image."""
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
 WarpInterpolation = Literal["nearest", "bilinear"]
 Border = Literal["constant", "edge", "reflect", "symmetric"]
 Level = Annotated[int, Bounds(least=0, most=255)]
@@ -154,18 +172,31 @@ def lookup_of(interpolation: str, border: str, fill: int | tuple[int, int, int])
     return s.Lookup(interpolation, border, levels if border == "constant" else (0,))
 
 
-class WarpingStage(s.Geometry):
-    """A stage that warps, by default to images of the same size: what is seen outside them, and how it resamples."""
+class ResizingStage(s.Geometry):
+    """A stage that resamples an image without warping it, by default to a size that varies."""
 
     tolerance = 1.0
+    resizes = True
 
-    interpolation: WarpInterpolation
-    border: Border
+    interpolation: Interpolation
+    antialias: bool
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        return of_size(super().output(spec), None, None)
+
+    def resize(self, height: Ints, width: Ints) -> s.Resize:
+        """Return the move that resamples to these sizes [N]."""
+        return s.Resize(height, width, self.interpolation, self.antialias)
+
+
+class Filling(s.Geometry):
+    """A stage whose results may show the outside of an image, in the levels `fill`."""
+
     fill: Fill
 
     @property
-    def warps(self) -> s.Lookup:
-        return lookup_of(self.interpolation, self.border, self.fill)
+    def padding_fill(self) -> tuple[float, ...]:
+        return levels_of(self.fill)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
@@ -173,11 +204,33 @@ class WarpingStage(s.Geometry):
         return spec
 
 
-class Bordered(s.Geometry):
+class WarpingStage(Filling):
+    """A stage that warps, by default to images of the same size: what is seen outside them, and how it resamples."""
+
+    tolerance = 1.0
+
+    interpolation: WarpInterpolation
+    border: Border
+
+    @property
+    def warps(self) -> s.Lookup:
+        return lookup_of(self.interpolation, self.border, self.fill)
+
+    def other_parameters(self) -> dict[str, Any]:
+        """Return the parameters of the transform that `other_names` names first, without interpolation and fill."""
+        raise NotImplementedError
+
+    def torchvision(self) -> Any:
+        parameters = self.other_parameters()
+        if self.border != "constant":
+            raise NotImplementedError
+        return resampling_transform(self.other_names[0], self.interpolation, fill=self.fill, **parameters)
+
+
+class Bordered(Filling):
     """A stage that may add pixels around an image: constant levels, or pixels of the image by a nearest warp."""
 
     border: Border
-    fill: Fill
 
     @property
     def adds_pixels(self) -> bool:
@@ -189,10 +242,6 @@ class Bordered(s.Geometry):
         return self.adds_pixels and self.border == "constant"
 
     @property
-    def padding_fill(self) -> tuple[float, ...]:
-        return levels_of(self.fill)
-
-    @property
     def warps(self) -> s.Lookup | None:
         return s.Lookup("nearest", self.border, (0,)) if self.adds_pixels and not self.pads else None
 
@@ -201,27 +250,41 @@ class Bordered(s.Geometry):
         return self.adds_pixels and self.border in MIRRORS
 
 
-class Adjustment(s.Pointwise):
-    """Runs one operation of torchvision on the images that are drawn with a probability.
+class DrawnFactor(s.Stage):
+    """A stage that changes the images that are drawn with a probability, each by a factor.
 
-    weighs_colors: whether it weighs red, green and blue, and so refuses the order blue, green, red.
     neutral: the factor that changes nothing.
     """
 
-    operation: ClassVar[s.Operation]
-    weighs_colors = False
     neutral = 1.0
 
     probability: Probability
 
     @property
-    def bounds(self) -> tuple[float, float] | None:
-        """Return the range that the factor is drawn from; None for an operation without one."""
-        return None
+    def bounds(self) -> tuple[float, float]:
+        """Return the range that the factor is drawn from; zeros for an operation without one."""
+        return 0.0, 0.0
 
     @property
     def random(self) -> bool:
-        return is_random(self.probability, self.bounds, neutral=self.neutral)
+        """Return True if the stage changes only some images, or if its factor varies."""
+        low, high = self.bounds
+        return self.probability > 0 and (low != high or (self.probability < 1 and low != self.neutral))
+
+    def draw(self, keys: StageKeys) -> Floats:
+        """Draw for N samples whether each is changed, 1 or 0, and its factor, uniform within the bounds: [N, 2]."""
+        numbers, (low, high) = keys.uniform(2), self.bounds
+        return np.array([numbers[:, 0] < self.probability, low + numbers[:, 1] * (high - low)]).T
+
+
+class Adjustment(DrawnFactor, s.Pointwise):
+    """Runs one operation of torchvision.
+
+    weighs_colors: whether it weighs red, green and blue, and so refuses the order blue, green, red.
+    """
+
+    operation: ClassVar[s.Operation]
+    weighs_colors = False
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         if self.weighs_colors:
@@ -233,9 +296,6 @@ class Adjustment(s.Pointwise):
         from torchvision.transforms import v2
 
         return getattr(v2, self.other_names[0])(*self.params().values())
-
-    def draw(self, keys: s.StageKeys) -> Floats:
-        return drawn_factors(keys, self.probability, self.bounds or (0, 0))
 
     def operations(self, coefficients: Floats, height: Ints, width: Ints) -> s.Operations:
         return s.Operations.one(self.operation, coefficients[:, 0] > 0, coefficients[:, 1])

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import numpy as np
 
@@ -64,9 +64,11 @@ __all__ = [
     "Stage",
     "StageKeys",
     "Warp",
+    "require_decoded",
     "require_one_size",
     "require_pixels",
     "require_rgb",
+    "stage_class",
 ]
 
 
@@ -126,6 +128,18 @@ ENCODED = ImageSpec(shape=(None, None, 0), layout="encoded")
 """The spec of the encoded bytes that a source delivers and a pipeline starts from."""
 
 
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def stage_class(cls: type[T]) -> type[T]:
+    """Make a class of stages a frozen, keyword-only dataclass: its annotated fields are the stage's parameters.
+
+    It keeps the short `repr` of `Stage`, which leaves defaults out.
+    """
+    return dataclass(frozen=True, kw_only=True, repr=False)(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One named step of a pipeline: a frozen value that validates itself when it is constructed.
@@ -152,7 +166,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         problems = list(out_of_bounds(self)) or [
-            fault if isinstance(fault, Problem) else Problem.of(fault[0] or (), fault[1], code="config.range")
+            fault if isinstance(fault, Problem) else Problem.of(fault[0] or (), *fault[1:], code="config.range")
             for fault in self.faults()
         ]
         if problems:
@@ -174,11 +188,11 @@ class Stage:
         """
         return ""
 
-    def faults(self) -> Iterator[Problem | tuple[str, str]]:
+    def faults(self) -> Iterator[Problem | tuple[Any, ...]]:
         """Yield a problem for each broken rule that `Bounds` cannot declare, with its path from the parameters on.
 
-        It is called where all numbers are within their bounds. A pair (field, broken rule) is a problem too; the field
-        is empty if several parameters break the rule.
+        It is called where all numbers are within their bounds. A tuple (field, broken rule) is a problem too, and may
+        go on with the value and what to do about it; the field is empty if several parameters break the rule.
         """
         yield from ()
 
@@ -218,12 +232,11 @@ class Stage:
 
     def params(self) -> dict[str, Any]:
         """Return the parameters that affect the pixels, defaults included."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in self.late_fields}
         return {
-            name: value
-            for name, value in values.items()
-            if name not in self.where_fields and not (name in defaults and value == defaults[name])
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default or field.name not in self.late_fields
+            if field.name not in self.where_fields
         }
 
     def __repr__(self) -> str:
@@ -474,6 +487,11 @@ class Mixing(Stage):
 
     label_smoothing: float
 
+    def output(self, spec: ImageSpec) -> ImageSpec:
+        """Return the spec of the input, which must be of known size."""
+        require_one_size(self, spec)
+        return spec
+
     def draw(self, keys: StageKeys, height: int, width: int, valid: Bools) -> Mixture:
         """Draw what each of N samples of a batch takes from its partner. A sample that is not valid is no partner."""
         raise NotImplementedError
@@ -488,7 +506,7 @@ def require_rgb(stage: Stage, spec: ImageSpec) -> None:
 
 def require_one_size(stage: Stage, spec: ImageSpec) -> None:
     """Raise ValueError unless `spec` is a decoded image of known size, which is what mixing stages take."""
-    _require_decoded(stage, spec)
+    require_decoded(stage, spec)
     if not spec.fixed:
         rule = f"takes images of one size but gets {spec}"
         raise ValueError(f"{rule}; put a crop or a resize to a fixed size before {stage.stage_name}")
@@ -496,12 +514,13 @@ def require_one_size(stage: Stage, spec: ImageSpec) -> None:
 
 def require_pixels(stage: Stage, spec: ImageSpec) -> None:
     """Raise ValueError unless `spec` is a decoded uint8 image, which is what geometry and colour stages take."""
-    _require_decoded(stage, spec)
+    require_decoded(stage, spec)
     if spec.dtype != "uint8":
         raise ValueError(f"takes uint8 pixels but gets {spec.dtype}; put {stage.stage_name} before normalize")
 
 
-def _require_decoded(stage: Stage, spec: ImageSpec) -> None:
+def require_decoded(stage: Stage, spec: ImageSpec) -> None:
+    """Raise ValueError if `spec` is that of encoded bytes."""
     if spec.layout == "encoded":
         raise ValueError(f"takes an image but gets encoded bytes; put decode before {stage.stage_name}")
 

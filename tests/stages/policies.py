@@ -57,16 +57,16 @@ def by_torchvision(image: torch.Tensor, name: str, magnitude: float, interpolati
     return result
 
 
-def check_magnitudes(space: dict[str, Range | None], torchvision: Any, bins: int) -> None:
+def check_magnitudes(ranges: dict[str, Range], torchvision: Any, bins: int) -> None:
     """That the magnitudes of each operation are torchvision's, for images of several sizes."""
-    assert set(space) <= set(torchvision)
-    for name, ours in space.items():
-        function, both_signs = torchvision[name]
+    for name, (function, both_signs) in torchvision.items():
+        ours = ranges.get(name)
         for height, width in ((224, 224), (97, 331), (1, 500)):
             theirs = function(bins, height, width)
             assert (ours is None) == (theirs is None), name
             if ours is not None:
-                assert ours.bins(bins, height, width).tolist() == theirs.double().tolist(), name
+                side = {"": 1, "height": height, "width": width}[ours.of]
+                assert ours.bins(bins, side).tolist() == theirs.double().tolist(), name
                 assert ours.both_signs == both_signs, name
 
 
@@ -84,7 +84,7 @@ def fused_grid(theta: torch.Tensor, w: int, h: int, ow: int, oh: int) -> torch.T
     return torch.stack(sides, dim=-1)[None]
 
 
-def check_nearest(space: dict[str, Range | None], bins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_nearest(ranges: dict[str, Range], bins: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """That all nearest pixels are torchvision's, for every bin, also where the points of whole rows lie between two.
 
     If this processor rounds otherwise than a GPU, few pixels are others here, none of them away from such points.
@@ -93,9 +93,8 @@ def check_nearest(space: dict[str, Range | None], bins: int, monkeypatch: pytest
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     data, size = png(pixels), CenterCrop(size=(height, width))
     for name in ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"):
-        space_of_name = space[name]
-        assert space_of_name is not None
-        for place, magnitude in enumerate(space_of_name.bins(bins, height, width).tolist()):
+        side = {"": 1, "height": height, "width": width}[ranges[name].of]
+        for place, magnitude in enumerate(ranges[name].bins(bins, side).tolist()):
             magnitude *= 1 if place % 2 else -1
             stage = Fixed(name=name, magnitude=magnitude, fill=9)
             (found,) = images(program_of(Decode(), stage, size), [data])

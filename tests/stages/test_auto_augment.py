@@ -9,7 +9,8 @@ from torchvision.transforms import v2
 
 from gpuflow.errors import ConfigError
 from gpuflow.stages import AutoAugment
-from gpuflow.stages.auto_augment import _BINS, _IMAGENET, _SPACE
+from gpuflow.stages.auto_augment import _BINS, _IMAGENET
+from gpuflow.stages.policy_parts import RANGES
 from tests.stages.policies import check_draws, check_magnitudes, frequencies
 from tests.texts import outline
 
@@ -17,7 +18,7 @@ from tests.texts import outline
 def test_the_table_is_that_of_torchvision() -> None:
     theirs = v2.AutoAugment()._policies
     assert [tuple((name, chance, place or 0) for name, chance, place in pair) for pair in theirs] == list(_IMAGENET)
-    check_magnitudes(_SPACE, v2.AutoAugment._AUGMENTATION_SPACE, _BINS)
+    check_magnitudes(RANGES, v2.AutoAugment._AUGMENTATION_SPACE, _BINS)
 
 
 @pytest.mark.parametrize("stage", [AutoAugment(), AutoAugment(fill=(9, 99, 199))], ids=repr)

@@ -23,8 +23,7 @@ from gpuflow.stages import (
     Saturation,
     Solarize,
 )
-from gpuflow.stages.policy_parts import OPERATIONS
-from gpuflow.stages.rand_augment import _SPACE
+from gpuflow.stages.policy_parts import LISTED, OPERATIONS, RANGES
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of
 from tests.stages.policies import FEW, Fixed, by_torchvision, check_draws, check_magnitudes, check_nearest, frequencies
@@ -36,8 +35,9 @@ MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
 
 
 def test_the_magnitudes_are_those_of_torchvision() -> None:
+    assert list(v2.RandAugment._AUGMENTATION_SPACE) == list(LISTED)
     for bins in (2, 10, 31):
-        check_magnitudes(_SPACE, v2.RandAugment._AUGMENTATION_SPACE, bins)
+        check_magnitudes(RANGES, v2.RandAugment._AUGMENTATION_SPACE, bins)
 
 
 @pytest.mark.parametrize("name", [*EXACT, *STATISTICS, "Invert"])
@@ -67,7 +67,7 @@ def test_moves_are_those_of_torchvision(name: str, interpolation: Any) -> None:
 
 
 def test_nearest_pixels_are_those_of_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_nearest(_SPACE, 31, monkeypatch)
+    check_nearest(RANGES, 31, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_operations_are_drawn_alike_and_independently_in_each_round() -> None:
     stage = RandAugment(operations=2)
     for turn in range(2):
         for name, share in frequencies(stage, turn).items():
-            assert share == pytest.approx(1 / 14 if name in _SPACE else 0, abs=0.01)
+            assert share == pytest.approx(1 / 14 if name in LISTED else 0, abs=0.01)
     count = 20_000
     keys = keys_of(count).stage("rand_augment", 0)
     first, second = (stage.drawn(keys, turn) for turn in range(2))

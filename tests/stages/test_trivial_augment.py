@@ -7,20 +7,20 @@ import pytest
 from torchvision.transforms import v2
 
 from gpuflow.stages import TrivialAugment
-from gpuflow.stages.policy_parts import OPERATIONS
-from gpuflow.stages.trivial_augment import _SPACE
+from gpuflow.stages.policy_parts import LISTED, OPERATIONS
+from gpuflow.stages.trivial_augment import _RANGES
 from tests.running import keys_of
 from tests.stages.policies import check_draws, check_magnitudes, check_nearest, frequencies
 
 
 def test_the_magnitudes_are_those_of_torchvision() -> None:
-    assert list(_SPACE) == list(v2.TrivialAugmentWide._AUGMENTATION_SPACE)
+    assert list(LISTED) == list(v2.TrivialAugmentWide._AUGMENTATION_SPACE)
     for bins in (2, 11, 31):
-        check_magnitudes(_SPACE, v2.TrivialAugmentWide._AUGMENTATION_SPACE, bins)
+        check_magnitudes(_RANGES, v2.TrivialAugmentWide._AUGMENTATION_SPACE, bins)
 
 
 def test_nearest_pixels_are_those_of_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_nearest(_SPACE, 31, monkeypatch)
+    check_nearest(_RANGES, 31, monkeypatch)
 
 
 @pytest.mark.parametrize("stage", [TrivialAugment(), TrivialAugment(bins=5, fill=(9, 99, 199))], ids=repr)
@@ -30,7 +30,7 @@ def test_each_sample_gets_what_is_drawn_for_it(stage: TrivialAugment) -> None:
 
 def test_operations_and_magnitudes_are_drawn_alike() -> None:
     for name, share in frequencies(TrivialAugment()).items():
-        assert share == pytest.approx(1 / 14 if name in _SPACE else 0, abs=0.01)
+        assert share == pytest.approx(1 / 14 if name in LISTED else 0, abs=0.01)
     count = 50_000
     drawn = TrivialAugment(bins=5).drawn(keys_of(count).stage("trivial_augment", 0), 0)
     turned = drawn.magnitude[drawn.operation == OPERATIONS.index("Rotate")]

@@ -38,7 +38,7 @@ def compare(images: torch.Tensor, filters: Filters, dtype: torch.dtype, layout: 
 
 
 def sizes() -> Iterator[Case]:
-    stages = (
+    stages: tuple[Local, ...] = (
         Sharpness(amount=(0.0, 3.0), probability=0.8),
         GaussianBlur(kernel_size=9, sigma=(0.1, 3.0), probability=0.8),
     )

@@ -10,8 +10,8 @@ import torch
 
 from gpuflow.pipeline.program import WarpStep
 from gpuflow.pipeline.stage import Geometry, Keys
-from gpuflow.stages.rand_augment import _SPACE as RAND
-from gpuflow.stages.trivial_augment import _SPACE as TRIVIAL
+from gpuflow.stages.policy_parts import RANGES
+from gpuflow.stages.trivial_augment import _RANGES
 from tests.stages.policies import Fixed, by_torchvision
 
 pytestmark = [
@@ -41,12 +41,13 @@ def warped(image: torch.Tensor, stage: Fixed) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [(224, 224), (97, 331)], ids=str)
-@pytest.mark.parametrize("space", [RAND, TRIVIAL], ids=["rand_augment", "trivial_augment"])
-def test_all_nearest_pixels_are_those_of_torchvision(space: Any, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("ranges", [RANGES, _RANGES], ids=["rand_augment", "trivial_augment"])
+def test_all_nearest_pixels_are_those_of_torchvision(ranges: Any, size: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8).cuda().permute(2, 0, 1)
     for name in ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"):
-        for place, magnitude in enumerate(space[name].bins(BINS, *size).tolist()):
+        side = {"": 1, "height": size[0], "width": size[1]}[ranges[name].of]
+        for place, magnitude in enumerate(ranges[name].bins(BINS, side).tolist()):
             for signed in (magnitude, -magnitude):
                 expected = by_torchvision(image, name, signed, "nearest", 9)
                 found = warped(image, Fixed(name=name, magnitude=signed, fill=9))
