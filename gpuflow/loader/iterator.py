@@ -28,7 +28,7 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.metrics import Stats, nvtx
-from gpuflow.sources import Source, has_labels
+from gpuflow.sources import Source, has_labels, is_read_remotely
 
 _BATCHES = 16
 _FIRST_BATCHES = 8
@@ -259,7 +259,10 @@ class EpochIterator(Iterator[Batch]):
         timeout = self._plan.timeout_seconds
         try:
             with self._ranges("gpuflow.wait"):
-                assembly = self._run.get(timeout)
+                try:
+                    assembly = self._run.get(timeout)
+                except TimeoutError:  # a server's own error names the cause, and comes soon
+                    assembly = self._run.get(timeout if is_read_remotely(self._plan.source) else 0)
         except TimeoutError:
             culprit, paths = self._feed.under_way()
             raise LoaderTimeout(

@@ -9,8 +9,9 @@ import pickle
 import re
 import resource
 import tarfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ from gpuflow.errors import (
     ConfigError,
     LoaderError,
     LoaderTimeout,
+    ServerFault,
     SourceError,
     SystemFault,
     TooManyBadSamples,
 )
 from gpuflow.loader.sampler import ShuffledOrder
-from gpuflow.sources import open_source, source_spec
+from gpuflow.sources import Allocate, Payload, Source, open_source, source_spec
+from gpuflow.sources.storage import Storage, open_storage
 from tests.datasets import (
     RAW,
     Block,
@@ -610,6 +613,33 @@ def test_a_stuck_decoder_ends_in_a_timeout_that_names_the_file(replaced: bool, m
         assert re.search(expected, str(error)), error
         assert pickle.loads(pickle.dumps(error)).paths == error.paths
         tap.release.set()
+
+
+class LateServer:
+    """Files behind a URL. A read fails once the loader has waited for `run.timeout_s`, and asks for the storage."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.asked = source, threading.Event()
+        self.classes, self.labels, self.shard_sizes = source.classes, source.labels, source.shard_sizes
+        self.path, self.close = source.path, source.close
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def storage(self) -> Storage:
+        self.asked.set()
+        return open_storage("memory://photos")
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        self.asked.clear()
+        assert self.asked.wait(60)
+        raise ServerFault("memory: its server is away")
+
+
+def test_an_error_of_a_server_that_comes_late_is_raised_in_place_of_a_timeout() -> None:
+    with loader_of(LateServer(MemorySource.of(1)), batch_size=1, threads=1, timeout=2.0) as loader:
+        assert str(fault_of(loader)[1]) == "memory: its server is away"
 
 
 def test_timeout_is_that_of_a_batch_not_of_an_epoch() -> None:
