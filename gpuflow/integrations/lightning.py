@@ -86,37 +86,33 @@ class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-    def teardown(self, stage: str) -> None:
+    def teardown(self, stage: str = "") -> None:
         """End the loaders' threads. The trainer calls this after each of `fit`, `validate`, `test` and `predict`."""
-        self._close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
         self._whole = None
         while self._loaders:
             self._loaders.popitem()[1].close()
 
+    def on_exception(self, exception: BaseException) -> None:
+        self.teardown()
+
     def _loader(self, loop: str) -> EpochLoader:
         if loop not in self._loaders:
-            trainer, name = self.trainer, self._names[loop]
+            trainer = self.trainer
             if self._whole is None:
                 self._whole = open_whole(self._config)
             device = trainer.strategy.root_device if trainer is not None else None
             loader = build_loader(
                 _of_rank(self._config, trainer.num_devices if trainer is not None else 1),
-                name,
+                self._names[loop],
                 rank=trainer.global_rank if trainer is not None else 0,
                 world_size=trainer.world_size if trainer is not None else 1,
                 device=device if device is not None and device.type == "cuda" else None,
                 whole=self._whole,
             )
-            repeats = trainer is not None and trainer.overfit_batches > 0
             self._loaders[loop] = EpochLoader(
                 loader,
                 lambda: None if trainer is None else trainer.current_epoch,
-                repeats=repeats,
+                repeats=trainer is not None and trainer.overfit_batches > 0,
             )
         return self._loaders[loop]
 
@@ -151,13 +147,7 @@ class EpochLoader(LoaderAdapter):
     repeats: each `for` runs epoch 0 from its start instead.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        epoch: Callable[[], int | None],
-        *,
-        repeats: bool = False,
-    ) -> None:
+    def __init__(self, loader: Loader, epoch: Callable[[], int | None], *, repeats: bool = False) -> None:
         super().__init__(loader)
         self._epoch, self._repeats = epoch, repeats
         self._restored: Mapping[str, Any] = {}
