@@ -420,6 +420,7 @@ class RunSpec(_Block):
             such as audit.0.jsonl for audit.jsonl.
         timeout_s: the longest wait for a batch or an answer, in seconds. A server that files come from is tried for
             0.7 of it.
+        ray_wait_s: with `--on ray`, how long the cluster may run none of the command's processes, in seconds.
         memory_limit: the most GPU memory of the loader's batches and buffers, in bytes or with a unit, such as 2GB.
         deterministic: keep `decode.cpu_share` fixed, so that every run decodes the same images by the same means.
         nvtx: mark what each stage does, and the loop's wait, as NVTX ranges for Nsight Systems, where there is a GPU.
@@ -435,6 +436,7 @@ class RunSpec(_Block):
     bad_file: str | None = None
     audit: Annotated[str, Field(min_length=1)] | None = None
     timeout_s: Seconds = 120.0
+    ray_wait_s: Seconds = 600.0
     memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes | None)] = None
     deterministic: bool = False
     nvtx: bool = False

@@ -17,7 +17,9 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +34,7 @@ from gpuflow.engines.base import reading_fault
 from gpuflow.errors import ConfigError, LoaderError, MissingExtra, Problem, StateError, reason_of
 from gpuflow.loader.loader import Loader
 from gpuflow.runtime.ranks import gather
-from gpuflow.runtime.threads import QuickSwitching
+from gpuflow.runtime.threads import DaemonPool, QuickSwitching
 from gpuflow.serve.predictor import open_predictor
 from gpuflow.tools.predict import Row, RowPredictor
 from gpuflow.training.checkpoint import inner_model, write_checkpoint
@@ -186,12 +188,43 @@ def connected(address: str | None) -> Iterator[None]:
 def _resources(device: str | None) -> tuple[dict[str, int], int]:
     """Return what a process gets, a GPU with its share of a node's cores or else all cores, and how many have room."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cores = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
+    cores = [[int(node.get(kind, 0)) for kind in ("CPU", "GPU")] for node in nodes]
     if device != "cpu" and any(gpus for _, gpus in cores):
         each = max(1, min(cpus // gpus for cpus, gpus in cores if gpus))
         return {"num_cpus": each, "num_gpus": 1}, sum(min(gpus, cpus // each) for cpus, gpus in cores)
     each = min((cpus for cpus, _ in cores if cpus), default=1)
     return {"num_cpus": each}, sum(cpus // each for cpus, _ in cores)
+
+
+def _beat(key: str) -> None:
+    """Change a value of the cluster every second, on a thread of a process that the cluster runs."""
+    while True:
+        internal_kv._internal_kv_put(key, secrets.token_bytes(8))
+        time.sleep(1)
+
+
+def _result(call: Callable[[], Any], key: str, wait_s: float) -> Any:
+    """Return the result of a call that needs processes of the cluster. While there are none, a log says so each minute.
+
+    key: of `_beat` in these processes.
+
+    Raises LoaderError: there was none for `wait_s` seconds.
+    """
+    pool, pause, waited, last = DaemonPool(1, "ray"), min(60.0, wait_s / 10), 0.0, None
+    result = pool.submit(call)
+    try:
+        while not wait([result], pause).done:
+            beat = internal_kv._internal_kv_get(key)
+            waited, last = waited + pause if beat == last else 0.0, beat
+            rule = f"run.ray_wait_s: the cluster must have a process at work within {wait_s:g} s"
+            text = f"{rule}, got none for {waited:g} s, and {ray.available_resources()} free"
+            if waited >= wait_s:
+                raise LoaderError(f"{text}; end other work there, add a node, or raise run.ray_wait_s")
+            if waited:
+                logging.getLogger(__name__).warning(text)
+    finally:
+        pool.end(0)
+    return result.result()
 
 
 def _threads(config: Config, resources: Mapping[str, int]) -> list[str]:
@@ -230,7 +263,8 @@ def predict_parts(
         options: the arguments of RowPredictor in the actors.
 
     Raises:
-        LoaderError: a node has other files or another gpuflow, or a part fails or ends its process each time.
+        LoaderError: a node has other files or another gpuflow, a part fails or ends its process each time, or no actor
+            ran for `run.ray_wait_s`.
     """
     if not parts:
         return
@@ -241,17 +275,19 @@ def predict_parts(
     options = {**options, "overrides": [*options["overrides"], *more]}
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    listed = [{"start": part.start, "stop": part.stop} for part in parts]
-    answers = ray.data.from_items(listed, override_num_blocks=len(parts)).map_batches(
+    key = secrets.token_hex(8)
+    answers = ray.data.from_items(
+        [{"start": part.start, "stop": part.stop} for part in parts], override_num_blocks=len(parts)
+    ).map_batches(
         _PartPredictor,
-        fn_constructor_args=(secrets.token_hex(8), _identity(predictor.identity), os.getcwd(), options),
+        fn_constructor_args=(key, _identity(predictor.identity), os.getcwd(), options),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=len(parts), initial_size=max(1, min(room, len(parts)))),
         **resources,
     )
-    total = sum(map(len, parts))
+    total, left = sum(map(len, parts)), iter(answers.iter_rows())
     try:
-        for answer in answers.iter_rows():
+        while answer := _result(lambda: next(left, None), key, run.ray_wait_s):
             found = json.loads(answer["rows"])
             if isinstance(found, str):
                 raise LoaderError(found)
@@ -266,6 +302,7 @@ class _PartPredictor:
     """Predicts parts in an actor. It answers with its failure, whose reason Ray would hide."""
 
     def __init__(self, run: str, identity: str, folder: str, options: Mapping[str, Any]) -> None:
+        DaemonPool(1, "ray").submit(_beat, run)
         self._run, self._fault = run, ""
         try:
             os.chdir(folder)
@@ -276,7 +313,7 @@ class _PartPredictor:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         part = range(int(batch["start"][0]), int(batch["stop"][0]))
-        answer: list[dict[str, Any]] | str = self._fault or self._fault_of_tries(part)
+        answer: Any = self._fault or self._fault_of_tries(part)
         if not answer:
             try:
                 ((_, rows),) = self._predictor.predict_parts([part])
@@ -314,7 +351,8 @@ def serve_replicas(
 
     A second call with a file of this name replaces the replicas one after the other, and ends the first call.
 
-    Raises LoaderError: the replicas cannot start, for example because a node has other files or another gpuflow.
+    Raises LoaderError: the replicas cannot start, because a node has other files or another gpuflow, or none did within
+    `run.ray_wait_s`.
     """
     from ray import serve
 
@@ -332,13 +370,15 @@ def serve_replicas(
         logging_config={"enable_access_log": access_log},
     )
     serve.start(http_options={"host": host, "port": port})
+    owner, key = secrets.token_bytes(8), f"gpuflow serve {name}"
+    bound = replicas.bind(_identity_of(config), os.getcwd(), options, limits, cors, name)
     try:
-        serve.run(
-            replicas.bind(_identity_of(config), os.getcwd(), options, limits, cors, name), name=name, route_prefix="/"
-        )
+        _result(lambda: serve.run(bound, name=name), key, config.run.ray_wait_s)
     except (RuntimeError, RayError) as error:
-        messages = [one.message for one in serve.status().applications[name].deployments.values()]
-        faults = re.findall(r"LoaderError: (node .*)", "\n".join(messages))
+        messages = "\n".join(one.message for one in serve.status().applications[name].deployments.values())
+        faults = re.findall(r"LoaderError: (node .*)", messages)
+        if internal_kv._internal_kv_get(key) is None:  # it replaces no other one
+            serve.delete(name, _blocking=False)
         raise LoaderError(faults[-1] if faults else f"--on ray: {reason_of(error)}") from error
     signalled = threading.Event()
 
@@ -348,7 +388,6 @@ def serve_replicas(
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
-    owner, key = secrets.token_bytes(8), f"gpuflow serve {name}"
     internal_kv._internal_kv_put(key, owner)
     report(f"serving {config.path} by Ray Serve")
     while not signalled.wait(1):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +21,9 @@ import pytest
 import requests
 import torch
 
-from gpuflow.config import read_config
+from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, LoaderError
+from gpuflow.runtime.threads import DaemonPool
 from gpuflow.serve.http.limits import RequestLimits
 from gpuflow.stages import STAGES
 from gpuflow.tools.predict import Row, RowPredictor, write_predictions
@@ -42,10 +45,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_setup(tmp_path_factory.mktemp("ray"))
 
 
-def predicted(config: Path, out: Path, *, on_part: Callable[[], None] = lambda: None, **options: Any) -> int:
+def predicted(
+    config: Path, out: Path, *overrides: str, on_part: Callable[[], None] = lambda: None, **options: Any
+) -> int:
     """Write predictions by actors, calling a function after each part; returns how many rows were new."""
-    with closing(RowPredictor(config, device="cpu")) as predictor:
-        there = {"path": config, "overrides": (), "device": "cpu", **options}
+    with closing(RowPredictor(config, overrides, device="cpu")) as predictor:
+        there = {"path": config, "overrides": overrides, "device": "cpu", **options}
 
         def parts_there(parts: Sequence[range]) -> Iterator[tuple[range, list[Row]]]:
             for part in on_ray.predict_parts(predictor, there, parts):
@@ -163,6 +168,72 @@ def test_a_cluster_that_is_not_there() -> None:
         pass
 
 
+# --- a cluster without room -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def all_taken() -> Iterator[Callable[[], None]]:
+    """Takes the only core of the cluster; gives what frees it."""
+    import ray
+
+    class Taken:
+        def begin(self) -> None:
+            """Return once this has the core."""
+
+    taken: Any = ray.remote(num_cpus=1)(Taken).remote()
+    ray.get(taken.begin.remote(), timeout=SECONDS)
+    try:
+        yield lambda: ray.kill(taken)
+    finally:
+        ray.kill(taken)
+
+
+class CallOnce(logging.Handler):
+    """Calls a function at the first line of a log."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        super().__init__()
+        self.function, self.lines = function, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if len(self.lines) == 1:
+            self.function()
+
+
+NO_ROOM = r"run\.ray_wait_s: the cluster must have a process at work within {} s, got none for \d+ s, and {{.*}} free"
+
+
+def test_a_prediction_says_that_it_waits_and_goes_on_once_there_is_room(
+    cluster: Any, config: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    with all_taken() as free:
+        said = CallOnce(free)
+        logging.getLogger(on_ray.__name__).addHandler(said)
+        try:
+            assert predicted(config, tmp_path / "out", "run.ray_wait_s=200") == 19
+        finally:
+            logging.getLogger(on_ray.__name__).removeHandler(said)
+    assert re.fullmatch(NO_ROOM.format(200), said.lines[0])
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_prediction_without_room_ends_after_the_limit(cluster: Any, config: Path, tmp_path: Path) -> None:
+    command = ["predict", str(config), "run.ray_wait_s=10", "--out", str(tmp_path), "--on", "ray", cluster.address]
+    with all_taken():
+        done = subprocess.run(
+            [sys.executable, "-m", "gpuflow", *command], timeout=SECONDS, capture_output=True, text=True
+        )
+    action = "end other work there, add a node, or raise run.ray_wait_s"
+    assert done.returncode == 1
+    assert re.search(f"^error: {NO_ROOM.format(10)}; {action}$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_call_may_take_longer_while_a_process_is_at_work(cluster: Any) -> None:
+    DaemonPool(1, "test").submit(on_ray._beat, "at work")
+    assert on_ray._result(lambda: time.sleep(15), "at work", 10.0) is None
+
+
 # --- serve ------------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +258,13 @@ def wait(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition was never true"
         time.sleep(0.1)
+
+
+def serve_here(config: Config, **limited: Any) -> None:
+    """Serve by replicas from this process."""
+    limits = asdict(RequestLimits(**limited))
+    where: dict[str, Any] = {"host": "127.0.0.1", "port": 8151, "device": "cpu"}
+    on_ray.serve_replicas(config, (), limits=limits, cors=(), access_log=False, report=print, **where)
 
 
 def answers(url: str, photo: bytes) -> list[tuple[int, Any]]:
@@ -241,17 +319,17 @@ def test_replicas_answer_as_the_service_does_and_are_replaced_without_a_failed_r
             assert second.wait(SECONDS) == 0 and more[-1] == "stopped\n"
 
 
+def test_a_service_without_room_ends_after_the_limit_and_is_deleted(cluster: Any, config: Path) -> None:
+    from ray import serve
+
+    file = config.with_name("without_room.yaml")
+    file.write_text(config.read_text())
+    with all_taken(), pytest.raises(LoaderError, match=f"^--on ray: {NO_ROOM.format(10)}; "):
+        serve_here(read_config(file, STAGES, ["run.ray_wait_s=10"]), timeout_s=1.0)
+    wait(lambda: "without_room" not in serve.status().applications)
+
+
 def test_a_replica_that_cannot_start_is_named(cluster: Any, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "__version__", "9.9")
     with pytest.raises(LoaderError, match=r"^node [\d.]+: LoaderError: has gpuflow \S+ in place of gpuflow 9\.9; "):
-        on_ray.serve_replicas(
-            read_config(config, STAGES),
-            (),
-            host="127.0.0.1",
-            port=8151,
-            limits=asdict(RequestLimits()),
-            cors=(),
-            access_log=False,
-            device="cpu",
-            report=print,
-        )
+        serve_here(read_config(config, STAGES))
