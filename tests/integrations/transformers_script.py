@@ -1,11 +1,12 @@
 """Runs the example of docs/transformers_trainer.md, and logs which pixels each step trained on.
 
 Arguments: a folder with photos.yaml, the log, steps between checkpoints, steps whose gradients are accumulated.
+Each rank has a log.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.integrations.killing import ROOT, Log
+from tests.integrations.killing import ROOT, Log, hashes
 
 [CODE] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers_trainer.md").read_text(), flags=re.DOTALL)
 path, save_steps, accumulated = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -35,19 +36,21 @@ class Logged(transformers.Trainer):  # type: ignore[misc, unused-ignore]
         self.add_callback(Killer())
 
     def compute_loss(self, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
-        if model.training:
-            pixels = hashlib.sha256(inputs["pixel_values"].contiguous().numpy().tobytes()).hexdigest()
-            log.write(pixels=pixels, labels=inputs["labels"].tolist(), step=self.state.global_step)
-        return super().compute_loss(model, inputs, *others, **options)
+        if not model.training:
+            return super().compute_loss(model, inputs, *others, **options)
+        log.write(pixels=hashes(inputs["pixel_values"]), labels=inputs["labels"].tolist(), step=self.state.global_step)
+        loss, outputs = super().compute_loss(model, inputs, *others, **options, return_outputs=True)
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"]))
+        return loss
 
 
-log = Log(path)
+log = Log(path.with_suffix(f".{os.environ.get('RANK', '0')}.jsonl"))
 torch.manual_seed(0)
 names: dict[str, Any] = {"Logged": Logged}
 before, after = CODE.split("class PhotoTrainer(Trainer):")
 try:
     exec(compile(f"{before}class PhotoTrainer(Logged):{after}", "docs/transformers_trainer.md", "exec"), names)
 finally:
-    if "trainer" in names and names["trainer"].args.process_index == 0:
+    if "trainer" in names:
         log.write(epoch=names["trainer"].state.epoch)
-        torch.save(names["trainer"].model.state_dict(), path.with_suffix(".pt"))
+        torch.save(names["trainer"].model.state_dict(), log.path.with_suffix(".pt"))
