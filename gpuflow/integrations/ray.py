@@ -142,8 +142,7 @@ def restore(loader: Loader, model: nn.Module, *, optimizer: torch.optim.Optimize
             ) from error
     loader.load_state_dict(state.pop("loader"))
     inner_model(model).load_state_dict(state.pop("model"))
-    optimizer_state = state.pop("optimizer")
-    if optimizer is not None and optimizer_state is not None:
+    if (optimizer_state := state.pop("optimizer")) and optimizer is not None:
         optimizer.load_state_dict(optimizer_state)
     return dict(state)
 

@@ -186,8 +186,10 @@ def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = No
         for number in range(count):
             processes.append(stack.enter_context(Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)))
             stack.callback(processes[-1].kill)
-            mine = list(range(number, load.clients, count))
-            _send(processes[-1], {"load": asdict(load), "files": list(files), "clients": mine})
+            _send(
+                processes[-1],
+                {"load": asdict(load), "files": list(files), "clients": list(range(number, load.clients, count))},
+            )
         for process in processes:
             if not select.select([process.stdout], [], [], _START_SECONDS)[0]:
                 raise _no_progress(_START_SECONDS)
@@ -248,7 +250,7 @@ def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | N
     from gpuflow.tools.machine import GpuUtilization, load_nvml, usage_of
 
     with closing(GpuUtilization(load_nvml())) as gpus:
-        time.sleep(begin - time.monotonic())
+        time.sleep(max(0.0, begin - time.monotonic()))
         first, rates, read_at = usage_of(pids, pss=True), [], time.monotonic()
         used = [first]
         while time.monotonic() < end:
