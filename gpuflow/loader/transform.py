@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
@@ -22,10 +23,10 @@ from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, passes_of
 from gpuflow.loader.records import target_mapper, to_tensors
-from gpuflow.pipeline.records import Column, Field, Ragged, Records, RecordValue, values_of
+from gpuflow.pipeline.records import Column, Field, FieldType, Ragged, Records, RecordValue, values_of
 from gpuflow.pipeline.rng import epoch_number
 from gpuflow.pipeline.stage import Keys, Mixing
-from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, named_programs, programs_of, slot_of, slots_of
 from gpuflow.runtime.cuda import CudaCapture
 from gpuflow.runtime.memory import SlotPool
 from gpuflow.runtime.ranks import Ranks
@@ -68,7 +69,7 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
     runner: _CpuRunner | _GpuRunner
     if target.type == "cuda":
         found: list[tuple[Pass, ...]] = []
-        for one in program.programs if isinstance(program, ViewsProgram) else [program]:
+        for one in programs_of(program):
             passes = passes_of(one)
             if isinstance(passes, str):
                 keys = "views" if isinstance(program, ViewsProgram) else "stages"
@@ -99,8 +100,7 @@ class Transform:
         """Take the parts that `build_transform` makes. targets: maps fields that follow the moves of pixels."""
         self._program, self._seed, self._runner, self._targets = program, seed, runner, targets
         self.device = device
-        first = program.programs[0] if isinstance(program, ViewsProgram) else program
-        self._channels = first.specs[1].shape[2]
+        self._channels = programs_of(program)[0].specs[1].shape[2]
         self._record_values = program.record_values
         self._finalizer = weakref.finalize(self, runner.close)
 
@@ -187,17 +187,12 @@ class Transform:
         if not (wanted := self._record_values):
             return {}
         columns: dict[str, Column] = {}
-        moved = () if self._targets is None else self._targets.fields
-        types = {field.name: field.type for field in moved}
+        types = {} if self._targets is None else {field.name: field.type for field in self._targets.fields}
         for name in dict.fromkeys(value.field for value in wanted):
             if name not in fields:
                 shown = ", ".join(fields) or "none"
                 raise ValueError(f"fields must have {name!r}, which a stage takes from each record, got {shown}")
-            if types.get(name) == "boxes":
-                columns[name] = _boxes(name, _values(name, fields[name], count))
-                continue
-            given = _without_tensors(name, fields[name], count)
-            columns[name] = _keypoints_of(name, given) if types.get(name) == "keypoints" else given
+            columns[name] = _column(name, types.get(name, "any"), fields[name], count)
         values, errors = values_of(wanted, Records(columns, [None] * count))
         _raise_first_record(errors)
         return values
@@ -208,28 +203,21 @@ class Transform:
             if images.ndim != 4:
                 raise ValueError(f"images must be [N, C, H, W], or a list of [C, H, W], got {list(images.shape)}")
             return self._checked_shapes([*images[:1]]) * len(images)
-        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, images))):
-            shapes = [image.shape for image in images]
-            dtypes, devices = {image.dtype for image in images}, {image.device for image in images}
-            if dtypes <= {torch.uint8} and devices <= {self.device} and all(map(self._fits, set(shapes))):
-                return shapes
-        raise next(filter(None, map(self._fault, range(len(images)), images)))
-
-    def _fits(self, shape: torch.Size) -> bool:
-        return len(shape) == 3 and shape[0] == self._channels and 0 not in shape
-
-    def _fault(self, i: int, image: Any) -> ValueError | None:
-        """Return why the stages cannot take images[i]; None if they can."""
-        if not isinstance(image, torch.Tensor):
-            return ValueError(f"images[{i}] must be a tensor, {self._wanted}, got {type(image).__name__}")
-        if image.dtype == torch.uint8 and image.device == self.device and self._fits(image.shape):
-            return None
-        shown = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)} on {image.device}"
-        return ValueError(f"images[{i}] must be {self._wanted}, got {shown}")
-
-    @property
-    def _wanted(self) -> str:
-        return f"uint8 [{self._channels}, H, W] on {self.device}"
+        shapes, given = [], list[Any](images)
+        for i, image in enumerate(given):
+            if isinstance(image, torch.Tensor):
+                shape, dtype, device = image.shape, image.dtype, image.device
+                fits = len(shape) == 3 and shape[0] == self._channels and 0 not in shape
+                if fits and dtype == torch.uint8 and device == self.device:
+                    shapes.append(shape)
+                    continue
+                shown = f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+            else:
+                shown = type(image).__name__
+            raise ValueError(
+                f"images[{i}] must be a tensor, uint8 [{self._channels}, H, W] on {self.device}, got {shown}"
+            )
+        return shapes
 
     def close(self) -> None:
         """End the threads; a later call starts new ones."""
@@ -331,53 +319,35 @@ class _GpuRunner:
 
     def __init__(self, program: AnyProgram, passes: Sequence[Sequence[Pass]], device: torch.device) -> None:
         self._program, self._passes, self._device = program, passes, device
-        self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, list[RepeatedPasses]]] = {}
-        self._lock = threading.Lock()
+        self._of_stream = lru_cache(_KEPT_STREAMS)(self._begin)
 
     def run_stages(self, images: Images, shapes: Sequence[torch.Size], keys: Keys) -> Result:
         """Queue the work on N checked images, and return their batch. As `_CpuRunner.run_stages`."""
         from gpuflow.execute.gpu.device_passes import interleaved
 
-        device_stream, passes = self._of_current_stream()
+        device_stream, passes = self._of_stream(torch.cuda.current_stream(self._device))
+        results: dict[str, torch.Tensor] = {}
         with device_stream.queued():
             held = interleaved(images, device_stream, shapes)
-            if not isinstance(self._program, ViewsProgram):
-                slots = allocate_slots(device_stream, len(images), self._program.result)
-                _raise_first(passes[0].run_images(held, keys, slots))
-                return slots
-            views: dict[str, torch.Tensor] = {}
-            for (view, result), own in zip(self._program.results, passes, strict=True):
-                slots = allocate_slots(device_stream, view.count * len(images), result)
-                views[view.name] = slots.view(view.count, len(images), *slots.shape[1:])
-                for number in range(view.count):
-                    rows = slots[number * len(images) : (number + 1) * len(images)]
-                    _raise_first(own.run_images(held, keys.of_view(view.name, number), rows))
-            return views
+            for (view, count, one), own in zip(named_programs(self._program), passes, strict=True):
+                slots = allocate_slots(device_stream, count * len(images), one.result)
+                results[view] = slots.view(count, len(images), *slots.shape[1:])
+                for number, rows in enumerate(results[view]):
+                    _raise_first(own.run_images(held, keys.of_view(view, number) if view else keys, rows))
+        return results if isinstance(self._program, ViewsProgram) else results[""][0]
 
-    def _of_current_stream(self) -> tuple[DeviceStream, list[RepeatedPasses]]:
+    def _begin(self, stream: torch.cuda.Stream) -> tuple[DeviceStream, list[RepeatedPasses]]:
         from gpuflow.execute.gpu.repeated_passes import RepeatedPasses
 
-        stream = torch.cuda.current_stream(self._device)
-        with self._lock:
-            found = self._of_streams.pop(stream, None)
-            if found is None:
-                device_stream, capture = DeviceStream(self._device, stream), CudaCapture(self._device)
+        device_stream, capture = DeviceStream(self._device, stream), CudaCapture(self._device)
 
-                found = (
-                    device_stream,
-                    [
-                        RepeatedPasses(one, device_stream, lambda launch: capture(launch, runs_before=1)[0])
-                        for one in self._passes
-                    ],
-                )
-            self._of_streams[stream] = found  # as the last one
-            if len(self._of_streams) > _KEPT_STREAMS:
-                del self._of_streams[next(iter(self._of_streams))]
-            return found
+        def captured(launch: Callable[[], None]) -> Callable[[], None]:
+            return capture(launch, runs_before=1)[0]
+
+        return device_stream, [RepeatedPasses(one, device_stream, captured) for one in self._passes]
 
     def close(self) -> None:
-        with self._lock:
-            self._of_streams.clear()
+        self._of_stream.cache_clear()
 
 
 def _moved_fields(source: SourceSpec) -> tuple[Field, ...]:
@@ -417,24 +387,15 @@ def _columns_of(
     for field in schema:
         if field.name not in fields:
             continue
-        values = _values(field.name, fields[field.name], len(sizes))
-        labels = ""
-        match field.type:
-            case "boxes":
-                columns[field.name] = _boxes(field.name, values)
-                if field.labels in fields:
-                    labels = field.labels
-                    columns[labels] = _labels(labels, _values(labels, fields[labels], len(sizes)))
-            case "keypoints":
-                columns[field.name] = _keypoints_of(field.name, values)
-            case "mask":
-                read = _instances if field.instances else _levels
-                columns[field.name] = [
-                    read(field.name, i, value, size)
-                    for i, (value, size) in enumerate(zip(values, sizes.tolist(), strict=True))
-                ]
-            case other:
-                raise AssertionError(f"a field of type {other} does not move")
+        column = _column(field.name, field.type, fields[field.name], len(sizes))
+        if field.type == "mask":
+            read = _instances if field.instances else _levels
+            rows = enumerate(zip(column, sizes.tolist(), strict=True))
+            column = [read(field.name, i, value, size) for i, (value, size) in rows]
+        columns[field.name] = column
+        labels = field.labels if field.labels in fields else ""
+        if labels:
+            columns[labels] = _labels(labels, _values(labels, fields[labels], len(sizes)))
         chosen.append(replace(field, labels=labels))
     return tuple(chosen), columns
 
@@ -453,9 +414,15 @@ def _check_names(schema: Sequence[Field], fields: Mapping[str, Any]) -> None:
                 )
 
 
-def _without_tensors(name: str, given: Any, count: int) -> list[Any]:
-    """Return the `count` values of a field, one for each image, with arrays in place of tensors. Raises ValueError."""
-    return [_as_array(value) if isinstance(value, torch.Tensor) else value for value in _values(name, given, count)]
+def _column(name: str, kind: FieldType, given: Any, count: int) -> Any:
+    """Return the `count` values of a field, one for each image: boxes and keypoints as `Ragged`, others as a list with
+    arrays in place of tensors. Raises ValueError; BadSampleError as `_keypoints`."""
+    values = _values(name, given, count)
+    if kind == "boxes":
+        return _boxes(name, values)
+    if kind == "keypoints":
+        return _keypoints(name, values)
+    return list(map(_without_tensor, values))
 
 
 def for_numpy(value: torch.Tensor) -> torch.Tensor:
@@ -468,9 +435,8 @@ def for_numpy(value: torch.Tensor) -> torch.Tensor:
     return (value.float() if value.dtype == torch.bfloat16 else value).detach()
 
 
-def _as_array(value: torch.Tensor) -> Array:
-    array: Array = for_numpy(value).cpu().numpy()
-    return array
+def _without_tensor(value: Any) -> Any:
+    return for_numpy(value).cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _values(name: str, given: Any, count: int) -> list[Any]:
@@ -486,22 +452,18 @@ def _values(name: str, given: Any, count: int) -> list[Any]:
 
 def _array(name: str, i: int, value: Any, *shape: int | str) -> Array:
     """Return sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
-    form = ", ".join(map(str, shape))
-    if isinstance(value, torch.Tensor):
-        array = _as_array(value)
-    else:
-        try:
-            array = np.asarray(value)
-        except ValueError:  # rows of several lengths
-            raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got rows of several lengths") from None
+    rule = f"fields[{name!r}][{i}] must be numbers [{', '.join(map(str, shape))}], got"
+    try:
+        array = np.asarray(_without_tensor(value))
+    except ValueError:
+        raise ValueError(f"{rule} rows of several lengths") from None
     if array.ndim == 1 and not len(array):  # an empty list has no rows
         array = np.zeros([length if isinstance(length, int) else 0 for length in shape], array.dtype)
-    fits = len(array.shape) == len(shape) and all(
+    fits = array.ndim == len(shape) and all(
         isinstance(wanted, str) or wanted == got for wanted, got in zip(shape, array.shape, strict=True)
     )
     if not fits or array.dtype.kind not in "biuf":
-        shown = f"{array.dtype} {list(array.shape)}"
-        raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got {shown}")
+        raise ValueError(f"{rule} {array.dtype} {list(array.shape)}")
     return array
 
 
@@ -534,7 +496,7 @@ def _labels(name: str, values: Sequence[Any]) -> Ragged:
     return Ragged.of(parts, np.zeros(0, np.int64))
 
 
-def _keypoints_of(name: str, values: Sequence[Any]) -> Ragged:
+def _keypoints(name: str, values: Sequence[Any]) -> Ragged:
     """Return keypoints [M, K, 3] of each sample as a column. Raises ValueError; BadSampleError for an unknown
     visibility."""
     parts = [_array(name, i, value, "M", "K", 3).astype(np.float32) for i, value in enumerate(values)]
@@ -555,8 +517,7 @@ def _keypoints_of(name: str, values: Sequence[Any]) -> Ragged:
 
 def _instances(name: str, i: int, value: Any, size: Sequence[int]) -> list[Any]:
     """Return one mask for each instance."""
-    masks = _array(name, i, value, "M", *size) != 0
-    return list(masks.astype(np.uint8))
+    return list((_array(name, i, value, "M", *size) != 0).astype(np.uint8))
 
 
 def _levels(name: str, i: int, value: Any, size: Sequence[int]) -> Bytes:
