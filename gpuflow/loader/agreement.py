@@ -206,25 +206,19 @@ class RankAgreement:
         deadline, pause = time.monotonic() + wait, _FIRST_POLL_SECONDS
         while True:  # and no Store.wait, which lets no Ctrl-C through
             loaders = _read(store, [f"{self._pipeline_key}/{rank}" for rank in range(world_size)])
-            announced = [own.get(self._plan.shared_name, []) for own in loaders]
-            unlike = [rank for rank, other in enumerate(announced) if not self._agrees(other)]
-            late = [rank for rank in unlike if _count(announced[rank]) < self._number]
-            elsewhere = {rank: self._counterpart(_last(loaders[rank])) for rank in late}
-            unlike, missing = ([rank for rank in ranks if elsewhere.get(rank) != self._own] for ranks in (unlike, late))
+            found = list(map(self._counterpart, loaders))
+            late = any(text != self._own and self._is_late(own) for text, own in zip(found, loaders, strict=True))
             left = deadline - time.monotonic()
-            if not missing or left <= 0:
+            if not late or left <= 0:
                 break
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-        others = {rank: announced[rank][-1][1] for rank in unlike if rank not in missing}
-        others |= {rank: what for rank in missing if (what := elsewhere[rank]) is not None}
-        if others:
-            found: dict[str, list[int]] = {}
-            for rank in sorted({*range(world_size)}.difference(missing) | {*others}):
-                found.setdefault(others.get(rank, self._own), []).append(rank)
+        ranks = {text: [rank for rank, other in enumerate(found) if other == text] for text in dict.fromkeys(found)}
+        missing = ranks.pop(None, [])
+        if ranks.keys() - {self._own}:
             raise LoaderError(
                 f"the ranks differ in what they load as {name!r}: "
-                + "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in found.items())
+                + "; ".join(f"{_ranks(own)}: {text}" for text, own in ranks.items())
                 + "; give every rank the same files, labels, configuration and gpuflow, then start all of them again"
             )
         if missing:
@@ -234,31 +228,35 @@ class RankAgreement:
                 stacklevel=4,
             )
 
-    def _counterpart(self, last: Mapping[str, str]) -> str | None:
-        """Return what another rank loads under another name, because the folder of its source has another name.
+    def _is_late(self, loaders: Mapping[str, Announcements]) -> bool:
+        """Return True if another rank, which made these loaders, has made fewer of this name."""
+        return _count(loaders.get(self._plan.shared_name, [])) < self._number
 
-        Of the loaders whose names only one of the two ranks has, it is the one of the same number. None if there is
-        none, or if the other rank has a loader of this name. last: the descriptions of its loaders, by name.
+    def _counterpart(self, loaders: Mapping[str, Announcements]) -> str | None:
+        """Return what another rank, which made these loaders, loads with the one that is this loader; None before that.
+
+        If some ranks made loaders that others did not make, the number of its loader may be another one. The name may
+        be another one, too, because the folder of its source has another name. Then, of the loaders whose names only
+        one of the two ranks has, it is the one of the same number.
         """
+        name = self._plan.shared_name
+        announced = loaders.get(name, [])
+        texts = [text for _, text in announced]
+        if _count(announced) != self._number and self._own in texts:
+            return self._own
+        if not self._is_late(loaders):
+            return texts[-1]
+        if announced:
+            return None
         with _announced_lock:
             own = _last(_announced[self._pipeline_key])
-        if self._plan.shared_name in last:
-            return None
-        names, others = ([name for name in one if name not in two] for one, two in ((own, last), (last, own)))
-        here, there = [own[name] for name in names], [last[name] for name in others]
+        last = _last(loaders)
+        names, others = ([one for one in these if one not in those] for these, those in ((own, last), (last, own)))
+        here, there = [own[one] for one in names], [last[one] for one in others]
         if self._own in there:
             return self._own
-        number = names.index(self._plan.shared_name)
+        number = names.index(name)
         return there[number] if number < len(there) and there[number] not in here else None
-
-    def _agrees(self, other: Announcements) -> bool:
-        """Return True if another rank loads the same.
-
-        If some ranks made loaders that others did not make, the number of its loader may be another one.
-        """
-        if _count(other) == self._number:
-            return other[-1][1] == self._own
-        return any(what == self._own for _, what in other)
 
 
 def _count(announced: Announcements) -> int:
