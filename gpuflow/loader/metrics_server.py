@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 from wsgiref.simple_server import WSGIServer
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 _STOP_SECONDS, _HIGHEST_PORT = 5.0, 65535
-_LABELS = ["pipeline", "rank"]
 
 
 def serve_metrics(loaders: Loader | Mapping[str, Loader], *, port: int, address: str = "127.0.0.1") -> MetricsServer:
@@ -93,28 +92,37 @@ class _Collector:
         self._loaders = loaders
 
     def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily as Counter
+        from prometheus_client.core import GaugeMetricFamily as Gauge
 
-        def family(kind: type[Any], name: str, text: str, *labels: str) -> Any:
-            return kind(f"gpuflow_loader_{name}", text, labels=[*_LABELS, *labels])
+        def families(table: Sequence[tuple[type[Any], str, str]], *labels: str) -> list[Any]:
+            return [
+                kind(f"gpuflow_loader_{name}", text, labels=["pipeline", "rank", *labels]) for kind, name, text in table
+            ]
 
-        epoch = family(GaugeMetricFamily, "epoch", "The running epoch, or the last one.")
-        batches = family(CounterMetricFamily, "batches", "Batches that the loop got.")
-        waited = family(CounterMetricFamily, "wait_seconds", "Seconds that the loop waited for batches.")
-        bad = family(CounterMetricFamily, "bad_samples", "Bad samples.")
-        images = family(CounterMetricFamily, "stage_images", "Images that a stage finished.", "stage")
-        busy = family(CounterMetricFamily, "stage_busy_seconds", "Seconds that a stage's threads worked.", "stage")
-        threads = family(GaugeMetricFamily, "stage_threads", "Threads of a stage.", "stage")
-        read = family(CounterMetricFamily, "stage_read_bytes", "Bytes that a stage read.", "stage")
-        for name, loader in self._loaders.items():
-            own, totals = [name, str(loader.rank)], loader.totals()
-            epoch.add_metric(own, totals.epoch)
-            batches.add_metric(own, totals.batches)
-            waited.add_metric(own, totals.waited_s)
-            bad.add_metric(own, totals.bad)
-            for stage, (done, count) in totals.stages.items():
-                images.add_metric([*own, stage], done.samples)
-                busy.add_metric([*own, stage], done.busy_s)
-                threads.add_metric([*own, stage], count)
-                read.add_metric([*own, stage], done.read_bytes)
-        yield from (epoch, batches, waited, bad, images, busy, threads, read)
+        of_loader = families(
+            [
+                (Gauge, "epoch", "The running epoch, or the last one."),
+                (Counter, "batches", "Batches that the loop got."),
+                (Counter, "wait_seconds", "Seconds that the loop waited for batches."),
+                (Counter, "bad_samples", "Bad samples."),
+            ]
+        )
+        of_stage = families(
+            [
+                (Counter, "stage_images", "Images that a stage finished."),
+                (Counter, "stage_busy_seconds", "Seconds that a stage's threads worked."),
+                (Gauge, "stage_threads", "Threads of a stage."),
+                (Counter, "stage_read_bytes", "Bytes that a stage read."),
+            ],
+            "stage",
+        )
+        for pipeline, loader in self._loaders.items():
+            labels, totals = [pipeline, str(loader.rank)], loader.totals()
+            for family, value in zip(of_loader, totals[:-1], strict=True):
+                family.add_metric(labels, value)
+            for stage, (done, threads) in totals.stages.items():
+                values = done.samples, done.busy_s, threads, done.read_bytes
+                for family, value in zip(of_stage, values, strict=True):
+                    family.add_metric([*labels, stage], value)
+        yield from of_loader + of_stage

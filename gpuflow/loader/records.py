@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute import packing
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
-from gpuflow.pipeline.records import Column, Field, Ragged, Records
+from gpuflow.pipeline.records import Column, Field, Ragged, Records, taken
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.views import ViewsProgram
@@ -99,26 +100,16 @@ class RecordMapper:
 
 def _ordered(parts: Sequence[Any], order: Ints) -> Column:
     """Join the parts of a column, and return these of its rows, in this order."""
-    first = parts[0]
-    if isinstance(first, Ragged):
-        starts = np.cumsum([0, *(len(part.values) for part in parts)])
-        offsets = np.concatenate([[0], *(part.offsets[1:] + start for part, start in zip(parts, starts, strict=False))])
-        whole = Ragged(_joined([part.values for part in parts]), offsets)
-        return whole if _is_range(order, len(whole)) else whole.take(order)
-    if isinstance(first, list):
-        values = [value for part in parts for value in part]
-        return [values[i] for i in order.tolist()]
-    dense = _joined(parts)
-    return dense if _is_range(order, len(dense)) else dense[order]
+    whole = parts[0] if len(parts) == 1 else _joined(parts)
+    return whole if np.array_equal(order, np.arange(len(whole))) else taken(whole, order)
 
 
-def _joined(parts: Sequence[Array]) -> Array:
-    """Return the arrays one after the other; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _is_range(order: Ints, count: int) -> bool:
-    return len(order) == count and bool((order == np.arange(count)).all())
+def _joined(parts: Sequence[Any]) -> Column:
+    """Return the parts of a column one after the other."""
+    if isinstance(parts[0], Ragged):
+        counts = np.concatenate([np.diff(part.offsets) for part in parts])
+        return Ragged(np.concatenate([part.values for part in parts]), np.concatenate([[0], np.cumsum(counts)]))
+    return [*chain(*parts)] if isinstance(parts[0], list) else np.concatenate(parts)
 
 
 def to_tensors(

@@ -409,10 +409,6 @@ class ListedSteps:
     world_size: int
     start: int
 
-    @property
-    def size(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
     def __len__(self) -> int:
         return max(len(self.ends) - self.start, 0)
 
