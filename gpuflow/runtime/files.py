@@ -10,7 +10,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,7 +58,9 @@ def atomic_write(path: str | os.PathLike[str], *, text: bool = False, suffix: st
         ('a.jpg\\n', ['list.txt'])
     """
     path = Path(path)
-    mode = _mode(path)
+    mode: int | None = None
+    with suppress(FileNotFoundError):
+        mode = stat.S_IMODE(path.stat().st_mode)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a device or a pipe, which no file may replace", str(path))
     path = replaced_file(path)
@@ -147,11 +149,3 @@ def lock_within(descriptor: int, seconds: float) -> bool:
             time.sleep(_POLL_SECONDS)
         else:
             return True
-
-
-def _mode(path: Path) -> int | None:
-    """Return a file's permissions; None if there is no such file."""
-    try:
-        return stat.S_IMODE(path.stat().st_mode)
-    except FileNotFoundError:
-        return None

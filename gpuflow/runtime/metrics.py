@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -36,7 +37,9 @@ class RunningOperation:
     def __init__(self, stage: str, subject: Any, outer: RunningOperation | None) -> None:
         self.stage, self.subject, self.outer = stage, subject, outer
         self.thread, self.start = threading.get_ident(), time.perf_counter()
-        self._inside: dict[str, float] = {}  # seconds of ended operations that were part of this one, by their stage
+        self._inside = defaultdict[str, float](
+            float
+        )  # seconds of ended operations that were part of this one, by their stage
         self._inner: RunningOperation | None = None
         if outer is not None:
             outer._inner = self
@@ -50,13 +53,13 @@ class RunningOperation:
         """Add its time to that of the outer operation."""
         if self.outer is not None:
             self.outer._inner = None
-            self.outer._inside[self.stage] = self.outer._inside.get(self.stage, 0.0) + self.seconds
+            self.outer._inside[self.stage] += self.seconds
 
     def slowest(self) -> str:
         """Return the name of the stage that most of its time went to."""
-        spent, inner = dict(self._inside), self._inner
+        spent, inner = self._inside.copy(), self._inner
         if inner is not None:
-            spent[inner.stage] = spent.get(inner.stage, 0.0) + inner.seconds
+            spent[inner.stage] += inner.seconds
         spent[self.stage] = self.seconds - sum(spent.values())
         return max(spent, key=spent.__getitem__)
 

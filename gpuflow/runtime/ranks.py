@@ -113,7 +113,7 @@ class Ranks:
             raise LoaderError(f"device {str(target)!r} is not there: torch sees {visible} GPU(s), numbered from 0")
         if self.local_rank is None or str(target) != "cuda":
             return target
-        return torch.device("cuda", self.gpu(torch.cuda.device_count()))
+        return torch.device("cuda", self.gpu(visible))
 
     def gpu(self, visible: int) -> int:
         """Return the index of this process's GPU among those that torch sees: its local rank."""

@@ -192,7 +192,6 @@ class WorkerConnection:
     def __init__(self, connection: Connection[Any, Any], server: ForkServer, worker: int) -> None:
         self._connection, self.worker = connection, (server, worker)
         self._known: set[int] = set()
-        self._received = bytearray()
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             seconds, rest = divmod(_ANSWER_SECONDS, 1)
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
@@ -202,32 +201,25 @@ class WorkerConnection:
 
         Returns False if some of it is other memory, for which the worker gets None from `ParentConnection.memory`.
         """
-        shares: list[tuple[SharedBlock, bool, set[int]] | None] = []
-        descriptors = []
-        for block in map(shared_block, memory):
-            if block is None:
-                shares.append(None)
-                continue
-            released = self._known - shared_keys()
-            known = block.key in self._known
-            self._known = self._known - released | {block.key}
-            shares.append((block, known, released))
-            if not known:
-                descriptors.append(block.descriptor)
-        self._connection.send((value, shares))
-        for descriptor in descriptors:
-            send_handle(self._connection, descriptor, 0)  # Linux ignores the process id
-        return None not in shares
+        released = self._known - shared_keys()
+        self._known -= released
+        blocks = list(map(shared_block, memory))
+        self._connection.send((value, blocks, released))
+        for block in filter(None, blocks):
+            if block.key not in self._known:
+                self._known.add(block.key)
+                send_handle(self._connection, block.descriptor, 0)  # Linux ignores the process id
+        return None not in blocks
 
     def has_answer(self) -> bool:
-        return bool(self._received) or self._connection.poll()
+        return self._connection.poll()
 
     def answer(self) -> Any:
-        """Wait for the worker's next message.
+        """Wait for the worker's next message, which it sends before any other.
 
         `Connection.recv` calls the system three times, and each call releases Python's interpreter.
         """
-        data = self._received
+        data = bytearray()
         while len(data) < _HEADER.size or len(data) < _HEADER.size + _HEADER.unpack_from(data)[0]:
             try:
                 more = os.read(self._connection.fileno(), _READ_BYTES)
@@ -236,10 +228,7 @@ class WorkerConnection:
             if not more:
                 raise EOFError("the worker has ended")
             data += more
-        end = _HEADER.size + _HEADER.unpack_from(data)[0]
-        message = pickle.loads(memoryview(data)[_HEADER.size : end])
-        self._received = data[end:]
-        return message
+        return pickle.loads(memoryview(data)[_HEADER.size :])
 
     def close(self) -> None:
         """Close the connection. Only the thread that uses it may call this: another one's descriptor could be reused
@@ -277,7 +266,7 @@ class WorkerPool:
         self._workers: set[tuple[ForkServer, int]] = set()
         self._idle, self._idle_lock = list[WorkerConnection](), threading.Lock()
         self._requests: Counter[tuple[ForkServer, int]] = Counter()
-        """For each worker, how many of its connections are in use."""
+        """For each worker, how many of its connections are in use, or are starting."""
         self._starting, self._starting_lock = list[WorkerConnection](), threading.Lock()
         self._refusals: set[str] = set()
         self._end = weakref.finalize(self, _end, self._servers, self._pid)
@@ -293,6 +282,8 @@ class WorkerPool:
     def _start(self, connections: Sequence[int]) -> None:
         server = ForkServer(self._module, connections=connections, setup=self._setup)
         self._servers.append(server)
+        with self._idle_lock:
+            self._requests.update(connection.worker for connection in server.connections)
         self._workers |= {connection.worker for connection in server.connections}
         self._starting += server.connections
 
@@ -429,11 +420,7 @@ class WorkerPool:
             self._lose(connection, error)
             return
         if message == READY:
-            with self._idle_lock:
-                if connection.worker in self._workers:
-                    self._idle.append(connection)
-                else:  # it was lost by another connection meanwhile
-                    connection.close()
+            self._release(connection)
         else:
             self._restart_seconds = None  # another one could not start either
             self._refuse(connection, message)
@@ -564,12 +551,21 @@ class ParentConnection:
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
-        self._shares = deque[tuple[SharedBlock, bool, set[int]] | None]()
+        self._blocks = deque[SharedBlock | None]()
         self._mapped: dict[int, Bytes] = {}
 
     def recv(self) -> Any:
-        value, shares = self._connection.recv()
-        self._shares.extend(shares)
+        value, blocks, released = self._connection.recv()
+        for key in released:
+            del self._mapped[key]
+        for block in blocks:
+            if block is not None and block.key not in self._mapped:
+                descriptor = recv_handle(self._connection)
+                try:
+                    self._mapped[block.key] = np.frombuffer(mmap.mmap(descriptor, block.size), np.uint8)
+                finally:
+                    os.close(descriptor)
+        self._blocks.extend(blocks)
         return value
 
     def send(self, value: object) -> None:
@@ -578,16 +574,5 @@ class ParentConnection:
     def memory(self) -> Bytes | None:
         """Return the next memory that `WorkerConnection.send` got, from its first byte on, mapped here; None if not
         shared."""
-        message = self._shares.popleft()
-        if message is None:
-            return None
-        block, known, released = message
-        for key in released:
-            del self._mapped[key]
-        if not known:
-            descriptor = recv_handle(self._connection)
-            try:
-                self._mapped[block.key] = np.frombuffer(mmap.mmap(descriptor, block.size), np.uint8)
-            finally:
-                os.close(descriptor)
-        return self._mapped[block.key][block.start : block.start + block.length]
+        block = self._blocks.popleft()
+        return None if block is None else self._mapped[block.key][block.start : block.start + block.length]
