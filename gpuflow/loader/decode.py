@@ -196,36 +196,26 @@ class ChunkDecoder:
                 f"set a smaller pipelines.{name}.batch"
             ) from error
 
-    def decode(
-        self,
-        chunk: Chunk,
-        keys: Keys,
-        read: Callable[[Chunk], None],
-        ahead: Sequence[Any] = (),
-        sizes: Sizes = None,
-    ) -> Faults:
-        """Decode a chunk into its slots.
-
-        read: fills in its payload, where that was not read before. ahead: see `ChunkRunner.launch`.
-        """
-        if self.workers is not None:
-            outcome = self.workers.decode(chunk.indices, keys, chunk.batch.slots, chunk.start, sizes=sizes is not None)
-            if outcome is not None:
-                return self._count_outcome(outcome, sizes)
-        if chunk.payload is None:
-            read(chunk)
-        payload, prepared = chunk.payload, chunk.prepared
-        assert payload is not None
-        chunk.payload = chunk.prepared = None
-        return self.decode_payload(payload, keys, chunk.slots, sizes, prepared, ahead)
-
-    def _count_outcome(self, outcome: Outcome, sizes: Sizes) -> Faults:
-        """Add what a worker did to the meters, and return its faults."""
+    def decode_in_worker(self, chunk: Chunk, keys: Keys, sizes: Sizes) -> Faults | None:
+        """Have a worker read and decode a chunk into its slots, and meter that; None if no worker can."""
+        if self.workers is None:
+            return None
+        slots, wants_sizes = chunk.batch.slots, sizes is not None
+        outcome = self.workers.decode(chunk.indices, keys, slots, chunk.start, sizes=wants_sizes)
+        if outcome is None:
+            return None
         if sizes is not None and outcome.sizes is not None:
             sizes[:] = outcome.sizes
         self._reader.meter.add(samples=len(outcome.faults), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
         self.meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
         return outcome.faults
+
+    def decode_chunk(self, chunk: Chunk, keys: Keys, sizes: Sizes, ahead: Sequence[Any]) -> Faults:
+        """Decode the payload of a chunk into its slots. ahead: see `ChunkRunner.launch`."""
+        payload, prepared = chunk.payload, chunk.prepared
+        assert payload is not None
+        chunk.payload = chunk.prepared = None
+        return self.decode_payload(payload, keys, chunk.slots, sizes, prepared, ahead)
 
     def decode_payload(
         self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes, prepared: Any = None, ahead: Sequence[Any] = ()
@@ -333,28 +323,23 @@ class Delivery:
         mixtures = [step.draw(keys, batch.valid).among(batch.kept) for step in self._plan.program.mixings]
         fields = {} if self._records is None else self._records.join(batch)
         device_stream = self._plan.device_stream
+        self._mix_labels(batch, mixtures)
+        if self._plan.gpu is None and mixtures:
+            program = self._plan.program
+            assert isinstance(program, Program), "views are not mixed"
+            images = as_batch(batch.slots, program.result)
+            for mixture in mixtures:
+                mix_images(images, mixture)
         if device_stream is None:
-            self._mix(batch, mixtures)
             batch.fields = to_tensors(fields, self._blocks.pack)
             return
         if self._plan.gpu is None:
-            self._mix(batch, mixtures)
             self._send_pixels(batch, device_stream)
         else:
             self._complete_on_gpu(batch, mixtures, device_stream)
         batch.sent = device_stream.send_all([batch.labels, batch.valid, batch.indices])
         batch.fields = to_tensors(fields, device_stream.send_all)
         batch.ready = device_stream.record_event()
-
-    def _mix(self, batch: Assembly, mixtures: Sequence[Mixture]) -> None:
-        """Mix a batch whose pixels are in memory of the CPU."""
-        if mixtures:
-            program = self._plan.program
-            assert isinstance(program, Program), "views are not mixed"
-            images = as_batch(batch.slots, program.result)
-            for mixture in mixtures:
-                mix_images(images, mixture)
-        self._mix_labels(batch, mixtures)
 
     def _mix_labels(self, batch: Assembly, mixtures: Sequence[Mixture]) -> None:
         """Replace the labels of a batch by probabilities, if samples are mixed."""
@@ -394,7 +379,6 @@ class Delivery:
                 sent = device_stream.send_all(arrays_of(mixture))
                 with device_stream.queued():
                     mix_images_at_once(batch.slots, sent, blends=bool((mixture.weights != 1).any()))
-        self._mix_labels(batch, mixtures)  # they are not sent yet
         if isinstance(batch.slots, ViewSlots):
             batch.slots = as_images(self._plan.program, batch.slots.memory)
 

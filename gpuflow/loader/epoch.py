@@ -123,8 +123,7 @@ class RunningPipeline:
     """Holds the pipeline of one epoch and its threads.
 
     finished: its batches in order, and None to wake the consumer. begun: set once SPDL has asked for the first chunk.
-    admission: of batches into memory. ahead: of batches whose share the CPU may begin. set_gpu_wait: is called with the
-    part of its time for which the consumer's GPU waits for batches; None without such a GPU.
+    admission: of batches into memory. ahead: of batches whose share the CPU may begin.
     """
 
     pipeline: _Stoppable
@@ -133,8 +132,7 @@ class RunningPipeline:
     begun: threading.Event
     admission: Admission
     ahead: Admission
-    set_gpu_wait: Callable[[float], None] | None
-    switching: QuickSwitching | None
+    switching: QuickSwitching
 
     def stop(self, timeout: float) -> bool:
         """End the pipeline and its threads, and wait for running operations. Returns whether all ended in time."""
@@ -148,8 +146,7 @@ class RunningPipeline:
             return False
         finally:
             ended = [pool.end(max(0.0, deadline - time.monotonic())) for pool in self.pools]
-            if self.switching is not None:
-                self.switching.end()
+            self.switching.end()
         return all(ended)
 
 
@@ -205,10 +202,9 @@ class EpochRun:
         except queue.Empty:
             raise TimeoutError from None
 
-    def set_gpu_wait(self, share: float) -> None:
-        """Set the share of its time for which the consumer's GPU waits for batches, 0 to 1."""
-        if self._running.set_gpu_wait is not None:
-            self._running.set_gpu_wait(share)
+    def grow(self) -> None:
+        """Let one more batch be in flight, if there is a spare place left."""
+        self._running.admission.grow()
 
     def release(self, completion: Completion | None = None) -> None:
         """Take a batch out of those in flight: now, or once `completion` is done."""

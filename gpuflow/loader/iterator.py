@@ -298,7 +298,7 @@ class EpochIterator(Iterator[Batch]):
                 self._run.release(unused)
             if asked is not None:
                 self._gpu_wait.add(asked, begun)
-                self._run.set_gpu_wait(self._gpu_wait.share)
+                self._feed.set_gpu_wait(self._gpu_wait.share, self._run.grow)
                 self._stats.gpu_wait_share = self._gpu_wait.share
         if not assembly.kept.all():
             if not assembly.kept.any() and self._plan.bad.report is None:
@@ -315,18 +315,16 @@ class EpochIterator(Iterator[Batch]):
                 images = _select(images, kept)
             rows = [x[kept] for x in rows]
         labels, valid, indices = rows
-        names = partial(_names_of, self._plan.source, assembly.indices[assembly.kept])
-        place = {"step": assembly.step, "epoch": self._epoch}
-        known: dict[str, Any] = {"valid": valid, "indices": indices, "_names": names, **place}
-        mapper = self._plan.targets
-        if mapper is None:
-            return Batch((images, labels), **known)
-        fields = assembly.fields
         second: Any = labels
-        if not has_labels(self._plan.source):
-            only = next(iter(fields.values())) if len(fields) == 1 else None
-            second = targets_of(images, indices, fields, mapper.fields) if only is None else only
-        return Batch((images, second), fields=fields, _schema=mapper.fields, **known)
+        known: dict[str, Any] = {}
+        if (mapper := self._plan.targets) is not None:
+            fields, known = assembly.fields, {"fields": assembly.fields, "_schema": mapper.fields}
+            if not has_labels(self._plan.source):
+                only = next(iter(fields.values())) if len(fields) == 1 else None
+                second = targets_of(images, indices, fields, mapper.fields) if only is None else only
+        known |= {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self._epoch}
+        names = partial(_names_of, self._plan.source, assembly.indices[assembly.kept])
+        return Batch((images, second), _names=names, **known)
 
     def _tensors(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> tuple[Images, list[torch.Tensor]]:
         """Return the batch's images or views, and labels, valid, indices; on a GPU safe to use on the stream."""

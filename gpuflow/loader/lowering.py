@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import queue
 import select
@@ -18,7 +19,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +49,6 @@ from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching, torch_threads_lock, use_stop_flag
 from gpuflow.sources import cache_counts
 from gpuflow.sources.storage import new_copies
-
-if TYPE_CHECKING:
-    from gpuflow.execute.gpu.device_stream import ChunkRunner
 
 
 class PreparedChunks:
@@ -246,15 +244,10 @@ class Feed:
             builder.add_source(self._chunks(epoch, begun, submit))
             read, decode = (self._reader.meter, self._read), (self.decoder.meter, self._decode)
             allocate = functools.partial(self._allocate, epoch)
+            works = [decode] if plan.readers or plan.processes else [read, decode]  # processes read, too
+            stages = [(plan.callers, "decode", _operation(epoch, allocate, *works))]
             if plan.readers:
-                stages = [
-                    (plan.readers, "read", _operation(epoch, lambda batch: True, read)),
-                    (plan.callers, "decode", _operation(epoch, allocate, decode)),
-                ]
-            elif plan.processes:  # which read, too
-                stages = [(plan.callers, "decode", _operation(epoch, allocate, decode))]
-            else:
-                stages = [(plan.callers, "decode", _operation(epoch, allocate, read, decode))]
+                stages.insert(0, (plan.readers, "read", _operation(epoch, lambda batch: True, read)))
             for count, name, operation in stages:
                 threads = start_pool(count, name)
                 builder.pipe(operation, executor=threads, concurrency=count, output_order="input", name=name)
@@ -266,13 +259,9 @@ class Feed:
             )
             _start(pipeline)
             undo.pop_all()
-        set_gpu_wait, switching = None, None
-        if plan.gpu is not None:
-            set_gpu_wait = functools.partial(self._set_gpu_wait, plan.gpu, admission)
-            switching = QuickSwitching(_GPU_SWITCH_SECONDS)
-        elif plan.shares_chunks:
-            switching = QuickSwitching(_CPU_SWITCH_SECONDS)
-        return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching)
+        unshared = math.inf if plan.processes else _CPU_SWITCH_SECONDS
+        switching = QuickSwitching(unshared if plan.gpu is None else _GPU_SWITCH_SECONDS)
+        return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, switching)
 
     async def _wait_for_offloaded(self, batch: Assembly, offload: CpuOffload) -> None:
         """Wait until the CPU has decoded its rows of a batch, and adapt its share to whether it was late."""
@@ -282,18 +271,20 @@ class Feed:
             gpu_waits, rate = self._gpu_wait > SHORT_WAIT, offload.meter.capacity()
             offload.share.update(batch.first_offloaded, late=late, wanted=gpu_waits, rate=rate)
 
-    def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
-        """Let more batches be in flight if the consumer's GPU waits for them most of its time.
+    def set_gpu_wait(self, share: float, grow: Callable[[], None]) -> None:
+        """Set the share of its time for which the consumer's GPU waits for batches, 0 to 1.
 
-        Not at first: memory that is taken then would be kept for the whole run.
+        grow: lets one more batch be in flight. It is called if the GPU waits for batches most of its time. Not at
+            first: memory that is taken then would be kept for the whole run.
         """
         self._first_batches_left = max(0, self._first_batches_left - 1)
         if self._first_batches_left:
             share = 0.0
         self._gpu_wait = share
-        gpu.set_gpu_wait(share)
+        if self._plan.gpu is not None:
+            self._plan.gpu.set_gpu_wait(share)
         if share > LONG_WAIT:
-            admission.grow()
+            grow()
 
     async def _chunks(
         self, epoch: _Epoch, begun: threading.Event, submit: Callable[[Chunk], object] | None
@@ -343,16 +334,18 @@ class Feed:
         epoch.prepared.add(chunk)
 
     def _decode(self, epoch: _Epoch, chunk: Chunk) -> None:
-        def read(chunk: Chunk) -> None:
-            # No process has answered. A thread that decoded now could outlive the interpreter.
-            if epoch.admission.stop:
-                raise LoaderError("the epoch was ended")
-            with self._reader.meter.work(len(chunk), chunk):
-                self._reader.read_chunk(epoch.number, chunk)
-
         keys, sizes = keys_of(self._plan, epoch.number, chunk), self._sizes(len(chunk))
+        ahead = epoch.prepared.take(chunk)
         with self._naming_files(chunk):
-            faults = self.decoder.decode(chunk, keys, read, epoch.prepared.take(chunk), sizes)
+            faults = self.decoder.decode_in_worker(chunk, keys, sizes)
+            if faults is None:
+                if chunk.payload is None:
+                    # No process has answered. A thread that decoded now could outlive the interpreter.
+                    if epoch.admission.stop:
+                        raise LoaderError("the epoch was ended")
+                    with self._reader.meter.work(len(chunk), chunk):
+                        self._reader.read_chunk(epoch.number, chunk)
+                faults = self.decoder.decode_chunk(chunk, keys, sizes, ahead)
         self._finish(epoch, chunk, keys, faults, sizes, self.decoder.decode_payload, chunk.slots)
 
     def _sizes(self, count: int) -> Sizes:

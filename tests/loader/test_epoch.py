@@ -33,13 +33,12 @@ class Idle:
 
 
 class Parts:
-    """The parts of a running pipeline, and what it says to `set_gpu_wait`."""
+    """The parts of a running pipeline."""
 
     def __init__(self, *, fails: bool = False, begun: bool = True) -> None:
         self.pipeline, self.finished = Idle(fails), queue.SimpleQueue[Assembly | None]()
         self.pool, self.begun = DaemonPool(1, "test_epoch"), threading.Event()
-        self.admission, self.ahead = Admission(1), Admission(1)
-        self.waits: list[float] = []
+        self.admission, self.ahead = Admission(1, spare=1), Admission(1)
         self.switching = QuickSwitching(0.00002)
         if begun:
             self.begun.set()
@@ -52,7 +51,6 @@ class Parts:
             begun=self.begun,
             admission=self.admission,
             ahead=self.ahead,
-            set_gpu_wait=self.waits.append,
             switching=self.switching,
         )
 
@@ -139,8 +137,14 @@ def test_batches_come_in_order_and_an_empty_queue_times_out() -> None:
     assert [run.get(SECONDS) for _ in range(3)] == BATCHES[:3]
     with pytest.raises(TimeoutError):
         run.get(0.01)
-    run.set_gpu_wait(0.25)
-    assert parts.waits == [0.25]
+    run.stop()
+
+
+def test_one_more_batch_may_be_in_flight_once_the_run_has_grown() -> None:
+    parts = Parts()
+    run = parts.run()
+    run.grow()
+    assert parts.admission.acquire(0) and parts.admission.acquire(1)
     run.stop()
 
 

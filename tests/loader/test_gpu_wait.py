@@ -151,14 +151,14 @@ class FakeRunnerAndAdmission:
 
 def test_late_batches_at_first_take_no_memory() -> None:
     """Memory taken for them would be kept for the whole run."""
-    feed: Any = SimpleNamespace(_first_batches_left=_FIRST_BATCHES)
-    fake: Any = FakeRunnerAndAdmission()
+    fake = FakeRunnerAndAdmission()
+    feed: Any = SimpleNamespace(_first_batches_left=_FIRST_BATCHES, _plan=SimpleNamespace(gpu=fake))
 
     def after_batches(count: int, share: float) -> tuple[set[float], int]:
         """Measure the same share `count` times: the shares that the runner was given, and the raises of the limit."""
         fake.shares, fake.grown = [], 0
         for _ in range(count):
-            Feed._set_gpu_wait(feed, fake, fake, share)
+            Feed.set_gpu_wait(feed, share, fake.grow)
         return set(fake.shares), fake.grown
 
     assert after_batches(_FIRST_BATCHES - 1, 0.9) == ({0.0}, 0), "a loader's first batches"
