@@ -26,6 +26,7 @@ _PLACE = "timm.create_loader:"
 _DEFAULTS = DataConfig()
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _USE_TIMM = "use timm's loader for it"
+_SQUASH = f"pass crop_mode='squash', or {_USE_TIMM}"
 _MIX_ACTION = "leave it out, and mix in the loop with timm's Mixup"
 Size = int | tuple[int, ...] | list[int]
 
@@ -97,16 +98,12 @@ def create_loader(
         ConfigError: each parameter that gpuflow cannot honour, with what to do instead.
         TypeError: timm has no such parameter either.
     """
-    given = locals()
+    given = {**locals(), **schedule}
     if unknown := sorted(schedule.keys() - _SCHEDULE.split()):
         raise TypeError(f"create_loader() has no parameter {unknown[0]!r}")
-    problems = list(_refused(given))
     size, channels = _size(input_size, len(mean))
-    color = {1: "gray", 3: "rgb"}.get(channels)
-    if color is None:
-        problems.append(_problem("input_size", "must have 1 or 3 channels", input_size))
-    mixed, classes = _mixing(collate_fn, problems)
-    if problems:
+    mixed: Any = collate_fn
+    if problems := [*_refused(given, size, channels), *_unmixable(mixed)]:
         raise ConfigError(problems)
     dtype = "float16" if fp16 else _DTYPES[img_dtype]
     normalizing = Entry("normalize", {"mean": list(mean), "std": list(std), "dtype": dtype})
@@ -122,17 +119,31 @@ def create_loader(
         )
         (_, *entries, _), _ = evaluation(wanted, _PLACE)
         entries.append(normalizing)
-    stages: list[dict[str, Any]] = [{"decode": {"color": color}}, *(entry.as_yaml for entry in entries)]
+    stages: list[dict[str, Any]] = [{"decode": {"color": _COLORS[channels]}}, *(entry.as_yaml for entry in entries)]
     if is_training and not no_aug:
         place = 1 + max(i for i, stage in enumerate(stages) if stage.keys() & _MOVES)
         stages[place:place] = map(dict, augment)
     name = "train" if is_training else "val"
-    pipeline = {"stages": stages, "batch": {"size": batch_size, "drop_last": is_training}, "shuffle": is_training}
     ranks = Ranks.of_process() if distributed else Ranks()
 
     def build(enabled: bool) -> Loader:
-        own = pipeline if mixed is None else {**pipeline, "stages": [*stages, _mixing_stage(mixed, enabled)]}
-        loader = _load(dataset, name, own, seed, ranks, distributed, torch.device(device) if use_prefetcher else None)
+        mixes = [] if mixed is None else [_mixing_stage(mixed, enabled)]
+        pipeline = {
+            "stages": [*stages, *mixes],
+            "batch": {"size": batch_size, "drop_last": is_training},
+            "shuffle": is_training,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            data = {**_source_and_run(dataset, Path(folder), seed), "pipelines": {name: pipeline}}
+            loader = build_loader(
+                check_config(data, stage_table(), place=_PLACE.removesuffix(":")),
+                name,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                device=torch.device(device) if use_prefetcher else None,
+                rank_given=not distributed,
+            )
+        classes = None if mixed is None else mixed.num_classes
         if classes is not None and len(loader.classes) != classes:
             loader.close()
             rule = f"must mix labels of the source's {len(loader.classes)} classes"
@@ -220,11 +231,14 @@ def _problem(name: str, rule: str, value: object, action: str = "") -> Problem:
 
 _NOTHING = (None, False, 0, "")
 _MOVES = {"random_resized_crop", "center_crop", "random_crop", "flip"}
+_COLORS = {1: "gray", 3: "rgb"}
+"""By the number of channels."""
 
 
-def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _refused(given: Mapping[str, Any], size: tuple[int, int], channels: int) -> Iterator[Problem]:
     """Yield a problem for each parameter that says something that gpuflow does not do."""
     augments, evaluates = given["is_training"] and not given["no_aug"], not given["is_training"]
+    centered, sizes = evaluates and given["crop_mode"] != "squash", "input_size_choices"
     interpolations = ("bilinear", "bicubic", *(["random"] if given["no_aug"] else []))
     choose = "choose bilinear, as --train-interpolation bilinear"
     rules: Sequence[tuple[bool, str, Collection[Any], str, str]] = (
@@ -236,19 +250,21 @@ def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
         (bool(given["augment"]), "auto_augment", _NOTHING, "must be None where augment is given", ""),
         (evaluates, "crop_border_pixels", _NOTHING, "must be 0", _USE_TIMM),
         (evaluates, "crop_mode", (None, "center", "squash"), "must be 'center' or 'squash'", _USE_TIMM),
+        (centered and size[0] != size[1], "input_size", (), "must be a square where crop_mode is 'center'", _SQUASH),
+        (
+            bool(given.get(sizes)),
+            sizes,
+            (),
+            "is not offered: all batches have one size",
+            f"leave it out, or {_USE_TIMM}",
+        ),
+        (channels not in _COLORS, "input_size", (), "must have 1 or 3 channels", ""),
     )
     for applies, name, allowed, rule, action in rules:
         if applies and (value := given[name]) not in allowed:
             yield _problem(name, rule, str(value) if name == "img_dtype" else value, action)
     for name, rule, nearest in unequal(given) if augments else ():
         yield _problem(name, rule, given[name], f"choose {nearest}, or {_USE_TIMM}")
-    (height, width), _ = _size(given["input_size"], 3)
-    if evaluates and given["crop_mode"] != "squash" and height != width:
-        rule = "must be a square where crop_mode is 'center'"
-        yield _problem("input_size", rule, given["input_size"], "pass crop_mode='squash', or use timm's loader")
-    if sizes := given["schedule"].get("input_size_choices"):
-        rule = "is not offered: all batches have one size"
-        yield _problem("input_size_choices", rule, sizes, "leave it out, or use timm's loader")
 
 
 def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
@@ -261,24 +277,22 @@ def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
 # --- mixing -----------------------------------------------------------------------------------------------------------
 
 
-def _mixing(collate_fn: Callable[..., Any] | None, problems: list[Problem]) -> tuple[Any, int | None]:
-    """Return FastCollateMixup and its number of classes, if that is given."""
-    if collate_fn is None:
-        return None, None
-    if type(collate_fn).__name__ != "FastCollateMixup":
+def _unmixable(collate: Any) -> Iterator[Problem]:
+    """Yield what keeps gpuflow from mixing as `collate_fn` does."""
+    if collate is None:
+        return
+    if type(collate).__name__ != "FastCollateMixup":
         rule = "must be None or timm's FastCollateMixup: batches are not collated in Python"
-        problems.append(_problem("collate_fn", rule, getattr(collate_fn, "__name__", type(collate_fn).__name__)))
-        return None, None
-    mixing: Any = collate_fn
+        yield _problem("collate_fn", rule, getattr(collate, "__name__", type(collate).__name__))
+        return
     rules: Sequence[tuple[str, Collection[Any], str]] = (
         ("cutmix_minmax", (None,), "must have no cutmix_minmax"),
         ("multi_label", (False,), "must have multi_label=False"),
         ("mode", ("batch", "pair", "elem"), "must have mode batch, pair or elem"),
     )
     for name, allowed, rule in rules:
-        if (value := getattr(mixing, name, False)) not in allowed:
-            problems.append(_problem("collate_fn", rule, value, _MIX_ACTION))
-    return mixing, mixing.num_classes
+        if (value := getattr(collate, name, False)) not in allowed:
+            yield _problem("collate_fn", rule, value, _MIX_ACTION)
 
 
 def _mixing_stage(mixed: Any, enabled: bool) -> dict[str, Any]:
@@ -296,31 +310,13 @@ def _mixing_stage(mixed: Any, enabled: bool) -> dict[str, Any]:
 # --- the source -------------------------------------------------------------------------------------------------------
 
 
-def _load(
-    dataset: Any,
-    name: str,
-    pipeline: Mapping[str, Any],
-    seed: int,
-    ranks: Ranks,
-    distributed: bool,
-    device: torch.device | None,
-) -> Loader:
-    with tempfile.TemporaryDirectory() as folder:
-        if isinstance(dataset, (str, Path)):
-            read_config(dataset, stage_table())  # reports the file's own faults, with their lines
-            read, _ = read_yaml(str(dataset))
-            blocks = {"source": read["source"], "run": read.get("run", {})}
-        else:
-            blocks = {"source": {**_listed(dataset, Path(folder) / "samples.jsonl"), "seed": seed}}
-        data = {**blocks, "pipelines": {name: dict(pipeline)}}
-        return build_loader(
-            check_config(data, stage_table(), place=_PLACE.removesuffix(":")),
-            name,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            device=device,
-            rank_given=not distributed,
-        )
+def _source_and_run(dataset: Any, folder: Path, seed: int) -> dict[str, Any]:
+    """Return these blocks of a file for the samples of a dataset, which it lists in a folder."""
+    if not isinstance(dataset, (str, Path)):
+        return {"source": {**_listed(dataset, folder / "samples.jsonl"), "seed": seed}}
+    read_config(dataset, stage_table())  # reports the file's own faults, with their lines
+    read, _ = read_yaml(str(dataset))
+    return {"source": read["source"], "run": read.get("run", {})}
 
 
 def _listed(dataset: Any, listing: Path) -> dict[str, Any]:
