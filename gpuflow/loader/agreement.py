@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,11 +89,11 @@ _UNKNOWN = "it is not known whether all ranks load the same samples"
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.5
 
 Announcements = list[tuple[int, str]]
-"""The descriptions of a rank's loaders of one name, in order: for each run of equal ones the number of the last one."""
+"""The descriptions of a rank's loaders of one pipeline, in order: for each run of equal ones the number of the last
+one."""
 
-_announced: dict[str, dict[str, Announcements]] = {}
-"""What this process announced: for each pipeline by its key, the loaders by name. Ranks whose sources are in folders of
-other names find each other's loaders by it."""
+_announced: dict[str, Announcements] = {}
+"""What this process announced, by the store's key of the pipeline."""
 _announced_lock = threading.Lock()
 
 
@@ -108,7 +108,9 @@ class RankAgreement:
 
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
+        self._pipeline_key = f"gpuflow/{plan.program.pipeline.name}/{plan.world_size}"
         self._key: str | None = None
+        """The store's key for this loader, once it is announced."""
         self._own, self._number = "", 0
         self._loops = 0
         self._done = False
@@ -124,14 +126,13 @@ class RankAgreement:
             return
         self._own = describe()
         with _announced_lock:
-            loaders = _announced.setdefault(self._pipeline_key, {})
-            announced = loaders.setdefault(plan.shared_name, [])
-            self._number = _count(announced) + 1
+            announced = _announced.setdefault(self._pipeline_key, [])
+            self._number = 1 + max((last for last, _ in announced), default=0)
             if announced and announced[-1][1] == self._own:
                 announced.pop()
             announced.append((self._number, self._own))
-            _store().set(f"{self._pipeline_key}/{plan.rank}", json.dumps(loaders))
-        self._key = f"gpuflow/{plan.shared_name}/{plan.world_size}"
+            _store().set(f"{self._pipeline_key}/{plan.rank}", json.dumps(announced))
+        self._key = f"{self._pipeline_key}/{self._number}/{hashlib.sha256(self._own.encode()).hexdigest()}"
 
     def check(self, describe: Callable[[], str]) -> bool:
         """Compare this rank with the others, once. Returns whether this call did.
@@ -167,9 +168,8 @@ class RankAgreement:
             return
         self._loops += 1
         rank, own = self._plan.rank, f"epoch {epoch} at sample {position:,}"
-        key = f"{self._key}/{self._number}/{self._digest}/loop {self._loops}"
         try:
-            first = json.loads(_store().compare_set(key, "", json.dumps([rank, own])))
+            first = json.loads(_store().compare_set(f"{self._key}/loop {self._loops}", "", json.dumps([rank, own])))
         except RuntimeError:  # the store does not answer, or cannot do this
             return
         if first[1] != own:
@@ -179,16 +179,6 @@ class RankAgreement:
                 "that not all ranks make"
             )
 
-    @property
-    def _digest(self) -> str:
-        """Return the digest of what this rank loads."""
-        return hashlib.sha256(self._own.encode()).hexdigest()
-
-    @property
-    def _pipeline_key(self) -> str:
-        """Return the store's key for all loaders of one pipeline. The keys of a single loader begin with `gpuflow/`."""
-        return f"gpuflow loaders/{self._plan.program.pipeline.name}/{self._plan.world_size}"
-
     def memory(self, size: int) -> Bytes | None:
         """Return memory for what this host's ranks find out about the samples of this loader, see `shared_by_ranks`.
 
@@ -197,7 +187,7 @@ class RankAgreement:
         if self._key is None:
             return None
         with suppress(RuntimeError):  # the store does not answer, or cannot do this
-            return shared_by_ranks(_store(), f"{self._key}/{self._number}/{self._digest}", size)
+            return shared_by_ranks(_store(), self._key, size)
         return None
 
     def _compare(self, store: Store) -> None:
@@ -205,11 +195,10 @@ class RankAgreement:
         wait = min(WAIT_SECONDS, self._plan.timeout_seconds)
         deadline, pause = time.monotonic() + wait, _FIRST_POLL_SECONDS
         while True:  # and no Store.wait, which lets no Ctrl-C through
-            loaders = _read(store, [f"{self._pipeline_key}/{rank}" for rank in range(world_size)])
-            found = list(map(self._counterpart, loaders))
-            late = any(text != self._own and self._is_late(own) for text, own in zip(found, loaders, strict=True))
+            announced = _read(store, [f"{self._pipeline_key}/{rank}" for rank in range(world_size)])
+            found = list(map(self._counterpart, announced))
             left = deadline - time.monotonic()
-            if not late or left <= 0:
+            if None not in found or left <= 0:
                 break
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
@@ -228,44 +217,15 @@ class RankAgreement:
                 stacklevel=4,
             )
 
-    def _is_late(self, loaders: Mapping[str, Announcements]) -> bool:
-        """Return True if another rank, which made these loaders, has made fewer of this name."""
-        return _count(loaders.get(self._plan.shared_name, [])) < self._number
+    def _counterpart(self, announced: Announcements) -> str | None:
+        """Return what another rank, which announced these loaders, loads in place of this one; None before it does.
 
-    def _counterpart(self, loaders: Mapping[str, Announcements]) -> str | None:
-        """Return what another rank, which made these loaders, loads with the one that is this loader; None before that.
-
-        If some ranks made loaders that others did not make, the number of its loader may be another one. The name may
-        be another one, too, because the folder of its source has another name. Then, of the loaders whose names only
-        one of the two ranks has, it is the one of the same number.
+        If some ranks made loaders that others did not make, the number of its loader may be another one.
         """
-        name = self._plan.shared_name
-        announced = loaders.get(name, [])
         texts = [text for _, text in announced]
-        if _count(announced) != self._number and self._own in texts:
+        if self._own in texts and announced[-1][0] != self._number:
             return self._own
-        if not self._is_late(loaders):
-            return texts[-1]
-        if announced:
-            return None
-        with _announced_lock:
-            own = _last(_announced[self._pipeline_key])
-        last = _last(loaders)
-        names, others = ([one for one in these if one not in those] for these, those in ((own, last), (last, own)))
-        here, there = [own[one] for one in names], [last[one] for one in others]
-        if self._own in there:
-            return self._own
-        number = names.index(name)
-        return there[number] if number < len(there) and there[number] not in here else None
-
-
-def _count(announced: Announcements) -> int:
-    return announced[-1][0] if announced else 0
-
-
-def _last(loaders: Mapping[str, Announcements]) -> dict[str, str]:
-    """Return the last description of the loaders of each name."""
-    return {name: announced[-1][1] for name, announced in loaders.items()}
+        return next((text for last, text in announced if last >= self._number), None)
 
 
 def _store() -> Store:
@@ -288,11 +248,11 @@ def _store_error() -> type[Exception]:
     return dist.DistError
 
 
-def _read(store: Store, keys: list[str]) -> list[dict[str, Announcements]]:
+def _read(store: Store, keys: list[str]) -> list[Announcements]:
     """Return what each rank announced of its loaders of one pipeline; nothing for a rank that made none."""
     present = keys if store.check(keys) else [key for key in keys if store.check([key])]
     values = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
-    return [json.loads(values[key]) if key in values else {} for key in keys]
+    return [json.loads(values.get(key, "[]")) for key in keys]
 
 
 def _ranks(ranks: list[int]) -> str:

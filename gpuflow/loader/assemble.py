@@ -134,7 +134,6 @@ def build_loader(
         share=cpu_share_of(config, name) if on_gpu else None,
         nvtx=run.nvtx,
         identity=_identity(config, name, source, batch_size),
-        shared_name=_shared_name(config, name),
         device_stream=placement.device_stream,
         gpu=placement.gpu,
     )
@@ -313,13 +312,3 @@ def _identity(config: Config, name: str, source: Source, batch_size: int) -> str
         kinds = [(entry.weight, entry.source.kind, entry.source.shard_window()) for entry in spec.mix]
         changed = (*changed, (kinds, spec.samples, spec.by, batch_size if spec.by == "batch" else None))
     return f"{key64(name, kind, shuffle, config.any_program(name).pipeline.fingerprint, *changed):016x}"
-
-
-def _shared_name(config: Config, name: str) -> str:
-    """Return a name for this loader among those of a process, the same on all ranks, whose folders may have other
-    parents.
-
-    It does not depend on anything that the ranks must agree on, because loaders of different names are not compared.
-    """
-    place = " ".join(os.path.basename(each.where.rstrip("/")) for each in config.source.sources)
-    return f"{name}/{key64(place):016x}"

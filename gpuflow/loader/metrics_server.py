@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 from wsgiref.simple_server import WSGIServer
 
@@ -95,34 +95,25 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily as Counter
         from prometheus_client.core import GaugeMetricFamily as Gauge
 
-        def families(table: Sequence[tuple[type[Any], str, str]], *labels: str) -> list[Any]:
-            return [
-                kind(f"gpuflow_loader_{name}", text, labels=["pipeline", "rank", *labels]) for kind, name, text in table
-            ]
-
-        of_loader = families(
-            [
+        families: list[Any] = [
+            kind(f"gpuflow_loader_{name}", text, labels=["pipeline", "rank", *labels])
+            for kind, name, text, *labels in (
                 (Gauge, "epoch", "The running epoch, or the last one."),
                 (Counter, "batches", "Batches that the loop got."),
                 (Counter, "wait_seconds", "Seconds that the loop waited for batches."),
                 (Counter, "bad_samples", "Bad samples."),
-            ]
-        )
-        of_stage = families(
-            [
-                (Counter, "stage_images", "Images that a stage finished."),
-                (Counter, "stage_busy_seconds", "Seconds that a stage's threads worked."),
-                (Gauge, "stage_threads", "Threads of a stage."),
-                (Counter, "stage_read_bytes", "Bytes that a stage read."),
-            ],
-            "stage",
-        )
+                (Counter, "stage_images", "Images that a stage finished.", "stage"),
+                (Counter, "stage_busy_seconds", "Seconds that a stage's threads worked.", "stage"),
+                (Gauge, "stage_threads", "Threads of a stage.", "stage"),
+                (Counter, "stage_read_bytes", "Bytes that a stage read.", "stage"),
+            )
+        ]
         for pipeline, loader in self._loaders.items():
             labels, totals = [pipeline, str(loader.rank)], loader.totals()
-            for family, value in zip(of_loader, totals[:-1], strict=True):
+            for family, value in zip(families[:4], totals[:4], strict=True):
                 family.add_metric(labels, value)
             for stage, (done, threads) in totals.stages.items():
                 values = done.samples, done.busy_s, threads, done.read_bytes
-                for family, value in zip(of_stage, values, strict=True):
+                for family, value in zip(families[4:], values, strict=True):
                     family.add_metric([*labels, stage], value)
-        yield from of_loader + of_stage
+        yield from families

@@ -123,7 +123,6 @@ class LoaderPlan:
         nvtx: mark the stages' operations and the consumer's wait for a profiler.
         identity: names all that decides which samples come when and as what, except for the files themselves; states of
             other loaders are refused by it.
-        shared_name: the loader's name among those of this process, the same on every rank.
     """
 
     program: AnyProgram
@@ -151,7 +150,6 @@ class LoaderPlan:
     left_out: int = 0
     nvtx: bool = False
     identity: str = ""
-    shared_name: str = ""
 
     @property
     def steps(self) -> Steps | ListedEpochs:

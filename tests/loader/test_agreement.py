@@ -44,7 +44,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         copy, named = directory / f"copy_{rank}", directory / f"named_{rank}"
         make_photos(copy / f"copy_{rank}", classes=3, each=PHOTOS // 3)
         write_config(copy / "x.yaml", copy / f"copy_{rank}")
-        make_photos(named / f"photos_{rank}", classes=3, each=PHOTOS // 3 + rank)
+        make_photos(named / f"photos_{rank}", classes=3, each=PHOTOS // 3 + 1 + rank)
         write_config(named / "x.yaml", named / f"photos_{rank}")
     (directory / "own_1" / "others" / "class_2" / "late.jpg").write_bytes(jpeg(2, 99))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -158,8 +158,8 @@ def test_ranks_with_other_files_in_folders_of_other_names_are_refused(reports: R
         assert (one["error"], one["warnings"]) == ("LoaderError", [])
         start, zero, other = one["text"].partition("; give")[0].replace("; rank", ": rank").split(": rank")
         assert start == "the ranks differ in what they load as 'val'"
-        assert zero.startswith(" 0: 12 samples with the fingerprint ")
-        assert other.startswith(" 1: 15 samples with the fingerprint ")
+        assert zero.startswith(" 0: 15 samples with the fingerprint ")
+        assert other.startswith(" 1: 18 samples with the fingerprint ")
 
 
 def _facts(text: str) -> list[str]:
@@ -197,17 +197,15 @@ def test_restarted_ranks_are_not_compared_with_those_before(reports: Reports) ->
     assert [len(one["samples"]) for one in each(reports, "restarted")] == [4, 4]
 
 
-def test_the_warning_says_for_how_long_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_says_for_how_long_it_waited() -> None:
     plan: Any = SimpleNamespace(
         program=SimpleNamespace(pipeline=SimpleNamespace(name="train")),
-        shared_name="train of photos",
         world_size=2,
         timeout_seconds=0.05,
     )
     store: Any = SimpleNamespace(check=lambda keys: False)
     one = agreement.RankAgreement(plan)
     one._own, one._number = "4 samples", 1
-    monkeypatch.setitem(agreement._announced, one._pipeline_key, {plan.shared_name: [(1, one._own)]})
     with pytest.warns(UserWarning, match=r"ranks 0, 1 of 2 did not make the loader 'train' within 0\.05 s; pass rank="):
         one._compare(store)
 
