@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from io import FileIO
 
 from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
@@ -14,6 +15,7 @@ _SHOWN = 3
 """How many faults an error names."""
 
 
+@dataclass(eq=False, kw_only=True)
 class BadSamples:
     """Counts the bad samples of one loader. Any thread may `record`.
 
@@ -27,22 +29,17 @@ class BadSamples:
         report: gets each bad sample before its batch is delivered. A batch may then be empty.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: str,
-        limit: int | None,
-        path: str | None,
-        samples: int | None = None,
-        report: Callable[[BadSampleError], None] | None = None,
-    ) -> None:
-        self.policy, self.limit, self._samples = policy, limit, samples
-        self.report = report
+    policy: str
+    limit: int | None
+    path: str | None
+    samples: int | None = None
+    report: Callable[[BadSampleError], None] | None = None
+
+    def __post_init__(self) -> None:
         self.count, self._drawn = 0, 0
         self._known: set[int] = set()
         self._first: list[BadSampleError] = []
-        self._path = path
-        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        self._file = open(self.path, "ab", buffering=0) if self.path else None  # noqa: SIM115
         self._lock = threading.Lock()
 
     def begin_epoch(self, samples: int) -> None:
@@ -83,13 +80,11 @@ class BadSamples:
                     self._append(self._file, json.dumps(row).encode() + b"\n")
         if self.limit is None:
             return
-        allowed = self.limit if self._samples is None else self.allowed(self.limit, self._samples)
+        allowed = self.limit if self.samples is None else self.allowed(self.limit, self.samples)
         if self.distinct > allowed:
             limit = str(allowed)
-            if self._samples is not None and self._drawn < self._samples:
-                limit = (
-                    f"{self.limit} of {self._samples} samples: {allowed} of the {self._drawn} that this process drew"
-                )
+            if self.samples is not None and self._drawn < self.samples:
+                limit = f"{self.limit} of {self.samples} samples: {allowed} of the {self._drawn} that this process drew"
             raise TooManyBadSamples(
                 f"{self.distinct} bad samples are more than run.max_bad allows ({limit}); the last: {fault}; "
                 "run `gpuflow scan` to list them all"
@@ -102,7 +97,7 @@ class BadSamples:
                 line = line[file.write(line) :]
         except OSError as error:
             raise LoaderError(
-                f"run.bad_file cannot be written: {error.strerror}: {self._path!r}; free space, name a file elsewhere, "
+                f"run.bad_file cannot be written: {error.strerror}: {self.path!r}; free space, name a file elsewhere, "
                 "or remove the key"
             ) from error
 

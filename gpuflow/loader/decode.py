@@ -77,7 +77,7 @@ class ChunkReader:
 
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
-        self.meter = Meter("read", plan.readers or plan.threads, ranges=nvtx(plan.nvtx))
+        self.meter = Meter("read", plan.readers or plan.threads, nvtx(plan.nvtx))
         self._bytes = BytePool(keep=_KEPT_BYTES, make=memory.heap if plan.gpu is None else memory.pinned)
 
     def read(self, indices: Sequence[int]) -> Payload:
@@ -156,13 +156,7 @@ class ChunkDecoder:
     def __init__(self, plan: LoaderPlan, reader: ChunkReader) -> None:
         self._plan, self._reader = plan, reader
         self.workers: DecodeWorkers | None = None
-        self.meter = Meter(
-            "decode",
-            plan.threads,
-            before=reader.meter.after,
-            ranges=nvtx(plan.nvtx),
-            by_processor=plan.shares_chunks,
-        )
+        self.meter = Meter("decode", plan.threads, nvtx(plan.nvtx), by_processor=plan.shares_chunks)
         self._runner = CpuRunner(
             plan.program,
             plan.threads if plan.shares_chunks else 0,
@@ -262,7 +256,7 @@ class CpuOffload:
     def __init__(self, plan: LoaderPlan, share: Share, reader: ChunkReader, decoder: ChunkDecoder) -> None:
         self.share = share
         self._plan, self._reader, self._decoder = plan, reader, decoder
-        self.meter = Meter("decode_cpu", share.threads, after=decoder.meter.after, ranges=nvtx(plan.nvtx))
+        self.meter = Meter("decode_cpu", share.threads, nvtx(plan.nvtx))
         self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.pinned)
 
     def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, Any]:

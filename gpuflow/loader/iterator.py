@@ -75,6 +75,7 @@ _MOST_QUERIES = 4
 GPU has finished with. If it still holds them then, it is assumed to keep them, and the loader continues."""
 
 
+@dataclass(eq=False, slots=True)
 class Unused:
     """Says when a batch is not in use: the GPU has passed `event`, and the consumer does not refer to the images.
 
@@ -82,14 +83,15 @@ class Unused:
     for one more batch and keep it for the whole run. Images that the consumer keeps delay this by a few queries.
     """
 
-    def __init__(self, event: Completion, images: weakref.ref[torch.Tensor]) -> None:
-        self._event, self._images, self._queries_left = event, images, _MOST_QUERIES
+    event: Completion
+    images: weakref.ref[torch.Tensor]
+    queries_left: int = _MOST_QUERIES
 
     def query(self) -> bool:
-        if not self._event.query():
+        if not self.event.query():
             return False
-        self._queries_left -= 1
-        return self._images() is None or self._queries_left <= 0
+        self.queries_left -= 1
+        return self.images() is None or self.queries_left <= 0
 
 
 @dataclass(slots=True)
@@ -170,6 +172,7 @@ class Progress:
             self.move_to(self.following)
 
 
+@dataclass(eq=False, repr=False)
 class EpochIterator(Iterator[Batch]):
     """Iterates the batches of one epoch. The loader refers to it weakly, so that a `break` ends it.
 
@@ -177,35 +180,30 @@ class EpochIterator(Iterator[Batch]):
     audit: gets each batch before it is delivered.
     """
 
-    def __init__(
-        self,
-        loader: object,
-        plan: LoaderPlan,
-        feed: Feed,
-        stats: Stats,
-        progress: Progress,
-        in_use: BatchesInUse,
-        epoch: int,
-        steps: EpochSteps,
-        audit: Callable[[Assembly], None] | None = None,
-    ) -> None:
-        self._audit = audit
-        self._loader: object = loader
-        self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
-        self._epoch, self._steps = epoch, steps
-        self._in_use, stream = in_use, self._stream
-        in_flight = [] if stream is None else in_use.in_flight(stream.record_event())
-        self._run = feed.start(epoch, steps, in_flight)
+    loader: object
+    plan: LoaderPlan
+    feed: Feed
+    stats: Stats
+    progress: Progress
+    in_use: BatchesInUse
+    epoch: int
+    steps: EpochSteps
+    audit: Callable[[Assembly], None] | None = None
+
+    def __post_init__(self) -> None:
+        stream = self._stream
+        in_flight = [] if stream is None else self.in_use.in_flight(stream.record_event())
+        self._run = self.feed.start(self.epoch, self.steps, in_flight)
         self._step = 0
         self._end: str | None = None
         self._turn = threading.Lock()
         self._gpu_wait = GpuWait()
-        self._ranges = nvtx(plan.nvtx)
+        self._ranges = nvtx(self.plan.nvtx)
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:
         """Return the consumer's stream, if batches are on a GPU."""
-        return torch.cuda.current_stream(self._plan.device) if self._plan.device_stream is not None else None
+        return torch.cuda.current_stream(self.plan.device) if self.plan.device_stream is not None else None
 
     @property
     def ended(self) -> bool:
@@ -214,9 +212,9 @@ class EpochIterator(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         """Return the next batch. Several threads take turns."""
-        if self._feed.forked:
-            raise self._feed.error_in_child()
-        timeout = self._plan.timeout_seconds
+        if self.feed.forked:
+            raise self.feed.error_in_child()
+        timeout = self.plan.timeout_seconds
         if not self._turn.acquire(timeout=timeout):
             raise LoaderTimeout(f"another thread has waited for a batch for run.timeout_s = {timeout:g} s")
         try:
@@ -226,8 +224,8 @@ class EpochIterator(Iterator[Batch]):
 
     def _next_step(self) -> Batch:
         """Return the batch of the next step. Raises TooManyBadSamples if all of its samples are bad and skipped."""
-        if self._end is None and self._step == len(self._steps):
-            self._progress.finish()
+        if self._end is None and self._step == len(self.steps):
+            self.progress.finish()
             self.end("over", wait=False)
         if self._end == "over":
             raise StopIteration
@@ -235,28 +233,26 @@ class EpochIterator(Iterator[Batch]):
             raise self._ended_early()
         start, stream = time.perf_counter(), self._stream
         try:
-            asked = _timed_event(stream) if stream is not None and self._plan.gpu is not None else None
+            asked = _timed_event(stream) if stream is not None and self.plan.gpu is not None else None
             assembly = self._get()
             batch = self._batch(assembly, stream, asked)
             self._warn_of_turned()
             self._warn_of_many_bad()  # which raises where warnings are errors
-            if self._audit is not None:
-                self._audit(assembly)
+            if self.audit is not None:
+                self.audit(assembly)
         except BaseException:
             self.end("an error was raised")
             raise
         self._step += 1
-        s = self._steps
-        if self._step == len(s):
-            self._progress.finish()
+        if self._step == len(self.steps):
+            self.progress.finish()
         else:
-            self._progress.position = s.reached(self._step)
-        waited = time.perf_counter() - start
-        self._stats.count_batch(waited, len(assembly.positions))
+            self.progress.position = self.steps.reached(self._step)
+        self.stats.count_batch(time.perf_counter() - start)
         return batch
 
     def _get(self) -> Assembly:
-        timeout = self._plan.timeout_seconds
+        timeout = self.plan.timeout_seconds
         try:
             with self._ranges("gpuflow.wait"):
                 try:
@@ -264,9 +260,9 @@ class EpochIterator(Iterator[Batch]):
                 except TimeoutError:  # a server's own error names the cause, and comes soon
                     assembly = self._run.get(timeout if is_read_remotely(self._plan.source) else 0)
         except TimeoutError:
-            culprit, paths = self._feed.under_way()
+            culprit, paths = self.feed.under_way()
             raise LoaderTimeout(
-                f"no batch within run.timeout_s = {timeout:g} s at step {self._step} of epoch {self._epoch}: "
+                f"no batch within run.timeout_s = {timeout:g} s at step {self._step} of epoch {self.epoch}: "
                 f"{culprit}; raise run.timeout_s if that is to be expected",
                 paths,
             ) from None
@@ -274,14 +270,14 @@ class EpochIterator(Iterator[Batch]):
             raise self._ended_early()
         if isinstance(assembly.error, StopIteration):  # as itself it would end the consumer's `for` in silence
             raise LoaderError(
-                f"a stage raised StopIteration at step {self._step} of epoch {self._epoch}; its cause is above"
+                f"a stage raised StopIteration at step {self._step} of epoch {self.epoch}; its cause is above"
             ) from assembly.error
         if assembly.error is not None:
             raise assembly.error
         return assembly
 
     def _ended_early(self) -> LoaderError:
-        return LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
+        return LoaderError(f"epoch {self.epoch} was ended because {self._end}; iterate the loader anew")
 
     def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None, asked: torch.cuda.Event | None) -> Batch:
         """Return the batch as the consumer gets it. Raises TooManyBadSamples as `_next_step`.
@@ -294,19 +290,19 @@ class EpochIterator(Iterator[Batch]):
                 self._run.release()
         else:
             begun = stream.record_event() if asked is None else _timed_event(stream)
-            if (unused := self._in_use.add(images, begun)) is not None:
+            if (unused := self.in_use.add(images, begun)) is not None:
                 self._run.release(unused)
             if asked is not None:
                 self._gpu_wait.add(asked, begun)
-                self._feed.set_gpu_wait(self._gpu_wait.share, self._run.grow)
-                self._stats.gpu_wait_share = self._gpu_wait.share
+                self.feed.set_gpu_wait(self._gpu_wait.share, self._run.grow)
+                self.stats.gpu_wait_share = self._gpu_wait.share
         if not assembly.kept.all():
-            if not assembly.kept.any() and self._plan.bad.report is None:
-                steps = self._plan.steps  # of a wrapped DataLoader, these alone know of other ranks
+            if not assembly.kept.any() and self.plan.bad.report is None:
+                steps = self.plan.steps  # of a wrapped DataLoader, these alone know of other ranks
                 where = f" on rank {steps.rank}" if steps.world_size > 1 else ""
                 raise TooManyBadSamples(
-                    f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples{where}; the first bad "
-                    f"ones: {self._plan.bad.first}; run `gpuflow scan` to list all, or set on_error: replace"
+                    f"step {assembly.step} of epoch {self.epoch} holds nothing but bad samples{where}; the first bad "
+                    f"ones: {self.plan.bad.first}; run `gpuflow scan` to list all, or set on_error: replace"
                 )
             kept = torch.from_numpy(np.flatnonzero(assembly.kept))
             if isinstance(images, dict):
@@ -317,13 +313,13 @@ class EpochIterator(Iterator[Batch]):
         labels, valid, indices = rows
         second: Any = labels
         known: dict[str, Any] = {}
-        if (mapper := self._plan.targets) is not None:
+        if (mapper := self.plan.targets) is not None:
             fields, known = assembly.fields, {"fields": assembly.fields, "_schema": mapper.fields}
-            if not has_labels(self._plan.source):
+            if not has_labels(self.plan.source):
                 only = next(iter(fields.values())) if len(fields) == 1 else None
                 second = targets_of(images, indices, fields, mapper.fields) if only is None else only
-        known |= {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self._epoch}
-        names = partial(_names_of, self._plan.source, assembly.indices[assembly.kept])
+        known |= {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self.epoch}
+        names = partial(_names_of, self.plan.source, assembly.indices[assembly.kept])
         return Batch((images, second), _names=names, **known)
 
     def _tensors(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> tuple[Images, list[torch.Tensor]]:
@@ -331,7 +327,7 @@ class EpochIterator(Iterator[Batch]):
         if stream is None or assembly.ready is None:
             rows = [torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices)]
             slots = assembly.slots
-            return as_images(self._plan.program, slots.memory if isinstance(slots, ViewSlots) else slots), rows
+            return as_images(self.plan.program, slots.memory if isinstance(slots, ViewSlots) else slots), rows
         images: Images = assembly.slots
         stream.wait_event(assembly.ready)
         tensors = images.values() if isinstance(images, dict) else [images]
@@ -341,10 +337,10 @@ class EpochIterator(Iterator[Batch]):
         return images, list(assembly.sent)
 
     def _warn_of_many_bad(self) -> None:
-        bad, samples = self._plan.bad, len(self._plan.source)
-        known = bad.report is not None or self._progress.warned_of_many_bad
+        bad, samples = self.plan.bad, len(self.plan.source)
+        known = bad.report is not None or self.progress.warned_of_many_bad
         if not known and bad.distinct > bad.allowed(_MANY_BAD * samples, samples):
-            self._progress.warned_of_many_bad = True
+            self.progress.warned_of_many_bad = True
             warnings.warn(
                 f"{bad.distinct} of {samples} samples are bad so far; run `gpuflow scan` to list them, or set "
                 "run.max_bad",
@@ -352,9 +348,9 @@ class EpochIterator(Iterator[Batch]):
             )
 
     def _warn_of_turned(self) -> None:
-        turned = self._plan.turned
-        if turned is not None and turned.count and not self._progress.warned_of_turned:
-            self._progress.warned_of_turned = True
+        turned = self.plan.turned
+        if turned is not None and turned.count and not self.progress.warned_of_turned:
+            self.progress.warned_of_turned = True
             warnings.warn(turned.text, stacklevel=4)
 
     def close(self) -> None:
@@ -366,16 +362,16 @@ class EpochIterator(Iterator[Batch]):
 
         Does nothing in a forked child, as the epoch is the parent's.
         """
-        if self._end is not None or self._feed.forked:
+        if self._end is not None or self.feed.forked:
             return
         self._end = reason
         self._run.wake()
-        self._stats.end_epoch()
+        self.stats.end_epoch()
         if wait:
             self._run.stop()
         else:
             self._run.request_stop()
-        self._loader = None
+        self.loader = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` is None at the end
         """End the epoch without waiting: the collector may run this on a thread of the pipeline, where a Ctrl-C is

@@ -280,8 +280,8 @@ class Loader:
         Returns:
             `epoch`, `batches`, `elapsed_s`; `consumer_wait_s`, seconds for which the loop waited for batches;
             `gpu_wait_share`, the part of its time for which the consumer's GPU waited, if that was measured.
-            `stages`: by name `samples`, `images_per_s`, `busy_share` of the stage's threads, `cpu_s`, `threads`,
-            `bytes` that it read, and `waiting`, the average number of samples that were ready for the next stage.
+            `stages`: by name `samples`, `images_per_s`, `busy_share` of the stage's threads, `cpu_s`, `threads`
+            and `bytes` that it read.
             `bad` and `bad_distinct`: since the loader was made, how often a sample was bad, and how many samples were.
             `instances_left_out`: of the samples that it reads, because their annotations are incomplete.
             `turned_images`: how many images with boxes, masks or keypoints EXIF data turn, where `decode.orientation`

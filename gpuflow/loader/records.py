@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -47,11 +47,13 @@ def target_mapper(config: Config, name: str, fields: tuple[Field, ...]) -> Targe
     return TargetMapper(program, fields, rules)
 
 
+@dataclass(frozen=True, slots=True)
 class RecordMapper:
     """Reads and maps the records of one loader, on any thread."""
 
-    def __init__(self, source: Source, mapper: TargetMapper, turned: TurnedImages | None = None) -> None:
-        self._source, self._mapper, self._turned = source, mapper, turned
+    source: Source
+    mapper: TargetMapper
+    turned: TurnedImages | None = None
 
     def add(
         self,
@@ -72,13 +74,13 @@ class RecordMapper:
         if not len(sound):
             return
         if records is None:
-            records = records_of(self._source, [indices[i] for i in sound.tolist()])
+            records = records_of(self.source, [indices[i] for i in sound.tolist()])
         else:
             records = records.take(sound)
-        if self._turned is not None:
+        if self.turned is not None:
             for i in sound[sizes[sound, 2] != 1].tolist():
-                self._turned.add(indices[i], int(sizes[i, 2]))
-        targets = self._mapper.map(records, keys.take(sound), sizes[sound, :2])
+                self.turned.add(indices[i], int(sizes[i, 2]))
+        targets = self.mapper.map(records, keys.take(sound), sizes[sound, :2])
         for i, error in zip(sound.tolist(), targets.errors, strict=True):
             if error is not None:
                 faults[i] = BadSampleError("record", error)
@@ -95,7 +97,7 @@ class RecordMapper:
         rows = np.concatenate([rows for rows, _ in pieces])
         place[rows] = np.arange(len(rows))
         order = place[batch.kept]
-        return {name: _ordered([columns[name] for _, columns in pieces], order) for name in self._mapper.names}
+        return {name: _ordered([columns[name] for _, columns in pieces], order) for name in self.mapper.names}
 
 
 def _ordered(parts: Sequence[Any], order: Ints) -> Column:

@@ -426,6 +426,7 @@ EpochSteps = Steps | ListedSteps
 
 
 @final
+@dataclass(eq=False)
 class ListedEpochs:
     """Orders samples and divides them into steps, as `draw` lists both when an epoch begins. See `Order` and `Steps`.
 
@@ -445,30 +446,22 @@ class ListedEpochs:
     """
 
     digest = ""
-
-    def __init__(
-        self,
-        draw: Callable[[int, int], tuple[Ints, Sequence[int]]],
-        count: Callable[[], int],
-        *,
-        samples: int,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        drawn: bool = True,
-    ) -> None:
-        self._draw, self._count, self._samples = draw, count, samples
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.drawn = drawn
-        self._drawn: tuple[int, Ints] | None = None
+    draw: Callable[[int, int], tuple[Ints, Sequence[int]]]
+    count: Callable[[], int]
+    samples: int
+    batch_size: int
+    rank: int
+    world_size: int
+    drawn: bool = True
+    _drawn: tuple[int, Ints] | None = None
 
     @property
     def size(self) -> int:
         """Return the number of this rank's samples in the epoch that was drawn last; before the first, an estimate."""
-        return max(self._samples, len(self)) if self._drawn is None else len(self._drawn[1])
+        return max(self.samples, len(self)) if self._drawn is None else len(self._drawn[1])
 
     def __len__(self) -> int:
-        return self._count()
+        return self.count()
 
     @property
     def stride(self) -> int:
@@ -481,7 +474,7 @@ class ListedEpochs:
 
     def begin(self, epoch: int, start: int) -> ListedSteps:
         """Draw an epoch, and return its steps from batch `start` on."""
-        indices, sizes = self._draw(epoch, start)
+        indices, sizes = self.draw(epoch, start)
         self._drawn = epoch, indices
         return ListedSteps(np.cumsum(sizes, dtype=np.int64), self.rank, self.world_size, start)
 

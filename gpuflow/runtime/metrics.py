@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Ranges = Callable[[str], AbstractContextManager[Any]]
@@ -70,30 +71,6 @@ class RunningOperation:
 _on_this_thread = threading.local()
 
 
-class WaitingSamples:
-    """Counts samples between two stages: finished by one, not begun by the next."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._waiting, self._area = 0, 0.0
-
-    def change(self, samples: int) -> None:
-        """Add a number of samples, or remove them if it is negative."""
-        with self._lock:
-            now = time.perf_counter()
-            self._area += self._waiting * (now - self._last)
-            self._waiting, self._last = max(0, self._waiting + samples), now
-
-    def mean(self) -> float:
-        """Return the average number of waiting samples, from the reset to the last change."""
-        elapsed = self._last - self._start
-        return self._area / elapsed if elapsed else 0.0
-
-
 class StageTotals(NamedTuple):
     """Counts what a stage did since its loader was made, or since the start of an epoch."""
 
@@ -103,12 +80,11 @@ class StageTotals(NamedTuple):
     cpu_s: float = 0.0
 
 
+@dataclass(eq=False)
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
     totals: what the stage did since its loader was made, also before `reset`.
-    after: the samples that wait after the stage; two stages that feed the same one share it.
-    before: those that wait before it, if another stage produces them.
     ranges: marks each operation for a profiler.
     by_processor: an operation's threads are as busy as they take processor time, because others do its work.
 
@@ -120,26 +96,19 @@ class Meter:
         (8, 4096)
     """
 
-    def __init__(
-        self,
-        name: str,
-        threads: int,
-        *,
-        before: WaitingSamples | None = None,
-        after: WaitingSamples | None = None,
-        ranges: Ranges = nullcontext,
-        by_processor: bool = False,
-    ) -> None:
-        self.name, self.threads, self._ranges, self._by_processor = name, threads, ranges, by_processor
+    name: str
+    threads: int
+    ranges: Ranges = nullcontext
+    by_processor: bool = False
+
+    def __post_init__(self) -> None:
         self.totals = StageTotals()
-        self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
         self._running: dict[int, RunningOperation] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Count from here on. Takes no lock, because a fork may have left one held."""
-        self.after.reset()
+        """Count from here on."""
         self._former = self.totals
 
     @property
@@ -153,18 +122,15 @@ class Meter:
         outer: RunningOperation | None = getattr(_on_this_thread, "operation", None)
         operation = _on_this_thread.operation = RunningOperation(self.name, subject, outer)
         self._running[operation.thread] = operation
-        if self.before is not None:
-            self.before.change(-samples)
         try:
-            with self._ranges(f"gpuflow.{self.name}"):
+            with self.ranges(f"gpuflow.{self.name}"):
                 yield
         finally:
             del self._running[operation.thread]
             operation.end()
             _on_this_thread.operation = outer
-            self.after.change(samples)
             cpu = time.thread_time() - cpu
-            self.add(samples=samples, busy_s=cpu if self._by_processor else operation.seconds, cpu_s=cpu)
+            self.add(samples=samples, busy_s=cpu if self.by_processor else operation.seconds, cpu_s=cpu)
 
     def add(self, *, samples: int = 0, read_bytes: int = 0, busy_s: float = 0.0, cpu_s: float = 0.0) -> None:
         """Add what an operation did that `work` did not measure: in another process, or as part of another stage."""
@@ -187,8 +153,7 @@ class Meter:
     def read(self, elapsed: float) -> dict[str, Any]:
         """Report what the stage did in `elapsed` seconds.
 
-        samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read;
-        waiting: average number of samples that were ready for the next stage or the consumer.
+        samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read.
         """
         done = self._since_reset
         return {
@@ -198,7 +163,6 @@ class Meter:
             "cpu_s": round(done.cpu_s, 4),
             "threads": self.threads,
             "bytes": done.read_bytes,
-            "waiting": round(self.after.mean(), 1),
         }
 
 
@@ -229,11 +193,10 @@ class Stats:
         for meter in self.meters:
             meter.reset()
 
-    def count_batch(self, waited: float, samples: int) -> None:
-        """Count a batch of `samples` for which the consumer waited `waited` seconds."""
+    def count_batch(self, waited: float) -> None:
+        """Count a batch for which the consumer waited `waited` seconds."""
         self._batches += 1
         self._waited += waited
-        self.meters[-1].after.change(-samples)
 
     def end_epoch(self) -> None:
         self._end = time.perf_counter()

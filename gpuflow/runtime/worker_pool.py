@@ -33,6 +33,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -454,19 +455,20 @@ class WorkerPool:
         return not self.closed
 
 
+@dataclass(frozen=True, slots=True)
 class Pending:
     """Stands for a request that was sent to a worker and is not answered yet."""
 
-    def __init__(self, pool: WorkerPool, connection: WorkerConnection) -> None:
-        self._pool, self._connection = pool, connection
+    pool: WorkerPool
+    connection: WorkerConnection
 
     def result(self) -> Any:
         """Wait for the answer; None if the worker is lost."""
-        return self._pool._finish(self._connection, WorkerConnection.answer)
+        return self.pool._finish(self.connection, WorkerConnection.answer)
 
     def abandon(self) -> None:
         """Give up the answer, and with it the worker."""
-        self._pool._discard(self._connection)
+        self.pool._discard(self.connection)
 
 
 def _end(servers: Sequence[ForkServer], owner: int) -> None:

@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpuflow.runtime import metrics
 from gpuflow.runtime.metrics import Meter, Stats, nvtx, oldest_operation
 from tests.datasets import deadline
 
@@ -64,28 +62,7 @@ def test_before_any_time_has_passed() -> None:
         "cpu_s": 0.0,
         "threads": 1,
         "bytes": 0,
-        "waiting": 0.0,
     }
-
-
-def test_what_waits_between_two_stages_and_before_the_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = 0.0
-    clock = SimpleNamespace(perf_counter=lambda: seconds, thread_time=time.thread_time)
-    monkeypatch.setattr(metrics, "time", clock)
-    read = Meter("read", 1)
-    decode = Meter("decode", 1, before=read.after)
-    stats = Stats(read, decode)
-    stats.start_epoch(0)
-    with read.work(8):
-        pass
-    seconds += 1
-    with decode.work(8):
-        seconds += 1
-    seconds += 1
-    stats.count_batch(0.0, 8)
-    stages = stats.read()["stages"]
-    assert stages["read"]["waiting"] == 8, "until decode began, when it last changed"
-    assert stages["decode"]["waiting"] == 2.7, "8 for the last of three seconds"
 
 
 def test_processor_time_is_that_of_the_operation() -> None:
@@ -136,13 +113,13 @@ def test_an_epoch_starts_from_zero_and_ends_its_clock() -> None:
     stats = Stats(meter)
     with meter.work(5):
         pass
-    stats.count_batch(0.5, 5)
+    stats.count_batch(0.5)
     stats.start_epoch(3)
     read = stats.read()
     assert (read["epoch"], read["batches"], read["consumer_wait_s"]) == (3, 0, 0.0)
     assert read["stages"]["read"]["samples"] == 0
-    stats.count_batch(0.25, 0)
-    stats.count_batch(0.25, 0)
+    stats.count_batch(0.25)
+    stats.count_batch(0.25)
     stats.end_epoch()
     at_end = stats.read()
     time.sleep(0.01)
@@ -159,7 +136,7 @@ def test_totals_run_on_over_epochs() -> None:
     for epoch in range(2):
         stats.start_epoch(epoch)
         meter.add(samples=3, read_bytes=10, busy_s=0.5)
-        stats.count_batch(0.25, 3)
+        stats.count_batch(0.25)
     assert (meter.read(1.0)["samples"], stats.read()["batches"]) == (3, 1)
     totals = meter.totals
     assert (totals.samples, totals.read_bytes, totals.busy_s) == (6, 20, 1.0)
@@ -171,7 +148,7 @@ def test_the_sentence_names_the_wait_and_the_busiest_stage() -> None:
     stats = Stats(read, decode)
     assert stats.summary() == ""
     time.sleep(0.01)
-    stats.count_batch(1000.0, 1)
+    stats.count_batch(1000.0)
     read.add(busy_s=0.001)
     decode.add(busy_s=1000.0)
     assert stats.summary() == "the step waited 100% on data; decode is busy 100%"

@@ -112,7 +112,7 @@ def test_each_request_goes_to_the_worker_with_the_fewest(make: Make) -> None:
         counts = Counter(worker for worker, _ in under_way)
         pending = pool.begin(post(number))
         assert pending is not None
-        worker = pending._connection.worker
+        worker = pending.connection.worker
         assert len(counts) < 3 or counts[worker] == min(counts.values())
         assert counts[worker] == 0 or len(counts) == 3
         under_way.append((worker, pending))
