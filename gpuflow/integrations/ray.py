@@ -68,18 +68,15 @@ def load(path: str | Path, name: str = "train", *, overrides: Sequence[str] = ()
             ranks and nodes, and what each of them raised.
     """
     device = ray.train.torch.get_device()
-    loader: Loader | None = None
-    cause: Exception | None = None
-    failure = ""
+    loader = cause = None
     try:
         loader = gpuflow.load(path, name, device=device if device.type == "cuda" else None, overrides=overrides)
     except Exception as error:  # of any kind: the other workers must hear of it
         cause = error
-        failure = f"node {ray.util.get_node_ip_address()}: {type(error).__name__}: {error}"
-    failures = gather([failure])
-    if loader is not None and not any(failures):
-        return loader
+    failures = gather([_on_node(cause) if cause else ""])
     if loader is not None:
+        if not any(failures):
+            return loader
         loader.close()
     found = "; ".join(f"rank {rank} on {text}" for rank, text in enumerate(failures) if text)
     raise LoaderError(f"{found}; every node needs the file and its images at the same path, or at a URL") from cause
@@ -237,7 +234,7 @@ def _identity(text: str) -> str:
 
 
 def _on_node(error: Exception) -> str:
-    return f"node {ray.util.get_node_ip_address()}: {type(error).__name__}: {error}; {_SAME}"
+    return f"node {ray.util.get_node_ip_address()}: {type(error).__name__}: {error}"
 
 
 def _require_equal(theirs: str, ours: str) -> None:
@@ -308,7 +305,7 @@ class _PartPredictor:
             self._predictor = RowPredictor(**options)
             _require_equal(_identity(self._predictor.identity), identity)
         except Exception as error:  # of any kind: the command must hear of it
-            self._fault = _on_node(error)
+            self._fault = f"{_on_node(error)}; {_SAME}"
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         part = range(int(batch["start"][0]), int(batch["stop"][0]))
@@ -318,7 +315,7 @@ class _PartPredictor:
                 ((_, rows),) = self._predictor.predict_parts([part])
                 answer = [asdict(row) for row in rows]
             except Exception as error:
-                answer = _on_node(error)
+                answer = f"{_on_node(error)}; {_SAME}"
         return {**batch, "rows": [json.dumps(answer)]}
 
     def _fault_of_tries(self, part: range) -> str:
@@ -425,7 +422,7 @@ class _Replica:
             _require_equal(_identity_of(config), identity)
             self._predictor = open_predictor(config, device=options["device"])
         except Exception as error:
-            raise LoaderError(_on_node(error)) from error
+            raise LoaderError(f"{_on_node(error)}; {_SAME}") from error
         QuickSwitching(0.00002)  # until the process ends
         self._app = create_app(self._predictor, RequestLimits(**limits), cors=cors, name=name)
 

@@ -152,7 +152,7 @@ class Batch(tuple[torch.Tensor, Any]):
         known = {**vars(self), "fields": _copied(dict(self.fields))}
         if "_names" in known:  # a source may not be pickled
             known["_names"] = partial(list, self.names)
-        return _restored, (_copied(tuple(self)), known)
+        return partial(Batch, **known), (_copied(tuple(self)),)
 
     def targets(self, *, background: bool = True) -> list[dict[str, Any]]:
         """Return for each sample the dict that torchvision's detectors take: boxes, labels, masks, keypoints, image_id.
@@ -178,10 +178,6 @@ def _copied(value: Any) -> Any:
             return value
 
 
-def _restored(pair: tuple[Any, ...], known: dict[str, Any]) -> Batch:
-    return Batch(pair, **known)
-
-
 def targets_of(
     images: torch.Tensor | Mapping[str, torch.Tensor],
     indices: torch.Tensor,
@@ -198,27 +194,25 @@ def targets_of(
         "boxes": partial(tv_tensors.BoundingBoxes, format="XYXY", canvas_size=canvas),
         "mask": tv_tensors.Mask,
     }
-    renamed = _names_of_detectors(schema)
-    columns: dict[str, Any] = {"image_id": indices}
-    wraps: dict[str, Any] = {}
+    renamed = names_of_detectors(schema)
+    columns: dict[str, tuple[Any, Any]] = {"image_id": (indices, None)}
     for declared in schema:
         name = renamed.get(declared.name, declared.name)
-        columns[name] = fields[declared.name]
-        if declared.type in classes:
-            wraps[name] = classes[declared.type]
+        columns[name] = fields[declared.name], classes.get(declared.type)
         if declared.labels:
             labels = fields[declared.labels]
-            columns[renamed.get(declared.labels, declared.labels)] = _counted_from_1(labels) if background else labels
+            counted = _counted_from_1(labels) if background else labels
+            columns[renamed.get(declared.labels, declared.labels)] = counted, None
     return [
-        {name: wraps[name](column[i]) if name in wraps else column[i] for name, column in columns.items()}
+        {name: column[i] if wrap is None else wrap(column[i]) for name, (column, wrap) in columns.items()}
         for i in range(len(indices))
     ]
 
 
-def _names_of_detectors(schema: Sequence[Field]) -> dict[str, str]:
+def names_of_detectors(schema: Sequence[Field]) -> dict[str, str]:
     """Return the columns that get the names which detectors expect, each the first of its kind.
 
-    A column that has such a name already keeps it; no other one gets it.
+    A column that has such a name already keeps it; no other one gets it. The labels of boxes without any are "".
     """
     boxes = [declared for declared in schema if declared.type == "boxes"]
     columns = {

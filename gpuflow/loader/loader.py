@@ -246,10 +246,9 @@ class Loader:
         try:
             version, seed, epoch, position = (_whole(state, key) for key in ("version", "seed", "epoch", "position"))
             config, source, following = str(state["config"]), str(state["source"]), _whole(state, "next_epoch")
-        except KeyError as error:
-            raise StateError(f"not a loader's state: it has no {error}; pass what state_dict() returned") from error
-        except (TypeError, ValueError) as error:
-            raise StateError(f"not a loader's state: {error}; pass what state_dict() returned") from error
+        except (KeyError, TypeError, ValueError) as error:
+            fault = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise StateError(f"not a loader's state: {fault}; pass what state_dict() returned") from error
         if version != 1:
             raise StateError(f"the state is of version {version}, this gpuflow reads version 1; upgrade gpuflow")
         if seed != self._plan.seed or config != self._plan.identity:

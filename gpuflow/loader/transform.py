@@ -22,8 +22,9 @@ from gpuflow.execute.cpu.runner import CpuRunner
 from gpuflow.execute.cpu.targets import TargetMapper
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, passes_of
+from gpuflow.loader.batch import names_of_detectors
 from gpuflow.loader.records import target_mapper, to_tensors
-from gpuflow.pipeline.records import Column, Field, FieldType, Ragged, Records, RecordValue, values_of
+from gpuflow.pipeline.records import GEOMETRIC, Column, Field, FieldType, Ragged, Records, RecordValue, values_of
 from gpuflow.pipeline.rng import epoch_number
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, named_programs, programs_of, slot_of, slots_of
@@ -44,8 +45,6 @@ _CALLERS = 2
 _END_SECONDS = 5.0
 _KEPT_BATCHES = 2
 """Free batches whose memory is kept: mapping it anew takes as long as filling it."""
-_IN_TARGETS = {"boxes": "boxes", "mask": "masks", "keypoints": "keypoints"}
-"""What `Batch.targets` and torchvision's detectors call fields of these types."""
 _KEPT_STREAMS = 4
 """Streams whose memory is kept, the ones that were used last."""
 
@@ -159,10 +158,9 @@ class Transform:
         if places.shape != (count,) or (count and places.dtype.kind not in "iu"):
             shown = f"{places.dtype} {list(places.shape)}"
             raise ValueError(f"positions must be integers [{count}], one for each image, got {shown}")
-        if (places < 0).any():
-            raise ValueError(f"positions must be >= 0, got {places.min()}")
-        if (places >= 2**63).any():
-            raise ValueError(f"positions must be below 2**63, got {places.max()}")
+        outside = places[(places < 0) | (places >= 2**63)]
+        if len(outside):
+            raise ValueError(f"positions must be within [0, 2**63), got {outside[0]}")
         fields = {} if fields is None else fields
         if not isinstance(fields, Mapping):
             raise ValueError(f"fields must be a dict, with N values for each name, got {type(fields).__name__}")
@@ -353,18 +351,19 @@ class _GpuRunner:
 def _moved_fields(source: SourceSpec) -> tuple[Field, ...]:
     """Return the boxes, masks and keypoints that a source declares, or that its kind has. The source is not read for
     them."""
-    found = list[Field]()
-    for name, spec in source.fields_in_full:
-        match spec.type:
-            case "boxes":
-                found.append(Field(name=name, type="boxes", labels=spec.labels or ""))
-            case "mask":
-                found.append(Field(name=name, type="mask", instances=not spec.is_mask_file, fill=spec.fill or 0))
-            case "keypoints":
-                found.append(Field(name=name, type="keypoints", flip_pairs=spec.flip_pairs or ()))
-            case _:
-                pass  # images, labels, numbers, texts and other objects have no coordinates
-    return tuple(found)
+    return tuple(
+        Field(
+            name=name,
+            type=kind,
+            labels=spec.labels or "",
+            instances=kind == "mask" and not spec.is_mask_file,
+            fill=spec.fill or 0,
+            flip_pairs=spec.flip_pairs or (),
+        )
+        for name, spec in source.fields_in_full
+        for kind in GEOMETRIC
+        if kind == spec.type
+    )
 
 
 def _columns_of(
@@ -381,7 +380,12 @@ def _columns_of(
         ValueError: a value of another form, with its place, or a field under the name that it has in targets.
         BadSampleError: a keypoint of another visibility than 0, 1 and 2, as in a source.
     """
-    _check_names(schema, fields)
+    for own, name in names_of_detectors(schema).items():
+        if own and own not in fields and name in fields:
+            raise ValueError(
+                f"fields must have {own!r}, the name that the source declares, in place of {name!r}, which would not "
+                "follow the images"
+            )
     chosen: list[Field] = []
     columns: dict[str, Column] = {}
     for field in schema:
@@ -398,20 +402,6 @@ def _columns_of(
             columns[labels] = _labels(labels, _values(labels, fields[labels], len(sizes)))
         chosen.append(replace(field, labels=labels))
     return tuple(chosen), columns
-
-
-def _check_names(schema: Sequence[Field], fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if a declared field is given under the name that torchvision's targets use: it would not follow
-    the images."""
-    declared = {name for field in schema for name in (field.name, field.labels)}
-    for field in schema:
-        known = "" if field.type == "mask" and not field.instances else _IN_TARGETS[field.type]
-        for own, name in ((field.name, known), (field.labels, "labels")):
-            if own and own not in fields and name in fields and name not in declared:
-                raise ValueError(
-                    f"fields must have {own!r}, the name that the source declares, in place of {name!r}, which would "
-                    "not follow the images"
-                )
 
 
 def _column(name: str, kind: FieldType, given: Any, count: int) -> Any:

@@ -24,11 +24,11 @@ def cache_folder() -> Path:
 
     A user without a home directory gets one below `/dev/null`, which cannot be made, so that nothing is kept.
     """
-    try:
+    with suppress(RuntimeError):  # newer versions of platformdirs; older ones give the path `~/.cache/gpuflow` as it is
         folder = platformdirs.user_cache_path("gpuflow", appauthor=False)
-    except RuntimeError:  # newer versions of platformdirs; older ones give the path `~/.cache/gpuflow` as it is
-        return Path(os.devnull, "gpuflow")
-    return folder if folder.is_absolute() else Path(os.devnull, "gpuflow")
+        if folder.is_absolute():
+            return folder
+    return Path(os.devnull, "gpuflow")
 
 
 @contextmanager

@@ -93,19 +93,13 @@ class DaemonPool(Executor):
                 thread.start()
                 self._threads.append(thread)
             for _ in self._threads:
-                self._await_one()
-        except BaseException:
+                if (error := self._begun.get(timeout=_START_SECONDS)) is not None:
+                    raise error
+        except BaseException as error:
             self.end(_SHUTDOWN_SECONDS)
+            if isinstance(error, queue.Empty):
+                raise TimeoutError(f"a thread did not start within {_START_SECONDS:g} s") from None
             raise
-
-    def _await_one(self) -> None:
-        """Wait until one more thread has begun."""
-        try:
-            error = self._begun.get(timeout=_START_SECONDS)
-        except queue.Empty:
-            raise TimeoutError(f"a thread did not start within {_START_SECONDS:g} s") from None
-        if error is not None:
-            raise error
 
     def _serve(self) -> None:
         use_stop_flag(self._closing)
@@ -199,27 +193,24 @@ class QuickSwitching:
     """
 
     _lock = threading.Lock()
-    _held: list[float] = []  # noqa: RUF012  # of all objects
+    _seconds: dict[QuickSwitching, float] = {}  # noqa: RUF012  # of all objects
     _before = 0.0
 
     def __init__(self, seconds: float) -> None:
-        cls = QuickSwitching
-        self._seconds: float | None = seconds
-        with cls._lock:
-            if not cls._held:
-                cls._before = sys.getswitchinterval()
-            cls._held.append(seconds)
-            sys.setswitchinterval(min(cls._before, *cls._held))
+        with self._lock:
+            if not self._seconds:
+                QuickSwitching._before = sys.getswitchinterval()
+            self._seconds[self] = seconds
+            self._set()
 
     def end(self) -> None:
         """Restore the switch interval if this is the last one. Later calls do nothing."""
-        cls = QuickSwitching
-        with cls._lock:
-            if self._seconds is None:
-                return
-            cls._held.remove(self._seconds)
-            self._seconds = None
-            sys.setswitchinterval(min([cls._before, *cls._held]))
+        with self._lock:
+            if self._seconds.pop(self, None) is not None:
+                self._set()
+
+    def _set(self) -> None:
+        sys.setswitchinterval(min(self._before, *self._seconds.values(), math.inf))
 
 
 def available_threads() -> int:

@@ -278,7 +278,11 @@ class WorkerPool:
             self._start(connections)
         except Exception as error:  # a stage or a source may raise any exception when it is pickled
             self._restart_seconds = None
-            _LOG.warning("no process to %s with: %s; threads %s instead", task, error, task)
+            self._warn(f"no process to {self._task} with: {error}")
+
+    def _warn(self, what: str) -> None:
+        """Log what happened, and that threads of this process do the work instead."""
+        _LOG.warning("%s; threads %s instead", what, self._task)
 
     def _start(self, connections: Sequence[int]) -> None:
         server = ForkServer(self._module, connections=connections, setup=self._setup)
@@ -301,7 +305,7 @@ class WorkerPool:
                 self._start(self._connections[:lost])
                 _LOG.warning("%d processes that %s are started again", lost, self._task)
         except OSError as error:
-            _LOG.warning("no process to %s with: %s; threads %s instead", self._task, error, self._task)
+            self._warn(f"no process to {self._task} with: {error}")
         finally:
             self._restarting.release()
 
@@ -428,12 +432,12 @@ class WorkerPool:
 
     def _lose(self, connection: WorkerConnection, error: BaseException) -> None:
         if self._discard(connection):
-            _LOG.warning("a process that %ss has ended: %r; threads %s instead", self._task, error, self._task)
+            self._warn(f"a process that {self._task}s has ended: {error!r}")
 
     def _refuse(self, connection: WorkerConnection, reason: str) -> None:
         if self._discard(connection) and reason not in self._refusals:  # most have the same reason
             self._refusals.add(reason)
-            _LOG.warning("a process cannot %s: %s; threads %s instead", self._task, reason, self._task)
+            self._warn(f"a process cannot {self._task}: {reason}")
 
     def _discard(self, connection: WorkerConnection) -> bool:
         """Kill a connection's worker. Returns whether that is worth a message: the first time, in an open pool."""
