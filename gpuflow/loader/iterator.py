@@ -258,7 +258,7 @@ class EpochIterator(Iterator[Batch]):
                 try:
                     assembly = self._run.get(timeout)
                 except TimeoutError:  # a server's own error names the cause, and comes soon
-                    assembly = self._run.get(timeout if is_read_remotely(self._plan.source) else 0)
+                    assembly = self._run.get(timeout if is_read_remotely(self.plan.source) else 0)
         except TimeoutError:
             culprit, paths = self.feed.under_way()
             raise LoaderTimeout(
