@@ -27,7 +27,7 @@ from torch import nn
 
 import gpuflow
 from gpuflow.config import read_config
-from gpuflow.execute.gpu.chunk_scan import KnownFiles
+from gpuflow.execute.gpu.chunk_scan import FileChecks
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.stages import STAGES
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
@@ -236,13 +236,13 @@ def main(path: str, out: str, device: str, max_steps: str) -> None:
             devices = {str(tensor.device) for batch in loader for tensor in (*batch, batch.valid, batch.indices)}
         report |= {"loaded_to": sorted(devices), "in_use_after_loading": gpus_in_use()}
     checked: list[int] = []
-    add = KnownFiles.add
+    remember = FileChecks.remember
 
-    def counted(known: KnownFiles, samples: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    def counted(checks: FileChecks, samples: NDArray[np.int64], results: NDArray[np.int64]) -> None:
         checked.append(len(samples))
-        add(known, samples, sizes)
+        remember(checks, samples, results)
 
-    KnownFiles.add = counted  # type: ignore[method-assign, assignment]
+    FileChecks.remember = counted  # type: ignore[method-assign, assignment]
     trainer = Trainer(read_config(path, STAGES), device=device, ranks=ranks)
     without_dropout(trainer.model)
     notes, loaders = Notes(trainer), (Seen(trainer.train_loader), Seen(trainer.val_loader))  # type: ignore[arg-type]

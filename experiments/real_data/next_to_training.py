@@ -120,8 +120,8 @@ def decodes_nothing(decoder: object, *arguments: object) -> None:
     """Takes the place of a call of nvJPEG."""
 
 
-def knows_none(files: object, indices: np.ndarray[Any, Any], sizes: object = None) -> np.ndarray[Any, Any]:
-    return np.zeros(len(indices), bool)
+def knows_none(checks: object, samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.zeros(len(samples), np.int64)
 
 
 def main() -> None:
@@ -160,8 +160,7 @@ def main() -> None:
             sys.setswitchinterval(interval / 1e3)
             measure(f"later, threads switch after {interval:g} ms", training, loader, options)
         if options.check_again:
-            known_files = "gpuflow.execute.gpu.chunk_scan.KnownFiles"
-            with patch(f"{known_files}.known", knows_none), patch(f"{known_files}.have", knows_none):
+            with patch("gpuflow.execute.gpu.chunk_scan.FileChecks.known", knows_none):
                 for _ in range(SETTLING_STEPS):
                     training.fed_step(loader)
                 measure("later, every file checked", training, loader, options)

@@ -212,8 +212,8 @@ class ApplyStep:
     occurrence: int
     after: s.ImageSpec
 
-    def draw(self, keys: s.Keys) -> Floats:
-        """Draw the coefficients of each sample, [N, K]."""
+    def draw(self, keys: s.Keys, *sizes: Ints) -> Floats:
+        """Draw the coefficients of each sample, [N, K]. sizes: are not used."""
         return self.stage.draw(keys.stage(self.stage.key_name, self.occurrence))
 
 
@@ -224,8 +224,8 @@ class LocalStep:
     stage: s.Local
     occurrence: int
 
-    def draw(self, keys: s.Keys) -> s.Filters:
-        """Draw the filters of each sample."""
+    def draw(self, keys: s.Keys, *sizes: Ints) -> s.Filters:
+        """Draw the filters of each sample. sizes: are not used."""
         return self.stage.filters(self.stage.draw(keys.stage(self.stage.key_name, self.occurrence)))
 
 
@@ -239,8 +239,8 @@ class OpaqueStep:
     after: s.ImageSpec
     max_pixels: int
 
-    def draw(self, keys: s.Keys) -> Ints:
-        """Draw a 62-bit seed for each sample, [N]."""
+    def draw(self, keys: s.Keys, *sizes: Ints) -> Ints:
+        """Draw a 62-bit seed for each sample, [N]. sizes: are not used."""
         halves = (keys.stage(self.stage.key_name, self.occurrence).uniform(2) * 2.0**31).astype(np.int64)
         return halves[:, 0] << 31 | halves[:, 1]
 

@@ -58,7 +58,7 @@ class OddStep:
 
     stage: s.Stage
 
-    def draw(self, keys: s.Keys) -> Any:
+    def draw(self, keys: s.Keys, *sizes: Ints) -> Any:
         return np.zeros((len(keys.positions), 0))
 
 

@@ -93,8 +93,7 @@ class CpuDecodePool:
         with self._lock:
             if self._closed:
                 raise ConnectionAbortedError("this loader was closed while images were being decoded")
-            if self._threads is None:
-                self._threads = DaemonPool(_CHUNKS, "refused", lambda: use_torch_threads(1))
+            self._threads = self._threads or DaemonPool(_CHUNKS, "refused", lambda: use_torch_threads(1))
             return self._threads
 
     def release(self, memory: Bytes) -> None:

@@ -247,7 +247,7 @@ class MaskMap:
                 columns = np.arange(-move.left[i], width + move.right[i])
             case _:
                 assert_never(move)
-        self._select(_inside(rows, height), _inside(columns, width))
+        self._select(rows, columns)
 
     def warp(self, warping: Warping, i: int) -> None:
         """Continue with sample i's warp."""
@@ -263,7 +263,7 @@ class MaskMap:
         self._places, self._rows, self._columns = places, np.arange(height), np.arange(width)
 
     def _select(self, rows: Ints, columns: Ints) -> None:
-        """Keep these rows and columns, [h] and [w], of the result so far; negative ones are outside."""
+        """Keep these rows and columns, [h] and [w], of the result so far, which may be outside of it."""
         self._rows, self._columns = _taken(self._rows, rows), _taken(self._columns, columns)
 
 
@@ -293,13 +293,8 @@ def mask_maps(program: Program, keys: s.Keys, sizes: Ints) -> list[MaskMap]:
 
 
 def _taken(line: Ints, at: Ints) -> Ints:
-    """Return the numbers of `line` at these places; -1 at negative ones."""
-    return np.where(at < 0, -1, line.take(at, mode="clip"))
-
-
-def _inside(places: Ints, size: int) -> Ints:
-    """Return places along a side; -1 for those outside."""
-    return np.where((places >= 0) & (places < size), places, -1)
+    """Return the numbers of `line` at these places; -1 at those outside."""
+    return np.where((at >= 0) & (at < len(line)), line.take(at, mode="clip"), -1)
 
 
 def _nearest(size: int, result: int) -> Ints:

@@ -13,6 +13,7 @@ import numpy as np
 
 from gpuflow.arrays import Array, Bools, Bytes, Ints
 from gpuflow.errors import LoaderError
+from gpuflow.execute.packing import table_of
 from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, NativePool, function, using
 from gpuflow.pipeline import stage as s
@@ -63,10 +64,10 @@ class Inputs:
             sizes, orientations: heights and widths as stored, and EXIF orientations to apply: [N, 2], [N].
             regions: y, x, height, width of what is decoded of the image as stored: [N, 4].
         """
-        addresses = np.asarray(payload.offsets, np.int64) + _address_of(payload.buffer)
-        no_channels = np.zeros(len(addresses), np.int64)
-        columns = (addresses, np.asarray(payload.sizes, np.int64), sizes, no_channels, orientations, regions)
-        self.rows[which] = np.column_stack(columns)[which]
+        offsets, lengths = (np.asarray(x, np.int64) for x in (payload.offsets, payload.sizes))
+        addresses, channels = offsets + _address_of(payload.buffer), 0  # the file says how many
+        table = table_of(len(which), [addresses, lengths, sizes, channels, orientations, regions])
+        self.rows[which] = table[which]
 
     def set_pixels(self, i: int, image: Bytes, origin: tuple[int, int]) -> None:
         """Set the region of an image that begins at (top, left) = origin: see `in_rows`."""

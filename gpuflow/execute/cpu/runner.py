@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -77,20 +76,12 @@ class _Drawn:
         self.lowered, self.keys, self.slots, self.draws = lowered, keys, slots, list[Any]()
         known, (height, width) = True, sizes.T
         for step in lowered.steps:
-            match step:
-                case ApplyStep() | LocalStep() | OpaqueStep():
-                    self.draws.append(step.draw(keys))
-                    known = known and not isinstance(step, OpaqueStep)
-                case ResamplingStep() | WarpStep() | PointwiseStep() if not known:
-                    self.draws.append(None)
-                case PointwiseStep():
-                    self.draws.append(step.draw(keys, height, width))
-                case ResamplingStep() | WarpStep():
-                    draw = step.draw(keys, height, width)
-                    height, width = draw.size
-                    self.draws.append(draw)
-                case _:
-                    assert_never(step)
+            needs_sizes = isinstance(step, ResamplingStep | WarpStep | PointwiseStep)
+            draw = step.draw(keys, height, width) if known or not needs_sizes else None
+            if isinstance(draw, Resampling | Warping):
+                height, width = draw.size
+            known = known and not isinstance(step, OpaqueStep)
+            self.draws.append(draw)
         self.whole = lowered.records(self.draws) if together else None
         """Records of all steps at once, or None."""
         pairs = [] if together else zip(lowered.steps, self.draws, strict=True)
@@ -107,8 +98,7 @@ class _Drawn:
         return first if isinstance(first, Resampling | Warping) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """N images that become outputs.
 
     decode: returns the pixels of image i that hold its region, and where they begin. shared: the pixels are read by
@@ -169,9 +159,9 @@ class CpuRunner:
     def clear(self) -> None:
         """End the threads and free the memory. Only while no call runs; a later call starts threads again."""
         with self._lock:
-            pools, self._native_pool, self._python_pool = (self._native_pool, self._python_pool), None, None
+            native, python = self._native_pool, self._python_pool
+            self._native_pool = self._python_pool = None
             self._decoders.clear()
-        native, python = pools
         if native is not None:
             native.close()
         if python is not None:
@@ -233,11 +223,15 @@ class CpuRunner:
         """Decode by the stage's own library, which gives images of one size."""
         outputs = self._draw(keys, np.tile(np.array(self._spec.shape[:2]), (len(payload), 1)), slots)
         faults = [None if error is None else BadSampleError("read", error) for error in payload.errors]
-
-        def decode(decoder: CpuDecoder, i: int) -> tuple[Bytes, tuple[int, int]]:
-            return self._stage.decode(payload.sample(i)), (0, 0)
-
-        return self._run(_Chunk(decode, outputs, Inputs(len(payload)), faults, len(outputs) > 1))
+        return self._run(
+            _Chunk(
+                lambda decoder, i: (self._stage.decode(payload.sample(i)), (0, 0)),
+                outputs,
+                Inputs(len(payload)),
+                faults,
+                shared=len(outputs) > 1,
+            )
+        )
 
     def _draw(self, keys: s.Keys, sizes: Ints, slots: Any) -> list[_Drawn]:
         """Draw the parameters of each output for N images of these upright sizes."""
@@ -297,8 +291,7 @@ class CpuRunner:
 
     def _python_threads(self) -> DaemonPool:
         with self._lock:
-            if self._python_pool is None:
-                self._python_pool = DaemonPool(self._threads, "python", lambda: use_torch_threads(1))
+            self._python_pool = self._python_pool or DaemonPool(self._threads, "python", lambda: use_torch_threads(1))
             return self._python_pool
 
     def _acquire_decoder(self) -> CpuDecoder:
@@ -343,9 +336,7 @@ class CpuRunner:
         for n, (step, draw) in enumerate(zip(steps, output.draws, strict=True)):
             row, records, out = i, output.each[n], slot if n == len(steps) - 1 else None
             if draw is None:
-                assert isinstance(step, ResamplingStep | WarpStep | PointwiseStep)
-                height, width = np.array(image.shape[:1]), np.array(image.shape[1:2])
-                draw, row = step.draw(output.keys[i], height, width), 0
+                draw, row = step.draw(output.keys[i], *np.array(image.shape[:2])[:, None]), 0
                 records = output.lowered.records([draw], n)
             _check([draw], row)
             match step:
@@ -394,12 +385,18 @@ def _regions(outputs: Sequence[_Drawn], headers: Headers) -> Ints:
     boxes = [output.first.box for output in outputs if output.first is not None]
     if len(boxes) < len(outputs):
         return whole
-    begins, sides = boxes[0][:, :2], boxes[0][:, 2:]
-    if len(boxes) > 1:
-        begins = np.min([box[:, :2] for box in boxes], axis=0)
-        sides = np.max([box[:, :2] + box[:, 2:] for box in boxes], axis=0) - begins
+    begins, ends = union_of(boxes)
+    sides = ends - begins
     small = (sides.prod(axis=1) <= _WORTH * headers.sizes.prod(axis=1)) & (headers.orientations == 1)
     return np.asarray(np.where(small[:, None], np.concatenate([begins, sides], axis=1), whole), np.int64)
+
+
+def union_of(boxes: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Return where the smallest box around several begins and ends, [N, 2] each. boxes [N, 4]: as `Resampling.box`."""
+    begins, ends = boxes[0][:, :2], boxes[0][:, :2] + boxes[0][:, 2:]
+    for box in boxes[1:]:
+        begins, ends = np.minimum(begins, box[:, :2]), np.maximum(ends, box[:, :2] + box[:, 2:])
+    return begins, ends
 
 
 def _room_for(step: NativeStep, draw: Any, row: int, image: Array, out: Array | None) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import cv2
 import numpy as np
@@ -29,8 +29,7 @@ _BITS = 8
 """Of a pixel of a mask."""
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(NamedTuple):
     """The targets of some of N samples.
 
     good: which samples these are. columns: a row for each of them, by name. errors [N]: None, or why a record is bad.
@@ -194,8 +193,7 @@ class TargetMapper:
         return room if room is not None else _joined(made, field, self.program)
 
 
-@dataclass(frozen=True, slots=True)
-class _Masks:
+class _Masks(NamedTuple):
     """The masks of one sample: of the size of its image, through its map, to the size of the result.
 
     upright: whether `decode` applies orientations.
@@ -212,10 +210,10 @@ class _Masks:
 
     def levels_of_instances(self, mask: MaskFile, formats: Sequence[str], kept: Bools | None) -> Bytes:
         """Return the kept instances, [M, H, W] of 0 and 1; instance i is the level i + 1. Raises ValueError."""
-        result = self.levels(mask, formats)
-        highest = _highest_level(self._decoded(mask, formats), None if kept is None else len(kept))
+        decoded = self._decoded(mask, formats)
+        highest = _highest_level(decoded, None if kept is None else len(kept))
         levels = 1 + (np.arange(highest) if kept is None else np.flatnonzero(kept))
-        instances: Bytes = (result == levels[:, None, None]).astype(np.uint8)
+        instances: Bytes = (self.map.apply(decoded) == levels[:, None, None]).astype(np.uint8)
         return instances
 
     def instances(self, masks: Sequence[Instance], kept: Bools | None, out: Bytes | None) -> Bytes:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +62,7 @@ class DecodeRequest(NamedTuple):
     batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The answer to a `ReadRequest`.
 
     faults [n]: None, or why a sample is bad. read_bytes, read_s: of the source. cpu_s: processor seconds in all.

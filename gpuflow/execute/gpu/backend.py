@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -29,8 +28,7 @@ _ENGINES = "hardware"
 _KERNELS_NOT_ASKED_FOR = "its CUDA kernels decode only if decode.backend is gpu"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a program runs.
 
     device_stream: the stream of the GPU that batches go to, or None. gpu: the runner that decodes there, or None.

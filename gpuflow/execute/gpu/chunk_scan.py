@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gpuflow.arrays import Bools, Bytes, Ints
 from gpuflow.decode.chunk_files import Headers, Rewritten, find_complete, read_headers
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
+from gpuflow.execute.cpu.runner import union_of
 from gpuflow.execute.gpu.passes import Pass, draw_passes
 from gpuflow.execute.packing import table_of
 from gpuflow.native.library import NativePool
@@ -59,52 +60,29 @@ def pixel_steps(sizes: Ints, channels: int, orientations: NDArray[np.integer] | 
     return np.column_stack([starts, np.where(flips, -steps, steps)])
 
 
-class Regions(NamedTuple):
-    """Holds which part of each of n images is decoded.
+def regions_around(
+    boxes: Sequence[Ints], sizes: Ints, channels: int, orientations: NDArray[np.integer]
+) -> tuple[Ints, Ints]:
+    """Return the smallest part of each of n images that has all pixels of some boxes, and one pixel at least.
 
-    x, y, width, height [n]: of the part in the stored image. steps [n, 3]: how to read the upright image if memory
-    holds this part alone, see `pixel_steps`; the upper left pixel may be outside.
+    boxes: each [n, 4], y, x, height, width in the upright images. Other arguments: as of `pixel_steps`.
+
+    Returns:
+        x, y, width, height of each part in the stored image, [n, 4]. And the steps [n, 3] that read the upright image
+        if memory holds this part alone, see `pixel_steps`; the upper left pixel may be outside.
     """
-
-    x: Ints
-    y: Ints
-    width: Ints
-    height: Ints
-    steps: Ints
-
-    @classmethod
-    def around(
-        cls,
-        boxes: Sequence[Ints],
-        sizes: Ints,
-        channels: int,
-        orientations: NDArray[np.integer],
-    ) -> Regions:
-        """Return the smallest part that has all pixels of some boxes, and one pixel at least.
-
-        boxes: each [n, 4], y, x, height, width in the upright images. Other arguments: as of `pixel_steps`.
-        """
-        stored = sizes.T
-        swapped, is_turned = orientations >= SWAPPED, bool((orientations != 1).any())
-        upright = np.where(swapped, stored[::-1], stored) if is_turned else stored
-        starts, ends = [], []
-        for axis in (0, 1):
-            start, end = boxes[0][:, axis], boxes[0][:, axis] + boxes[0][:, axis + 2]
-            for box in boxes[1:]:
-                start, end = np.minimum(start, box[:, axis]), np.maximum(end, box[:, axis] + box[:, axis + 2])
-            starts.append(np.maximum(np.minimum(start, upright[axis] - 1), 0))
-            ends.append(np.maximum(np.minimum(end, upright[axis]), starts[axis] + 1))
-        (top, left), (bottom, right) = starts, ends
-        y, x, height, width = top, left, bottom - top, right - left
-        if is_turned:
-            flipped_y, flipped_x = _FLIPS[orientations].T
-            y, x = np.where(flipped_y, upright[0] - bottom, top), np.where(flipped_x, upright[1] - right, left)
-            y, x = np.where(swapped, x, y), np.where(swapped, y, x)
-            height, width = np.where(swapped, width, height), np.where(swapped, height, width)
-        parts = table_of(len(sizes), [height, width])
-        steps = pixel_steps(parts, channels, orientations if is_turned else None)
-        steps[:, 0] -= top * steps[:, 1] + left * steps[:, 2]
-        return cls(x, y, width, height, steps)
+    swapped, is_turned = (orientations >= SWAPPED)[:, None], bool((orientations != 1).any())
+    upright = np.where(swapped, sizes[:, ::-1], sizes) if is_turned else sizes
+    starts, ends = union_of(boxes)
+    starts = np.maximum(np.minimum(starts, upright - 1), 0)
+    ends = np.maximum(np.minimum(ends, upright), starts + 1)
+    corners, sides = starts, ends - starts
+    if is_turned:
+        corners = np.where(_FLIPS[orientations], upright - ends, starts)
+        corners, sides = (np.where(swapped, pairs[:, ::-1], pairs) for pairs in (corners, sides))
+    steps = pixel_steps(sides, channels, orientations if is_turned else None)
+    steps[:, 0] -= starts[:, 0] * steps[:, 1] + starts[:, 1] * steps[:, 2]
+    return np.concatenate([corners[:, ::-1], sides[:, ::-1]], axis=1), steps
 
 
 _ALIGN = 256
@@ -122,39 +100,6 @@ class ChunkTables(NamedTuple):
     pixels: Ints
     spaces: Ints
     steps: Ints
-
-    @classmethod
-    def of(
-        cls,
-        headers: Headers,
-        rows: Ints,
-        files: Sequence[Ints],
-        boxes: Sequence[Ints],
-        *,
-        channels: int,
-        with_regions: bool,
-    ) -> ChunkTables:
-        """Make the tables for these rows [n] of a chunk.
-
-        Args:
-            headers: of all its files.
-            files: the address of each row's file, and how many bytes of it nvJPEG gets, [n] each.
-            boxes: for each output what its first pass reads, [n, 4], as `Regions.around` takes them.
-            channels: of the decoded images.
-            with_regions: whether only the parts of images are decoded that the first passes read.
-        """
-        sizes, orientations = headers.sizes[rows], headers.orientations[rows]
-        if not with_regions:
-            boxes = [table_of(len(rows), [0, 0, headers.upright_sizes[rows]])]
-        x, y, width, height, steps = Regions.around(boxes, sizes, channels, orientations)
-        pitches = width * channels
-        return cls(
-            entries=table_of(len(rows), [*files, pitches, x, y, width, height]),
-            samplings=headers.sampling[rows].astype(np.int64),
-            pixels=sizes[:, 0] * sizes[:, 1],
-            spaces=-(-pitches * height // _ALIGN) * _ALIGN,
-            steps=steps,
-        )
 
     def with_files(self, which: Bools, files: Rewritten) -> ChunkTables:
         """Return the tables if the files `which` are read in their rewritten form."""
@@ -199,7 +144,8 @@ class ChunkScan(NamedTuple):
 class ChunkScanner:
     """Scans chunks for one program.
 
-    outputs: of the program. passes: for each output the passes that make it. with_regions: see `ChunkTables.of`.
+    outputs: of the program. passes: for each output the passes that make it. with_regions: whether only the parts of
+        images are decoded that the first passes read.
     """
 
     decoder: Decoder
@@ -226,17 +172,29 @@ class ChunkScanner:
         if misfit.any():  # the CPU runs these, and reports what is wrong with each
             rows = rows[~misfit]
             draws = self.draw(keys, rows, sizes)
+        tables = self._tables(payload, headers, rows, [own[0].box for own in draws])
+        return ChunkScan(headers, rows, headers.progressive[rows], draws, tables)
+
+    def _tables(self, payload: Payload, headers: Headers, rows: Ints, boxes: Sequence[Ints]) -> ChunkTables:
+        """Make the tables for these rows [n] of a payload.
+
+        boxes: for each output what its first pass reads, [n, 4], as `regions_around` takes them.
+        """
         spare = _clear_after(payload, rows)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
-        tables = ChunkTables.of(
-            headers,
-            rows,
-            (payload.buffer.ctypes.data + starts, lengths + spare),
-            [own[0].box for own in draws],
-            channels=1 if decoder.color == "gray" else 3,
-            with_regions=self.with_regions,
+        files, channels = payload.buffer.ctypes.data + starts, 1 if self.decoder.color == "gray" else 3
+        sizes, orientations = headers.sizes[rows], headers.orientations[rows]
+        if not self.with_regions:
+            boxes = [table_of(len(rows), [0, 0, headers.upright_sizes[rows]])]
+        regions, steps = regions_around(boxes, sizes, channels, orientations)
+        pitches = regions[:, 2] * channels
+        return ChunkTables(
+            entries=table_of(len(rows), [files, lengths + spare, pitches, regions]),
+            samplings=headers.sampling[rows].astype(np.int64),
+            pixels=sizes[:, 0] * sizes[:, 1],
+            spaces=-(-pitches * regions[:, 3] // _ALIGN) * _ALIGN,
+            steps=steps,
         )
-        return ChunkScan(headers, rows, headers.progressive[rows], draws, tables)
 
     def draw(self, keys: Keys, rows: Ints, sizes: Ints) -> list[list[Any]]:
         """Draw the parameters of these rows [n] of a chunk, for each output and each of its passes.
@@ -264,70 +222,33 @@ def _clear_after(payload: Payload, rows: Ints) -> Ints:
 
 
 MAX_REMEMBERED = 1 << 26
-"""The largest number of samples that are remembered, with four bytes each."""
-
-
-class KnownFiles:
-    """Samples' files of one kind, such as complete ones, by index in the source and size in bytes.
-
-    Any thread may call any method.
-    """
-
-    def __init__(self) -> None:
-        self._sizes, self._lock = np.zeros(0, np.uint32), threading.Lock()
-        self._most = MAX_REMEMBERED
-
-    def share(self, memory: NDArray[np.uint32]) -> None:
-        """Remember files in this memory [number of samples] from now on. Other processes use it, too.
-
-        Where nothing is known it has zeros. What is known here already is written to it.
-        """
-        with self._lock:
-            own = self._sizes[: len(memory)]
-            np.copyto(memory[: len(own)], own, where=own > 0)
-            self._sizes, self._most = memory, len(memory)
-
-    def known(self, indices: Ints, sizes: Ints) -> Bools:
-        """Return which of these samples [N] are known to have such files, of these sizes."""
-        remembered = self._sizes
-        inside = indices < len(remembered)
-        held = np.zeros(len(indices), np.uint32)  # 0 where none is
-        held[inside] = remembered[indices[inside]]
-        known: Bools = (held > 0) & (held == sizes)
-        return known
-
-    def add(self, indices: Ints, sizes: Ints) -> None:
-        """Remember samples [N] that have such files, of these sizes. Very high indices are not remembered."""
-        with self._lock:
-            kept = (indices < self._most) & (sizes <= np.iinfo(np.uint32).max)
-            if not kept.any():
-                return
-            indices, sizes = indices[kept], sizes[kept]
-            if (need := int(indices.max()) + 1) > len(self._sizes):
-                grown = np.zeros(min(max(need, 2 * len(self._sizes)), self._most), np.uint32)
-                grown[: len(self._sizes)] = self._sizes
-                self._sizes = grown
-            self._sizes[indices] = sizes
+"""The largest number of samples that are remembered, with eight bytes each."""
 
 
 class FileChecks:
     """Checks the files of one loader or service, and remembers the results. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._complete, self._damaged = KnownFiles(), KnownFiles()
+        self._results, self._lock = np.zeros(0, np.int64), threading.Lock()
+        """For each sample 0 if nothing is known, or the bytes of its file, as a negative number if it is damaged."""
+        self._most = MAX_REMEMBERED
 
     @staticmethod
     def shared_bytes(samples: int) -> int:
         """Return the size of memory for `share`, for a source of this number of samples."""
-        return 2 * min(samples, MAX_REMEMBERED) * np.dtype(np.uint32).itemsize
+        return min(samples, MAX_REMEMBERED) * np.dtype(np.int64).itemsize
 
     def share(self, memory: Bytes) -> None:
         """Remember in this memory, from now on, which files were checked, and with what result.
 
-        memory: uint8 [shared_bytes], zeros at first, that other processes with the same source use, too.
+        memory: uint8 [shared_bytes], zeros at first, that other processes with the same source use, too. What is known
+            here already is written to it.
         """
-        for files, own in zip((self._complete, self._damaged), memory.view(np.uint32).reshape(2, -1), strict=True):
-            files.share(own)
+        shared = memory.view(np.int64)
+        with self._lock:
+            own = self._results[: len(shared)]
+            np.copyto(shared[: len(own)], own, where=own != 0)
+            self._results, self._most = shared, len(shared)
 
     def complete(
         self,
@@ -346,10 +267,29 @@ class FileChecks:
         if indices is None:
             return find_complete(rows, payload, headers, pool)
         samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
-        complete = self._complete.known(samples, lengths)
-        new = ~(complete | self._damaged.known(samples, lengths))
+        known = self.known(samples)
+        complete: Bools = known == lengths
+        new = np.abs(known) != lengths
         if new.any():
             complete[new] = find_complete(rows[new], payload, headers, pool)
-            for files, which in ((self._complete, complete), (self._damaged, ~complete)):
-                files.add(samples[new & which], lengths[new & which])
+            self.remember(samples[new], np.where(complete, lengths, -lengths)[new])
         return complete
+
+    def known(self, samples: Ints) -> Ints:
+        """Return the result of the last check of these samples [n], see `_results`."""
+        results = self._results
+        inside = samples < len(results)
+        known = np.zeros(len(samples), np.int64)
+        known[inside] = results[samples[inside]]
+        return known
+
+    def remember(self, samples: Ints, results: Ints) -> None:
+        """Remember the results of checks of samples [n]. Very high indices are not remembered."""
+        with self._lock:
+            kept = samples < self._most
+            need = int(samples[kept].max(initial=-1)) + 1
+            if need > len(self._results):
+                grown = np.zeros(min(max(need, 2 * len(self._results)), self._most), np.int64)
+                grown[: len(self._results)] = self._results
+                self._results = grown
+            self._results[samples[kept]] = results[kept]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 
@@ -23,8 +22,7 @@ from gpuflow.pipeline.program import (
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, programs_of
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """One batched pass over a chunk's images: a step, then a lookup in a table of 256 results per channel.
 
     step: a pointwise one may be nothing but the table. table: [C, 256] in the storage dtype, or None if levels do not
@@ -55,9 +53,8 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
                 last, table = passes[-1], step.table
                 alone = table is not None and len(step.stages) == 1
                 if alone and last.table is None and not isinstance(last.step, OpaqueStep | ApplyStep):
-                    passes[-1] = Pass(last.step, table, result)
-                else:
-                    passes.append(Pass(step, table, result))
+                    step = passes.pop().step  # which looks the levels up, too
+                passes.append(Pass(step, table, result))
             case ResamplingStep() | WarpStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
@@ -85,13 +82,7 @@ def draw_passes(passes: Sequence[Pass], keys: s.Keys, sizes: Ints) -> list[Any]:
     draws: list[Any] = []
     height, width = sizes.T
     for one in passes:
-        match one.step:
-            case ResamplingStep() | WarpStep() | PointwiseStep():
-                draws.append(one.step.draw(keys, height, width))
-            case LocalStep() | ApplyStep() | OpaqueStep():
-                draws.append(one.step.draw(keys))
-            case unknown:
-                assert_never(unknown)
+        draws.append(one.step.draw(keys, height, width))
         if one.result.fixed:
             height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
         else:

@@ -17,7 +17,7 @@ from PIL import Image
 import gpuflow
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute.gpu import backend as gpu_backend
-from gpuflow.execute.gpu.chunk_scan import KnownFiles
+from gpuflow.execute.gpu.chunk_scan import FileChecks
 from gpuflow.execute.gpu.gpu_call import GpuCalls
 from gpuflow.execute.gpu.nvjpeg_decoders import NvjpegDecoder
 from tests import images
@@ -388,12 +388,12 @@ def test_files_are_checked_in_the_first_epoch(backend: str, folder: Path, monkey
     """Later epochs check none, and have the same pixels at the same epoch."""
     checked: list[int] = []
 
-    def added(known: KnownFiles, samples: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    def counted(checks: FileChecks, samples: NDArray[np.int64], results: NDArray[np.int64]) -> None:
         checked.append(len(samples))
-        add(known, samples, sizes)
+        remember(checks, samples, results)
 
-    add = KnownFiles.add
-    monkeypatch.setattr(KnownFiles, "add", added)
+    remember = FileChecks.remember
+    monkeypatch.setattr(FileChecks, "remember", counted)
     if backend == "cuda":
         monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
     with load(folder, BY_THE_GPU, "cuda") as loader:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpuflow.execute.gpu.chunk_scan import ChunkScan, ChunkScanner, Regions
+from gpuflow.execute.gpu.chunk_scan import ChunkScan, ChunkScanner, regions_around
 from gpuflow.execute.gpu.passes import passes_of_each
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.views import outputs_of
@@ -44,15 +44,15 @@ def test_entries_have_the_file_and_the_part_that_is_decoded(color: Any, with_reg
     assert tables.entries[:, 1].tolist() == [payload.sizes[i] + SPARE_BYTES for i in rows]
     sizes = np.array([[60 + 3 * i, 90 - 2 * i] for i in rows])
     draw, upright = scan.draws[0][0], np.ones(len(rows), np.uint8)
-    parts = Regions.around([draw.box], sizes, channels, upright)
-    if not with_regions:
-        parts = Regions.around([np.column_stack([0 * sizes, sizes])], sizes, channels, upright)
-    assert np.array_equal(tables.entries[:, 3:], np.column_stack([parts.x, parts.y, parts.width, parts.height]))
-    assert np.array_equal(tables.entries[:, 2], parts.width * channels)
-    assert (tables.spaces % 256 == 0).all() and (tables.spaces >= parts.width * parts.height * channels).all()
-    assert (tables.spaces < parts.width * parts.height * channels + 256).all()
+    boxes = draw.box if with_regions else np.column_stack([0 * sizes, sizes])
+    parts, steps = regions_around([boxes], sizes, channels, upright)
+    assert np.array_equal(tables.entries[:, 3:], parts)
+    assert np.array_equal(tables.entries[:, 2], parts[:, 2] * channels)
+    needed = parts[:, 2:].prod(axis=1) * channels
+    assert (tables.spaces % 256 == 0).all() and (tables.spaces >= needed).all()
+    assert (tables.spaces < needed + 256).all()
     assert tables.pixels.tolist() == sizes.prod(axis=1).tolist()
-    assert len(set(tables.samplings.tolist())) == 2 and np.array_equal(tables.steps, parts.steps)
+    assert len(set(tables.samplings.tolist())) == 2 and np.array_equal(tables.steps, steps)
 
 
 def test_some_of_the_files_have_the_tables_that_they_have_among_all() -> None:

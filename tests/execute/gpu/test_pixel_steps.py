@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuflow.decode.header import stored, upright
-from gpuflow.execute.gpu.chunk_scan import Regions, pixel_steps, rows_are_short
+from gpuflow.execute.gpu.chunk_scan import pixel_steps, regions_around, rows_are_short
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -48,10 +48,10 @@ def test_a_part_of_an_image_has_all_pixels_of_the_boxes_and_is_read_upright(chan
     first = [np.array([rng.integers(0, image.shape[:2]) for image in images]) for _ in range(outputs)]
     spans = [np.array([image.shape[:2] for image in images]) - one for one in first]
     boxes = [np.column_stack([one, rng.integers(1, span + 1)]) for one, span in zip(first, spans, strict=True)]
-    regions = Regions.around(boxes, sizes, channels, orientations)
+    regions, steps = regions_around(boxes, sizes, channels, orientations)
     for i, (file, image) in enumerate(zip(files, images, strict=True)):
-        x, y, width, height = (values[i] for values in regions[:4])
-        start, down, across = regions.steps[i]
+        x, y, width, height = regions[i]
+        start, down, across = steps[i]
         part = file[y : y + height, x : x + width].reshape(-1)
         least = np.min([box[i, :2] for box in boxes], axis=0)
         most = np.max([box[i, :2] + box[i, 2:] for box in boxes], axis=0)
@@ -65,13 +65,13 @@ def test_a_part_of_an_image_has_all_pixels_of_the_boxes_and_is_read_upright(chan
 
 def test_a_part_has_a_pixel_at_least_and_none_outside() -> None:
     sizes, boxes = np.array([[5, 7]] * 3), np.array([[2, 3, 0, 0], [-2, 4, 20, 20], [9, 9, 2, 2]])
-    regions = Regions.around([boxes], sizes, 3, np.ones(3, np.uint8))
-    assert np.array(regions[:4]).T.tolist() == [[3, 2, 1, 1], [4, 0, 3, 5], [6, 4, 1, 1]]
-    assert Regions.around([boxes[:0]], sizes[:0], 3, np.ones(0, np.uint8)).steps.shape == (0, 3)
+    regions, _ = regions_around([boxes], sizes, 3, np.ones(3, np.uint8))
+    assert regions.tolist() == [[3, 2, 1, 1], [4, 0, 3, 5], [6, 4, 1, 1]]
+    assert regions_around([boxes[:0]], sizes[:0], 3, np.ones(0, np.uint8))[1].shape == (0, 3)
 
 
 def test_all_of_an_image() -> None:
     sizes, orientations = np.array([[5, 7], [6, 1]]), np.array([6, 3])
-    regions = Regions.around([np.array([[0, 0, 7, 5], [0, 0, 6, 1]])], sizes, 3, orientations)
-    assert np.array(regions[:4]).T.tolist() == [[0, 0, 7, 5], [0, 0, 1, 6]]
-    assert np.array_equal(regions.steps, pixel_steps(sizes, 3, orientations))
+    regions, steps = regions_around([np.array([[0, 0, 7, 5], [0, 0, 6, 1]])], sizes, 3, orientations)
+    assert regions.tolist() == [[0, 0, 7, 5], [0, 0, 1, 6]]
+    assert np.array_equal(steps, pixel_steps(sizes, 3, orientations))
