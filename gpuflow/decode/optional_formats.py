@@ -40,14 +40,14 @@ Reader = Callable[[memoryview, bool, int], Header]
 IndexError where the bytes end, BadSampleError where they are wrong."""
 
 _JP2_CODE, _JXL_CODE = b"\xff\x4f\xff\x51", b"\xff\x0a"
-"""How codestreams begin, within boxes and without."""
+"""The first bytes of codestreams, within boxes and without."""
 _MARKS = {
     "tiff": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
     "gif": (b"GIF87a", b"GIF89a"),
     "jxl": (_JXL_CODE, b"\0\0\0\x0cJXL \r\n\x87\n"),
     "jp2": (_JP2_CODE, b"\0\0\0\x0cjP  \r\n\x87\n"),
 }
-"""What files of a format begin with."""
+"""The first bytes of the files of each format."""
 _BRANDS = {"avif": {b"avif", b"avis"}, "heic": {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}}
 _SEQUENCES = frozenset((b"avis", b"hevc", b"hevx", b"hevm", b"hevs", b"msf1"))
 """Major brands of image sequences."""
@@ -661,4 +661,5 @@ _LIBRARIES: dict[str, Callable[[], Any]] = {
     "jxl": _pylibjxl,
     **{name: partial(_pillow, name) for name in _PILLOW},
 }
-"""What imports the library of each format, for Pillow its class. OpenCV, always there, decodes a PNG of 16 bits."""
+"""The function that imports the library of each format, for Pillow its class. OpenCV, which is always there, decodes a
+PNG of 16 bits."""

@@ -93,7 +93,7 @@ Announcements = list[tuple[int, str]]
 one."""
 
 _announced: dict[str, Announcements] = {}
-"""What this process announced, by the store's key of the pipeline."""
+"""The announcements of this process, by the store's key of the pipeline."""
 _announced_lock = threading.Lock()
 
 
