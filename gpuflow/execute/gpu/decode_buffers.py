@@ -7,18 +7,16 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Generic, TypeVar, final
+from typing import final
 
 import torch
 
 from gpuflow.execute.gpu.device_stream import DeviceStream, take_free
 from gpuflow.execute.gpu.gpu_call import PlanMemory
 
-T = TypeVar("T")
 
-
-class PrivateMemory(Generic[T]):
-    """Tensors in a separate memory pool (`torch.cuda.MemPool`), for large buffers that are replaced or freed.
+class PrivateMemory:
+    """A tensor in a separate memory pool (`torch.cuda.MemPool`), for large buffers that are replaced or freed.
 
     torch keeps the memory of other tensors for the stream that they were allocated on, even if nothing there asks for
     that size again; then neither the training nor another library can have it. `free` gives this memory back to the
@@ -26,26 +24,26 @@ class PrivateMemory(Generic[T]):
 
     torch's other allocators, such as cudaMallocAsync, have no pools: with one of them this is memory like any other.
 
-    tensors: what `allocate` returned. Memory of a tensor that something else still holds when it is freed goes back
-        only when torch empties its cache.
+    tensor: what `allocate` returned. If something else still holds it when it is freed, its memory goes back only when
+        torch empties its cache.
 
     Args:
         device_stream: its stream and device are current while `allocate` runs.
-        allocate: allocates the tensors on that device.
+        allocate: allocates the tensor on that device.
     """
 
-    def __init__(self, device_stream: DeviceStream, allocate: Callable[[], T]) -> None:
+    def __init__(self, device_stream: DeviceStream, allocate: Callable[[], torch.Tensor]) -> None:
         device = device_stream.device
         has_pools = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
         with device_stream.queued():
             pool = torch.cuda.MemPool() if has_pools else None
             with torch.cuda.use_mem_pool(pool, device) if pool is not None else contextlib.nullcontext():
-                self.tensors = allocate()
-        self._pool = pool  # after the tensors, so that it is deleted after them
+                self.tensor = allocate()
+        self._pool = pool  # after the tensor, so that it is deleted after it
 
     def free(self) -> None:
         """Give the memory back. The GPU must have finished all work on it."""
-        del self.tensors
+        del self.tensor
         self._pool = None
 
 
@@ -66,27 +64,28 @@ _PLANS_ROUNDED = 1 << 14
 class DecodeBuffer:
     """Memory for the images of one call of nvJPEG, with what the work on them needs until it is done.
 
-    sources: host memory that this work reads, such as encoded bytes.
+    sources: host memory that this work reads, such as encoded bytes. recorded: whether `PlanMemory.done` has been
+        recorded after all work on the images.
     """
 
     def __init__(self, device_stream: DeviceStream) -> None:
         self._device_stream = device_stream
-        self._pixels: PrivateMemory[torch.Tensor] | None = None
+        self._pixels: PrivateMemory | None = None
         self._plans: PlanMemory | None = None
         self._read: torch.cuda.Event | None = None
-        self._recorded = False
+        self.recorded = False
         self.sources: list[object] = []
         self._former_sources: list[object] = []
 
     @property
     def size(self) -> int:
-        return 0 if self._pixels is None else len(self._pixels.tensors)
+        return 0 if self._pixels is None else len(self._pixels.tensor)
 
     @property
     def address(self) -> int:
         """Return the address of the first byte in device memory."""
         assert self._pixels is not None
-        return self._pixels.tensors.data_ptr()
+        return self._pixels.tensor.data_ptr()
 
     def plans(self, size: int) -> PlanMemory:
         """Return memory for plans of at least this size. Its `done` is the event after the work on the images."""
@@ -96,29 +95,26 @@ class DecodeBuffer:
             self._read = self._plans.done
         return self._plans
 
-    def done_recorded(self) -> None:
-        """Note that `PlanMemory.done` has been recorded after all work on the images."""
-        self._recorded = True
-
     def wait(self) -> None:
         """Block the host until the GPU has read the images that are here."""
         if self._read is not None:
             self._read.synchronize()
 
     def free(self) -> None:
-        """Give the memory for the images back, once the GPU has read them. The buffer is not to be used any more."""
+        """Give the memory for the images back, once the GPU has read them."""
         self.wait()
         if self._pixels is not None:
             self._pixels.free()
+        self._pixels = None
 
     def _begin(self) -> None:
         """Note that new images will be written, once the former ones are read."""
-        self._former_sources, self.sources, self._recorded = self.sources, [], False
+        self._former_sources, self.sources, self.recorded = self.sources, [], False
 
     def _end(self) -> None:
         """Note that all work on the images is queued."""
         self._former_sources = []
-        if self._recorded:
+        if self.recorded:
             return
         event = self._device_stream.record_event(blocking=True)
         self._read = event
@@ -127,10 +123,7 @@ class DecodeBuffer:
 
     def _replace(self, size: int) -> None:
         """Get other memory for the images."""
-        self.wait()
-        if self._pixels is not None:
-            self._pixels.free()
-        self._pixels = None
+        self.free()
         device = self._device_stream.device
         self._pixels = PrivateMemory(self._device_stream, lambda: torch.empty(size, dtype=torch.uint8, device=device))
         self._device_stream.synchronize()  # work still queued may read this memory under its previous owner

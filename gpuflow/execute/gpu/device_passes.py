@@ -5,9 +5,8 @@ read batches. What put the images there is not known here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -39,8 +38,7 @@ from gpuflow.pipeline.program import (
 from gpuflow.pipeline.views import as_batch, slot_shape
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceImages:
+class DeviceImages(NamedTuple):
     """Interleaved uint8 images in device memory.
 
     places [n, 3]: the address of the upper left pixel, and how many bytes further the next row and the next column are.
@@ -225,13 +223,13 @@ class DevicePasses:
             return {}
         assert not isinstance(images, Canvas) and not isinstance(target, Canvas), "see passes_of"
         match step:
-            case OpaqueStep() as step:
+            case OpaqueStep():
                 return self._call(step, images, draw, target, plan[0])
             case PointwiseStep():
                 adjust(images.permute(0, 2, 3, 1), plan, draw, table, target)
             case LocalStep():
                 smooth(images.permute(0, 2, 3, 1), plan[0], draw, table, target)
-            case ApplyStep() as step:
+            case ApplyStep():
                 target.index_copy_(0, plan[0], _apply_on_cpu(step, images, draw).to(target.device))
             case unknown:
                 assert_never(unknown)

@@ -145,13 +145,10 @@ def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:
 
 def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> torch.Tensor:
     """Allocate device memory for `count` images: [count, C, H, W] in the spec's dtype and memory format."""
-    dtype, device = getattr(torch, spec.dtype), device_stream.device
     with device_stream.queued():
-        if spec.layout == "nchw":
-            return torch.empty((count, *slot_shape(spec)), dtype=dtype, device=device)
-        height, width, channels = slot_shape(spec)
-        strides = (height * width * channels, 1, width * channels, channels)
-        return torch.empty_strided((count, channels, height, width), strides, dtype=dtype, device=device)
+        shape, dtype = (count, *slot_shape(spec)), getattr(torch, spec.dtype)
+        slots = torch.empty(shape, dtype=dtype, device=device_stream.device)
+    return slots if spec.layout == "nchw" else slots.permute(0, 3, 1, 2)
 
 
 class ChunkRunner(Protocol):

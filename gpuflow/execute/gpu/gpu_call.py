@@ -23,51 +23,37 @@ from gpuflow.arrays import Ints
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.execute import packing
 from gpuflow.execute.gpu.device_stream import DeviceStream
-from gpuflow.native.library import function
+from gpuflow.native.library import INTEGER, POINTER, WORD, function
 
 _LOG = logging.getLogger(__name__)
 _NON_BLOCKING, _THREAD_LOCAL, _KERNEL_NODE = 1, 1, 0
 """CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_GRAPH_NODE_TYPE_KERNEL."""
 _MOST_PARAMETERS = 64
 """As in gpu_call.c."""
-_STEPS = {
-    1: "nvjpegDecodeBatchedInitialize",
-    2: "nvjpegDecodeBatched",
-    8: "nvjpegDecodeParamsSetROI",
-    9: "nvjpegDecodeBatchedEx",
-}
-_CUDA_STEPS = {
-    3: "cuEventRecord",
-    4: "cuEventSynchronize",
-    5: "cuMemcpyHtoDAsync",
-    6: "cuLaunchKernel",
-    7: "cuStreamWaitEvent",
-}
-"""The function that failed, by the numbers of gpu_call.c."""
-_POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-_queue = function("gpuflow_queue", _POINTER, _POINTER, result=_INTEGER)
+_STEPS = (
+    "nvjpegDecodeBatchedInitialize",
+    "nvjpegDecodeBatched",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuMemcpyHtoDAsync",
+    "cuLaunchKernel",
+    "cuStreamWaitEvent",
+    "nvjpegDecodeParamsSetROI",
+    "nvjpegDecodeBatchedEx",
+)
+"""The functions that can fail, in the order of their numbers in gpu_call.c, from 1 on."""
+_queue = function("gpuflow_queue", POINTER, POINTER, result=INTEGER)
 
 
 _OF_DRIVER = ("cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel")
 _OF_LIBRARY = ("initialize", "decode", "set_region", "decode_regions")
 """The functions that gpu_call.c calls, of CUDA's driver and of `NvjpegLibrary`."""
-_TO_CAPTURE = (
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamBeginCapture_v2",
-    "cuStreamEndCapture",
-    "cuGraphGetNodes",
-    "cuGraphNodeGetType",
-    "cuGraphKernelNodeGetParams_v2",
-    "cuKernelGetFunction",
-    "cuFuncGetParamInfo",
-    "cuGraphDestroy",
-)
-"""Functions of the driver that this module calls."""
+_NEWEST = "cuFuncGetParamInfo"
+"""The newest function of the driver that this module calls."""
 
 
 class _Functions(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in _OF_DRIVER + _OF_LIBRARY]
+    _fields_ = [(name, POINTER) for name in _OF_DRIVER + _OF_LIBRARY]
 
 
 class KernelLaunch(ctypes.Structure):
@@ -79,14 +65,17 @@ class KernelLaunch(ctypes.Structure):
     """
 
     _fields_ = [
-        ("function", _POINTER),
-        ("parameters", _POINTER),
-        ("count_of_parameters", _INTEGER),
-        ("parameter_of_plan", _INTEGER),
-        ("plan", _WORD),
-        ("blocks", _INTEGER),
-        ("threads", _INTEGER),
-        ("shared_bytes", _INTEGER),
+        (name, WORD)
+        for name in (
+            "function",
+            "parameters",
+            "count_of_parameters",
+            "parameter_of_plan",
+            "plan",
+            "blocks",
+            "threads",
+            "shared_bytes",
+        )
     ]
     kept: object = None
 
@@ -98,31 +87,36 @@ class KernelLaunch(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
+    """A call, as gpu_call.c describes it. Each field has 64 bits: an address, a handle or a number."""
+
     _fields_ = [
-        ("free", _POINTER),
-        ("source", _POINTER),
-        ("plans", _POINTER),
-        ("plans_on_device", _WORD),
-        ("bytes_of_plans", _INTEGER),
-        ("pixels", _POINTER),
-        ("pixels_on_device", _WORD),
-        ("bytes_of_pixels", _INTEGER),
-        ("handle", _POINTER),
-        ("state", _POINTER),
-        ("images", _INTEGER),
-        ("format", _INTEGER),
-        ("initialize", _INTEGER),
-        ("data", _POINTER),
-        ("lengths", _POINTER),
-        ("destinations", _POINTER),
-        ("regions", _POINTER),
-        ("parameters", _POINTER),
-        ("decoding_stream", _POINTER),
-        ("decoded", _POINTER),
-        ("stream", _POINTER),
-        ("done", _POINTER),
-        ("launches", _POINTER),
-        ("count_of_launches", _INTEGER),
+        (name, WORD)
+        for name in (
+            "free",
+            "source",
+            "plans",
+            "plans_on_device",
+            "bytes_of_plans",
+            "pixels",
+            "pixels_on_device",
+            "bytes_of_pixels",
+            "handle",
+            "state",
+            "images",
+            "format",
+            "initialize",
+            "data",
+            "lengths",
+            "destinations",
+            "regions",
+            "parameters",
+            "decoding_stream",
+            "decoded",
+            "stream",
+            "done",
+            "launches",
+            "count_of_launches",
+        )
     ]
 
 
@@ -130,14 +124,14 @@ class _KernelNode(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
 
     _fields_ = [
-        ("function", _POINTER),
+        ("function", POINTER),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
-        ("parameters", ctypes.POINTER(_POINTER)),
-        ("extra", _POINTER),
-        ("kernel", _POINTER),
-        ("context", _POINTER),
+        ("parameters", ctypes.POINTER(POINTER)),
+        ("extra", POINTER),
+        ("kernel", POINTER),
+        ("context", POINTER),
     ]
 
 
@@ -146,8 +140,7 @@ def find_driver() -> ctypes.CDLL | None:
     """Return CUDA's driver; None if there is none, or one that is older than CUDA 12.4."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        for name in _OF_DRIVER + _TO_CAPTURE:
-            getattr(driver, name)
+        getattr(driver, _NEWEST)
     except (OSError, AttributeError) as error:
         _LOG.info("Python code queues the work of a GPU: %s", error)
         return None
@@ -180,20 +173,19 @@ def capture_launch(
             threads of one dimension; or CUDA fails.
     """
     graph = _captured(driver, device_stream, launch, plan)
-    graph_handle = graph.handle
     count = ctypes.c_size_t()
-    _checked(driver, "cuGraphGetNodes", graph_handle, None, ctypes.byref(count))
-    nodes, kind = (_POINTER * count.value)(), ctypes.c_int(-1)
-    _checked(driver, "cuGraphGetNodes", graph_handle, nodes, ctypes.byref(count))
+    _checked(driver, "cuGraphGetNodes", graph.handle, None, ctypes.byref(count))
+    nodes, kind = (POINTER * count.value)(), ctypes.c_int(-1)
+    _checked(driver, "cuGraphGetNodes", graph.handle, nodes, ctypes.byref(count))
     if count.value == 1:
-        _checked(driver, "cuGraphNodeGetType", _POINTER(nodes[0]), ctypes.byref(kind))
+        _checked(driver, "cuGraphNodeGetType", POINTER(nodes[0]), ctypes.byref(kind))
     if kind.value != _KERNEL_NODE:
         raise RuntimeError(f"{count.value} operations instead of one kernel")
     node = _KernelNode()
-    _checked(driver, "cuGraphKernelNodeGetParams_v2", _POINTER(nodes[0]), ctypes.byref(node))
-    function = _POINTER(node.function)
+    _checked(driver, "cuGraphKernelNodeGetParams_v2", POINTER(nodes[0]), ctypes.byref(node))
+    function = POINTER(node.function)
     if not function.value:
-        _checked(driver, "cuKernelGetFunction", ctypes.byref(function), _POINTER(node.kernel))
+        _checked(driver, "cuKernelGetFunction", ctypes.byref(function), POINTER(node.kernel))
     if node.grid[1:] != [1, 1] or node.block[1:] != [1, 1] or not node.parameters:
         raise RuntimeError(f"a kernel with a grid of {node.grid[:]} blocks of {node.block[:]} threads")
     parameters, address = _parameters(driver, function, node), plan.data_ptr()
@@ -202,9 +194,9 @@ def capture_launch(
     ]
     if len(plans) != 1:
         raise RuntimeError(f"{len(plans)} parameters instead of one are the address of the plan")
-    addresses = (_POINTER * len(parameters))(*(at for at, _ in parameters))
+    addresses = (POINTER * len(parameters))(*(at for at, _ in parameters))
     found = KernelLaunch(
-        function=function,
+        function=function.value,
         parameters=ctypes.addressof(addresses),
         count_of_parameters=len(parameters),
         parameter_of_plan=plans[0],
@@ -223,7 +215,7 @@ def _captured(
 
     The driver creates the stream, because torch takes streams from a pool and may return one that other code uses.
     """
-    handle, graph = _POINTER(), _POINTER()
+    handle, graph = POINTER(), POINTER()
     with device_stream.queued():  # which makes the device current
         _checked(driver, "cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
         try:
@@ -331,7 +323,13 @@ class GpuCall:
 
     def queue(self) -> None:
         """Queue the plans and the kernels. Raises RuntimeError if CUDA fails."""
-        self._calls.queue(self._call)
+        failure: int = _queue(ctypes.addressof(self._calls.functions), ctypes.addressof(self._call))
+        if failure:
+            step, status = failure >> 32, failure & 0xFFFFFFFF
+            name = _STEPS[step - 1]
+            if name.startswith("nvjpeg"):
+                raise NvjpegError(name, status)
+            _check(name, status)
         self.queued = True
 
     def queue_decoding(
@@ -379,7 +377,7 @@ class GpuCalls:
     def __init__(self, driver: ctypes.CDLL, library: NvjpegLibrary, stream: int) -> None:
         self.driver = driver
         functions = [getattr(driver, name) for name in _OF_DRIVER] + [getattr(library, name) for name in _OF_LIBRARY]
-        self._functions = _Functions(*(ctypes.cast(function, _POINTER) for function in functions))
+        self.functions = _Functions(*(ctypes.cast(function, POINTER) for function in functions))
         self.stream = stream
 
     @classmethod
@@ -389,12 +387,3 @@ class GpuCalls:
             return None
         driver = find_driver()
         return None if driver is None else cls(driver, library, device_stream.stream.cuda_stream)
-
-    def queue(self, call: _Call) -> None:
-        failure: int = _queue(ctypes.addressof(self._functions), ctypes.addressof(call))
-        if not failure:
-            return
-        step, status = failure >> 32, failure & 0xFFFFFFFF
-        if step in _STEPS:
-            raise NvjpegError(_STEPS[step], status)
-        _check(_CUDA_STEPS[step], status)

@@ -34,7 +34,7 @@ class CapturedPasses(NamedTuple):
     """The kernels of the first passes, as C code launches them.
 
     targets: tensors that the offsets in a plan count from, [1, C, H, W], one for each output. settings: what was
-    captured with the kernels: of each output the `_settings` of its draw and the strides of its results.
+    captured with the kernels: the `_settings` of each output.
     """
 
     calls: GpuCalls
@@ -61,7 +61,7 @@ class FirstPasses:
         draws: for each output the parameters of its first pass. targets: where each puts its results.
         """
         captured = self._captured
-        return captured if captured is not None and captured.settings == _all_settings(draws, targets) else None
+        return captured if captured is not None and captured.settings == list(map(_settings, draws, targets)) else None
 
     def run(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> None:
         """Queue all first passes by Triton. plans: of each output, see `device_passes.plan_of`."""
@@ -71,17 +71,13 @@ class FirstPasses:
         if self._calls is not None and self._captured is None and self._lock.acquire(blocking=False):
             try:
                 if self._attempts:
-                    self._try_to_capture(draws, plans, targets)
+                    self._attempts -= 1
+                    self._captured = self._capture(draws, plans, targets)
+            except RuntimeError as error:
+                level = logging.DEBUG if self._attempts else logging.INFO
+                _LOG.log(level, "Python code queues the work of the GPU: %s", error)
             finally:
                 self._lock.release()
-
-    def _try_to_capture(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> None:
-        self._attempts -= 1
-        try:
-            self._captured = self._capture(draws, plans, targets)
-        except RuntimeError as error:
-            level = logging.DEBUG if self._attempts else logging.INFO
-            _LOG.log(level, "Python code queues the work of the GPU: %s", error)
 
     def _capture(self, draws: Sequence[Any], plans: Sequence[Ints], targets: Sequence[Target]) -> CapturedPasses | None:
         assert self._calls is not None
@@ -98,19 +94,15 @@ class FirstPasses:
             launch = partial(passes.queue_move, 0, draw, target=own[-1])
             launch(sent)  # compiles it for memory that is aligned as this
             launches.append(capture_launch(self._calls.driver, self._device_stream, launch, sent))
-        return CapturedPasses(self._calls, launches, own, _all_settings(draws, own))
+        return CapturedPasses(self._calls, launches, own, list(map(_settings, draws, own)))
 
 
-def _all_settings(draws: Sequence[Any], targets: Sequence[Target]) -> list[Any]:
-    """Return what the kernels depend on apart from their plans."""
-    return [
-        None if isinstance(target, Canvas) else (_settings(draw), target.stride())
-        for draw, target in zip(draws, targets, strict=True)
-    ]
-
-
-def _settings(draw: Resampling | Warping) -> Any:
-    return draw.lookup if isinstance(draw, Warping) else (draw.interpolation, draw.antialias, draw.fill)
+def _settings(draw: Resampling | Warping, target: Target) -> Any:
+    """Return what the kernel of a first pass depends on apart from its plan; None if no kernel is captured for it."""
+    if isinstance(target, Canvas):
+        return None
+    way = draw.lookup if isinstance(draw, Warping) else (draw.interpolation, draw.antialias, draw.fill)
+    return way, target.stride()
 
 
 _PLANS_BYTES = 1 << 15
@@ -153,15 +145,10 @@ class ImageCopies:
         """Queue the copies by one kernel of C code. Return False if that is not possible; then none is queued."""
         if self._calls is None or self._launch is None:
             return False
-        plans = [
-            table_of(len(source.rows), [source.addresses, target.addresses, source.image_bytes])
-            for source, target in pairs
-            if source.image_bytes and target.image_bytes
-        ]
-        if len(plans) < len(pairs):
-            return False
-        plan = np.concatenate(plans)
-        if (plan % ALIGN).any() or plan.nbytes > _PLANS_BYTES:
+        plan = np.concatenate(
+            [table_of(len(a.rows), [a.addresses, b.addresses, min(a.image_bytes, b.image_bytes)]) for a, b in pairs]
+        )
+        if not plan[:, -1].all() or (plan % ALIGN).any() or plan.nbytes > _PLANS_BYTES:
             return False
         try:
             memory = self._memory.get_nowait()

@@ -79,7 +79,7 @@ class JpegBatch(NamedTuple):
     def filled_up(self, filler: JpegBatch, count: int) -> JpegBatch:
         """Return these files, without regions, filled up to `count` with the one of `filler`."""
         times = max(0, count - len(self.data))
-        pairs = (self.data, filler.data), (self.lengths, filler.lengths), (self.images, filler.images)
+        pairs = zip(self[:3], filler[:3], strict=True)
         data, lengths, images = (np.concatenate([own, one.repeat(times, 0)]) for own, one in pairs)
         return JpegBatch(data, lengths, images, self.sampling)
 
@@ -164,16 +164,17 @@ class NvjpegDecoder:
     def _decode_by_halves(self, files: JpegBatch, call: GpuCall | None = None) -> Bools:
         count = len(files.data)
         try:
-            state = self._state(files.sampling)
+            if files.sampling not in self._states:
+                self._states[files.sampling] = _State(self._make())
         except NvjpegError as error:
             self._report(error)
-            return self._refuse(files, error)
+            return self._refuse(count, error)
         try:
-            self._queue(state, files, call)
+            self._queue(self._states[files.sampling], files, call)
         except NvjpegError as error:
             self._report(error)
             if count == 1:
-                return self._refuse(files, error)
+                return self._refuse(1, error)
             middle = count // 2
             halves = (slice(None, middle), slice(middle, None))
             return np.concatenate([self._decode_by_halves(files.part(half)) for half in halves])
@@ -198,15 +199,8 @@ class NvjpegDecoder:
         finally:
             state.queued = self._device_stream.record_event(stream=self._stream)
 
-    def _state(self, sampling: int) -> _State:
-        """Return the state for images of one sampling. Raises NvjpegError if there is no memory for it."""
-        if sampling not in self._states:
-            self._states[sampling] = _State(self._make())
-        return self._states[sampling]
-
-    def _refuse(self, files: JpegBatch, error: NvjpegError) -> Bools:
+    def _refuse(self, count: int, error: NvjpegError) -> Bools:
         """Return the result for files that nvJPEG does not decode. Raises SystemFault, see `decode`."""
-        count = len(files.data)
         if error.lacks_memory:
             self._without_memory += count
             if self._second or self._without_memory > _LARGE_IMAGES:
@@ -221,21 +215,13 @@ class NvjpegDecoder:
             text = str(error)  # a handler that keeps the error itself would keep the call's memory by its traceback
             _LOG.warning("%s; the images of such a call are decoded in smaller calls, or by the CPU", text)
 
-    def synchronize(self) -> None:
-        """Block the host until the GPU has finished all calls of this decoder."""
+    def free(self) -> None:
+        """Give its memory back, once the GPU has finished all its calls. It is not to be used any more."""
         for state in self._states.values():
             if state.queued is not None:
                 state.queued.synchronize()
-
-    def free(self) -> None:
-        """Give its memory back, once the GPU has finished all its calls. It is not to be used any more."""
-        self.synchronize()
         with self._device_stream.queued():
             self._states.clear()
-
-    @property
-    def channels(self) -> int:
-        return 1 if self._color == "gray" else 3
 
     def decodes_regions(self) -> bool:
         """Return True if the engines write a part of an image with the pixels that it has in the whole one.
@@ -265,10 +251,8 @@ class NvjpegDecoder:
 
     def _passes(self) -> bool:
         image = self._test_image()
-        if image is None:
-            return False
-        difference = image.astype(np.int64) - pixels_of_test_image(self._color)
-        return int(np.abs(difference).max()) <= _TOLERANCE
+        expected = pixels_of_test_image(self._color)
+        return image is not None and bool((np.abs(image.astype(np.int64) - expected) <= _TOLERANCE).all())
 
     def _test_image(self, region: tuple[int, int, int, int] | None = None) -> Bytes | None:
         """Decode gpuflow's own test image, or a part of it: uint8 [height, width, C], or None if it was refused.
@@ -284,16 +268,14 @@ class NvjpegDecoder:
 
     def _test_file(self, region: tuple[int, int, int, int] | None = None) -> _TestFile:
         """See `_test_image`."""
-        width, height = (TEST_WIDTH, TEST_HEIGHT) if region is None else region[2:]
-        device_stream, shape = self._device_stream, (height, width, self.channels)
+        x, y, width, height = region or (0, 0, TEST_WIDTH, TEST_HEIGHT)
+        device_stream, channels = self._device_stream, 1 if self._color == "gray" else 3
         encoded = device_stream.pinned([len(TEST_JPEG)], torch.uint8).numpy()
         encoded[:] = TEST_JPEG
         with device_stream.queued():
-            memory = torch.zeros(shape, dtype=torch.uint8, device=device_stream.device)
+            memory = torch.zeros((height, width, channels), dtype=torch.uint8, device=device_stream.device)
         device_stream.synchronize()
-        entries = np.array(
-            [[encoded.ctypes.data, len(encoded), width * self.channels, *(region or (0, 0, width, height))]]
-        )
+        entries = np.array([[encoded.ctypes.data, len(encoded), width * channels, x, y, width, height]])
         address = np.array([memory.data_ptr()])
         call = JpegBatch.of(entries, address, TEST_SAMPLING, with_regions=region is not None)
         return _TestFile(call, encoded, memory)

@@ -6,9 +6,11 @@ one size, and a kernel computes each tile as if it were a separate image, with t
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +24,7 @@ TILE = 128
 """The side of a tile, in pixels. Every image has room for whole tiles."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The tiles of n results, each described as a separate result.
 
     draw: the geometry of each of M tiles. image [M]: which of the n images it belongs to. tops, lefts [M]: the row and
@@ -36,8 +37,7 @@ class Tiles:
     lefts: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Canvas:
+class Canvas(NamedTuple):
     """Interleaved uint8 images of differing sizes. memory: [rows, width, C]. tops [n]: the first row of each image."""
 
     memory: torch.Tensor
@@ -76,16 +76,11 @@ Target = torch.Tensor | Canvas
 """Where a pass puts its results: slots [N, C, H, W], or a canvas while they differ in size."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRows:
-    """Some images of a target: rows [n] of a tensor, or all of a canvas.
-
-    owner: returns rows of `LaterResults` once it is deleted.
-    """
+class ImageRows(NamedTuple):
+    """Some images of a target: rows [n] of a tensor, or all of a canvas."""
 
     images: Target
     rows: Ints
-    owner: object = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -117,20 +112,6 @@ class ImageRows:
         return between + self.rows * images.stride(0)
 
 
-class _LaterRows:
-    """Rows of `LaterResults` that are in use until this object is deleted.
-
-    Work that is queued on the loader's stream after that may overwrite them, so work that reads them must be queued
-    before.
-    """
-
-    def __init__(self, rows: Ints, free: deque[int]) -> None:
-        self._rows, self._free = rows, free
-
-    def __del__(self) -> None:
-        self._free.extend(self._rows.tolist())
-
-
 class LaterResults:
     """Memory for a fixed number of images for each output of a program, allocated when it is first needed.
 
@@ -153,10 +134,14 @@ class LaterResults:
         return len(self._free)
 
     def take(self, count: int) -> list[ImageRows]:
-        """Take `count` rows of each output's images. At least that many must be free."""
+        """Take `count` rows of each output's images. At least that many must be free.
+
+        They are free again once the array of their numbers is deleted, which all that is returned shares. Work that is
+        queued on the loader's stream after that may overwrite them, so work that reads them must be queued before.
+        """
         rows = np.array([self._free.popleft() for _ in range(count)], np.int64)
-        owner = _LaterRows(rows, self._free)
-        return [ImageRows(images, rows, owner) for images in self.images]
+        weakref.finalize(rows, self._free.extend, rows.tolist())
+        return [ImageRows(images, rows) for images in self.images]
 
 
 def _layout(draw: Resampling | Warping) -> tuple[Ints, int, int]:

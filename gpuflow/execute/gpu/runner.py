@@ -20,9 +20,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -37,15 +38,15 @@ from gpuflow.execute.gpu.chunk_scan import ChunkScanner, FileChecks
 from gpuflow.execute.gpu.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
 from gpuflow.execute.gpu.decode_calls import AHEAD, CallPart, DecodeCall, Undecoded, plan_calls
 from gpuflow.execute.gpu.device_passes import DevicePasses, plan_of
-from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream, allocate_slots
+from gpuflow.execute.gpu.device_stream import LONG_WAIT, SHORT_WAIT, DeviceStream
 from gpuflow.execute.gpu.gpu_call import GpuCall, GpuCalls, Transfer
 from gpuflow.execute.gpu.launches import FirstPasses, ImageCopies
 from gpuflow.execute.gpu.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.gpu.passes import Pass
 from gpuflow.execute.gpu.results import Canvas, ImageRows, LaterResults, Target, Tiles, tiles_of
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import Program, Resampling, Warping
-from gpuflow.pipeline.views import AnyProgram, outputs_of, slots_of, split
+from gpuflow.pipeline.program import Resampling, Warping
+from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slots_of, split
 from gpuflow.sources import Payload
 
 _LONG_WAITS = 32
@@ -56,8 +57,7 @@ _SETTLED = 256
 given back. Freeing it may wait for the GPU, as may allocating it again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(NamedTuple):
     """The first pass of one output on images [n], as its kernel reads it (`plan_of`), without addresses.
 
     rows [M, K]: of each image, or of each tile where results differ in size. In place of an address there is the
@@ -101,33 +101,20 @@ class _Call:
         self.planned = planned
         self.chunks: Sequence[Prepared] = chunks
         self.results: dict[int, list[ImageRows]] = {}
-        self.good = np.zeros(len(planned), bool)
-        """Which images were decoded, once the call is over."""
-        self._error: BaseException | None = None
-        self._over = threading.Event()
-
-    @property
-    def over(self) -> bool:
-        return self._over.is_set()
+        self.queued: Future[Bools] = Future()
+        """Which images were decoded, once the call is queued; or the error that prevented that."""
 
     def finish(self, good: Bools) -> None:
         """Record that the call is queued, and which images are good. It then drops its reference to the batch of its
         first chunk, because later chunks may refer to this call long after that batch has ended."""
-        self.good = good
         del self.results[0]
-        self._over.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Record that the call could not be queued."""
-        self._error = error
-        self._over.set()
+        self.queued.set_result(good)
 
     def wait(self) -> None:
         """Wait until the call is queued. Raises the error that prevented that, or LoaderTimeout."""
-        if not self._over.wait(CALL_SECONDS):
+        if not wait([self.queued], CALL_SECONDS).done:
             raise LoaderTimeout(f"a call of nvJPEG was not queued within {CALL_SECONDS:g} s")
-        if self._error is not None:
-            raise self._error
+        self.queued.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +200,8 @@ class GpuRunner:
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             with self._decoders.acquire() as decoder:
-                self._decodes_regions = decoder.decodes_regions()
-            self._scanner = ChunkScanner(
-                program.decoder,
-                outputs,
-                each_passes,
-                with_regions=self._decodes_regions,
-            )
+                with_regions = decoder.decodes_regions()
+            self._scanner = ChunkScanner(program.decoder, outputs, each_passes, with_regions=with_regions)
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
             self._passes = [each[output.program] for output in outputs]
@@ -314,10 +296,8 @@ class GpuRunner:
     def slots(self, count: int) -> Any:
         """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format, or
         `ViewSlots` of tensors."""
-        if isinstance(self._program, Program):
-            return allocate_slots(self._device_stream, count, self._program.result)
         with self._device_stream.queued():
-            shape = count, self._program.slot_bytes
+            shape = count, slot_bytes_of(self._program)
             return slots_of(self._program, torch.empty(shape, dtype=torch.uint8, device=self._device_stream.device))
 
     def launch(self, chunk: Prepared, slots: Any, ahead: Sequence[Prepared] = ()) -> list[BadSampleError | None]:
@@ -377,7 +357,7 @@ class GpuRunner:
         self._calls.extend(own)
         try:
             for call in (*own, *(call for call, _ in chunk.early)):
-                while not call.over and self._calls:
+                while not call.queued.done() and self._calls:
                     with suppress(IndexError):  # another thread was faster
                         self._run_call(self._calls.popleft())
                 call.wait()
@@ -385,12 +365,12 @@ class GpuRunner:
             for call in own:
                 with suppress(ValueError):  # it has begun
                     self._calls.remove(call)
-                    call.fail(error)
+                    call.queued.set_exception(error)
             raise
         good = np.ones(len(chunk.rows), bool)
         moved: list[tuple[ImageRows, ImageRows]] = []
         for call, part in [*((call, call.planned.parts[0]) for call in own), *chunk.early]:
-            good[part.rows] = call.good[part.where]
+            good[part.rows] = call.queued.result()[part.where]
             if part.chunk:
                 moved += zip(call.results[part.chunk], _taken(first, part.rows), strict=True)
         if moved:
@@ -413,7 +393,7 @@ class GpuRunner:
                 calls.append(self._new_call(one, chunks, first))
         except BaseException as error:  # such as a lack of memory
             for call in calls:
-                call.fail(error)
+                call.queued.set_exception(error)
             for other in planned[len(calls) :]:
                 other.give_back(undecoded)
             raise
@@ -434,7 +414,7 @@ class GpuRunner:
         try:
             call.finish(self._decode_call(call))
         except BaseException as error:
-            call.fail(error)
+            call.queued.set_exception(error)
         finally:
             call.chunks = ()  # which refer to this call
 
@@ -452,14 +432,14 @@ class GpuRunner:
             buffer.sources += [memory for part in planned.parts for memory in chunks[part.chunk].memory]
             addresses = buffer.address + ends - planned.spaces
             entries = _rows_of_call(planned, [chunks[part.chunk].entries for part in planned.parts])
-            files = JpegBatch.of(entries, addresses, planned.sampling, with_regions=self._decodes_regions)
+            files = JpegBatch.of(entries, addresses, planned.sampling, with_regions=self._scanner.with_regions)
             plans = [_plan_of_call(call, i, addresses, target) for i, target in enumerate(targets)]
             gpu_call = None
             if captured is not None:
                 gpu_call = GpuCall(captured.calls, buffer.plans(packing.layout(plans)[1]), plans, captured.launches)
             good = self._decoders.decode(files, gpu_call)
             if gpu_call is not None and gpu_call.queued:
-                buffer.done_recorded()
+                buffer.recorded = True
             else:
                 self._first_passes.run(draws, plans, targets)
         return good

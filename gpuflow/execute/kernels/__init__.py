@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 """Triton kernels: resampling, warps, colours, neighbourhoods and interleaving.
 
 The programs for all parts of all images are on the first axis of a grid, those of one image next to each other: CUDA
@@ -7,4 +8,13 @@ Each launch says whether the compiler may fuse a multiplication and an addition 
 instead of twice: Triton's own choice will be another one from version 3.10 on.
 """
 
-__all__: list[str] = []
+import triton
+import triton.language as tl
+
+__all__ = ["load_pair"]
+
+
+@triton.jit
+def load_pair(p):
+    """Load two numbers of a plan in 32 bits: 64 bits would need more registers."""
+    return tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32)

@@ -29,20 +29,14 @@ import triton
 import triton.language as tl
 
 from gpuflow.arrays import Array, Ints
+from gpuflow.execute.kernels import load_pair
 from gpuflow.pipeline.pointwise import Operation, Operations
 
 _BLOCK = 512
 _SLICES = 32  # partial sums of an image, a power of two; 2^31 / 255 pixels each is more than any image has
-_BRIGHTNESS = tl.constexpr(int(Operation.BRIGHTNESS))
-_CONTRAST = tl.constexpr(int(Operation.CONTRAST))
-_SATURATION = tl.constexpr(int(Operation.SATURATION))
-_HUE = tl.constexpr(int(Operation.HUE))
-_GRAYSCALE = tl.constexpr(int(Operation.GRAYSCALE))
-_TABLE = tl.constexpr(int(Operation.TABLE))
-_MATRIX = tl.constexpr(int(Operation.MATRIX))
-_ERASE = tl.constexpr(int(Operation.ERASE))
-_AUTOCONTRAST = tl.constexpr(int(Operation.AUTOCONTRAST))
-_EQUALIZE = tl.constexpr(int(Operation.EQUALIZE))
+(
+    _NONE, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _GRAYSCALE, _TABLE, _MATRIX, _ERASE, _AUTOCONTRAST, _EQUALIZE,
+) = map(tl.constexpr, map(int, Operation))  # fmt: skip
 _HISTOGRAMS = {Operation.AUTOCONTRAST, Operation.EQUALIZE}
 _BIT_GRAYSCALE = tl.constexpr(1 << Operation.GRAYSCALE)
 _BIT_TABLE = tl.constexpr(1 << Operation.TABLE)
@@ -118,61 +112,83 @@ def _look_up(r, g, b, table):
 
 @triton.jit
 def _operate(
-    r, g, b, at, n, code, factor, seen, sums, made, tables, values,
-    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, STATISTICS: tl.constexpr, KINDS: tl.constexpr,
-    SLICES: tl.constexpr,
+    r, g, b, at, n, codes, count, sums, made, tables, values,
+    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr,
+    KINDS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Run one operation of sample n on levels held as float32, at these places of the image.
+    """Run the first `count` operations of sample n on levels held as float32, at these places of the image.
 
-    factor: float64, because torchvision computes 1 - factor in double. seen: how many operations that need a statistic
-    precede it. KINDS: a bit for each operation that may occur and is not in `_ALWAYS`.
+    codes: the sample's codes, which its factors follow. Those are float64, because torchvision computes 1 - factor in
+    double. KINDS: a bit for each operation that may occur and is not in `_ALWAYS`.
     """
-    share, rest = factor.to(tl.float32), (1.0 - factor).to(tl.float32)
-    if code == _BRIGHTNESS:
-        r = tl.floor(tl.minimum(r * share, 255.0))
-        g = tl.floor(tl.minimum(g * share, 255.0))
-        b = tl.floor(tl.minimum(b * share, 255.0))
-    elif code == _CONTRAST:
-        total = tl.sum(tl.load(sums + (n * STATISTICS + seen) * SLICES + tl.arange(0, SLICES)).to(tl.int64))
-        mean = tl.div_rn(total.to(tl.float32), 1.0 * PIXELS)
-        r, g, b = _blend(r, share, mean, rest), _blend(g, share, mean, rest), _blend(b, share, mean, rest)
-    elif CHANNELS == 3:
-        if code == _SATURATION:
-            luma = _luma(r, g, b, CHANNELS)
-            r, g, b = _blend(r, share, luma, rest), _blend(g, share, luma, rest), _blend(b, share, luma, rest)
-        elif code == _HUE:
-            r, g, b = _hue(r, g, b, share)
-    if _BIT_GRAYSCALE & KINDS:
-        if code == _GRAYSCALE:
-            luma = _luma(r, g, b, CHANNELS)
-            r, g, b = luma, luma, luma
-    if _BIT_TABLE & KINDS:
-        if code == _TABLE:
-            r, g, b = _look_up(r, g, b, tables + factor.to(tl.int64) * 768)
-    if _BIT_MATRIX & KINDS:
-        if code == _MATRIX:
-            rows = values + factor.to(tl.int64) * 12
-            if CHANNELS == 1:
-                g, b = r, r
-            r, g, b = _row_sum(r, g, b, rows), _row_sum(r, g, b, rows + 4), _row_sum(r, g, b, rows + 8)
-    if _BIT_ERASE & KINDS:
-        if code == _ERASE:
-            box = values + factor.to(tl.int64) * 12
-            y, x = at // WIDTH - tl.load(box).to(tl.int32), at % WIDTH - tl.load(box + 1).to(tl.int32)
-            high, wide = tl.load(box + 2).to(tl.int32), tl.load(box + 3).to(tl.int32)
-            erased = (y >= 0) & (y < high) & (x >= 0) & (x < wide)
-            r = tl.where(erased, tl.load(box + 4).to(tl.float32), r)
-            g = tl.where(erased, tl.load(box + 5).to(tl.float32), g)
-            b = tl.where(erased, tl.load(box + 6).to(tl.float32), b)
-    if _BITS_HISTOGRAMS & KINDS:
-        if (code == _AUTOCONTRAST) | (code == _EQUALIZE):
-            r, g, b = _look_up(r, g, b, made + (n * STATISTICS + seen) * 768)
+    seen = 0  # operations that need a statistic
+    for k in range(count):
+        code, factor = tl.load(codes + k), tl.load(codes + COUNT + k)
+        share, rest = factor.to(tl.float32), (1.0 - factor).to(tl.float32)
+        if code == _BRIGHTNESS:
+            r = tl.floor(tl.minimum(r * share, 255.0))
+            g = tl.floor(tl.minimum(g * share, 255.0))
+            b = tl.floor(tl.minimum(b * share, 255.0))
+        elif code == _CONTRAST:
+            total = tl.sum(tl.load(sums + (n * STATISTICS + seen) * SLICES + tl.arange(0, SLICES)).to(tl.int64))
+            mean = tl.div_rn(total.to(tl.float32), 1.0 * PIXELS)
+            r, g, b = _blend(r, share, mean, rest), _blend(g, share, mean, rest), _blend(b, share, mean, rest)
+        elif CHANNELS == 3:
+            if code == _SATURATION:
+                luma = _luma(r, g, b, CHANNELS)
+                r, g, b = _blend(r, share, luma, rest), _blend(g, share, luma, rest), _blend(b, share, luma, rest)
+            elif code == _HUE:
+                r, g, b = _hue(r, g, b, share)
+        if _BIT_GRAYSCALE & KINDS:
+            if code == _GRAYSCALE:
+                luma = _luma(r, g, b, CHANNELS)
+                r, g, b = luma, luma, luma
+        if _BIT_TABLE & KINDS:
+            if code == _TABLE:
+                r, g, b = _look_up(r, g, b, tables + factor.to(tl.int64) * 768)
+        if _BIT_MATRIX & KINDS:
+            if code == _MATRIX:
+                rows = values + factor.to(tl.int64) * 12
+                if CHANNELS == 1:
+                    g, b = r, r
+                r, g, b = _row_sum(r, g, b, rows), _row_sum(r, g, b, rows + 4), _row_sum(r, g, b, rows + 8)
+        if _BIT_ERASE & KINDS:
+            if code == _ERASE:
+                box = values + factor.to(tl.int64) * 12
+                top, left = load_pair(box)
+                height, width = load_pair(box + 2)
+                y, x = at // WIDTH - top, at % WIDTH - left
+                erased = (y >= 0) & (y < height) & (x >= 0) & (x < width)
+                r = tl.where(erased, tl.load(box + 4).to(tl.float32), r)
+                g = tl.where(erased, tl.load(box + 5).to(tl.float32), g)
+                b = tl.where(erased, tl.load(box + 6).to(tl.float32), b)
+        if _BITS_HISTOGRAMS & KINDS:
+            if (code == _AUTOCONTRAST) | (code == _EQUALIZE):
+                r, g, b = _look_up(r, g, b, made + (n * STATISTICS + seen) * 768)
+        seen += _needs_statistic(code).to(tl.int32)
     return r, g, b
 
 
 @triton.jit
 def _needs_statistic(code):
     return (code == _CONTRAST) | (code == _AUTOCONTRAST) | (code == _EQUALIZE)
+
+
+@triton.jit
+def _operation_of(codes, turn, COUNT: tl.constexpr):
+    """Return which of COUNT operations is number `turn` of those that need a statistic, and its code.
+
+    If there are fewer, return COUNT and the code of contrast.
+    """
+    before, found, wanted = COUNT, 0, _CONTRAST
+    for k in range(COUNT):
+        code = tl.load(codes + k).to(tl.int32)
+        needs = _needs_statistic(code)
+        here = needs & (found == turn)
+        before = tl.where(here, k, before)
+        wanted = tl.where(here, code, wanted)
+        found += needs.to(tl.int32)
+    return before, wanted
 
 
 @triton.jit
@@ -199,29 +215,19 @@ def _measure(
     """
     part, n = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
     codes = plan + n * (1 + 2 * COUNT) + 1
-    before, found, wanted = COUNT, 0, _CONTRAST
-    for k in range(COUNT):
-        code = tl.load(codes + k).to(tl.int32)
-        needs = _needs_statistic(code)
-        here = needs & (found == turn)
-        before = tl.where(here, k, before)
-        wanted = tl.where(here, code, wanted)
-        found += needs.to(tl.int32)
+    before, wanted = _operation_of(codes, turn, COUNT)
     image = images + n.to(tl.int64) * (PIXELS * CHANNELS)
     total = tl.zeros([BLOCK], tl.int32)
-    in_r, in_g, in_b = tl.zeros([256], tl.int32), tl.zeros([256], tl.int32), tl.zeros([256], tl.int32)
+    in_r = tl.zeros([256], tl.int32)
+    in_g, in_b = in_r, in_r
     for first in range(part * BLOCK, tl.where(before < COUNT, PIXELS, 0), SLICES * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < PIXELS
         r, g, b = _pixels(image, at, inside, CHANNELS)
-        seen = 0
-        for k in range(before):
-            code = tl.load(codes + k)
-            r, g, b = _operate(
-                r, g, b, at, n, code, tl.load(codes + COUNT + k), seen, sums, made, tables, values,
-                PIXELS, WIDTH, CHANNELS, STATISTICS, KINDS, SLICES,
-            )  # fmt: skip
-            seen += _needs_statistic(code).to(tl.int32)
+        r, g, b = _operate(
+            r, g, b, at, n, codes, before, sums, made, tables, values,
+            PIXELS, WIDTH, CHANNELS, COUNT, STATISTICS, KINDS, SLICES,
+        )  # fmt: skip
         if HISTOGRAMS:
             if wanted == _CONTRAST:
                 total += tl.where(inside, _luma(r, g, b, CHANNELS), 0.0).to(tl.int32)
@@ -250,12 +256,7 @@ def _make_table(
     """Write one channel's table of levels, of the operation number `turn` of those that need a statistic."""
     n, c = tl.program_id(0), tl.program_id(1)
     codes = plan + n * (1 + 2 * COUNT) + 1
-    found, wanted = 0, _CONTRAST
-    for k in range(COUNT):
-        code = tl.load(codes + k).to(tl.int32)
-        needs = _needs_statistic(code)
-        wanted = tl.where(needs & (found == turn), code, wanted)
-        found += needs.to(tl.int32)
+    _, wanted = _operation_of(codes, turn, COUNT)
     if wanted != _CONTRAST:
         level = tl.arange(0, 256)
         begin = counts + n.to(tl.int64) * (SLICES * 768) + c * 256
@@ -294,14 +295,10 @@ def _adjust(
         if changes == 0:
             return
     r, g, b = _pixels(images + n.to(tl.int64) * (PIXELS * CHANNELS), at, inside, CHANNELS)
-    seen = 0
-    for k in range(COUNT):
-        code = tl.load(p + 1 + k)
-        r, g, b = _operate(
-            r, g, b, at, n, code, tl.load(p + 1 + COUNT + k), seen, sums, made, tables, values,
-            PIXELS, WIDTH, CHANNELS, STATISTICS, KINDS, SLICES,
-        )  # fmt: skip
-        seen += _needs_statistic(code).to(tl.int32)
+    r, g, b = _operate(
+        r, g, b, at, n, p + 1, COUNT, sums, made, tables, values,
+        PIXELS, WIDTH, CHANNELS, COUNT, STATISTICS, KINDS, SLICES,
+    )  # fmt: skip
     target = out + tl.load(p).to(tl.int64) * stride_n
     target += at * stride_x if DENSE else at // WIDTH * stride_y + at % WIDTH * stride_x
     for c in tl.static_range(CHANNELS):

@@ -7,8 +7,6 @@ kernel reads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -34,8 +32,9 @@ def _copy(plan, FIELD_COUNT: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.const
 
 def copy_images(plan: torch.Tensor) -> None:
     """Copy images. plan: int64 [N, 3] on the device, see FIELDS."""
-    grid: Any = (len(plan) * _BLOCKS,)
-    _copy[grid](plan, FIELD_COUNT=len(FIELDS), BLOCKS=_BLOCKS, WORDS=_WORDS, num_warps=4, enable_fp_fusion=True)
+    _copy[len(plan) * _BLOCKS,](
+        plan, FIELD_COUNT=len(FIELDS), BLOCKS=_BLOCKS, WORDS=_WORDS, num_warps=4, enable_fp_fusion=True
+    )
 
 
 IMAGE_FIELDS = ("address", "stride_c", "stride_y", "stride_x", "height", "width", "result")
@@ -62,6 +61,7 @@ def _interleave(images, blocks, FIELD_COUNT: tl.constexpr, CHANNELS: tl.constexp
 def interleave(images: torch.Tensor, most_pixels: int, *, channels: int) -> None:
     """Copy N images as `images`, int64 [N, len(IMAGE_FIELDS)] on the device, says. most_pixels: of the largest one."""
     blocks = -(-most_pixels // _PIXELS)
-    grid: Any = (blocks * len(images),)
     count = len(IMAGE_FIELDS)
-    _interleave[grid](images, blocks, FIELD_COUNT=count, CHANNELS=channels, PIXELS=_PIXELS, enable_fp_fusion=True)
+    _interleave[blocks * len(images),](
+        images, blocks, FIELD_COUNT=count, CHANNELS=channels, PIXELS=_PIXELS, enable_fp_fusion=True
+    )

@@ -9,13 +9,12 @@ looked up in a table of 256 results per channel, so `normalize` costs one load a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from gpuflow.arrays import Array, Ints
+from gpuflow.execute.kernels import load_pair
 from gpuflow.execute.packing import table_of
 from gpuflow.pipeline.program import Resampling
 
@@ -33,10 +32,7 @@ FIELDS = (
 """Columns of a chunk's plan, int64 [N, len(FIELDS)]: the device address of the image's upper left pixel and the bytes
 from there to the next row's and the next column's, the fields of `Resampling`, and how many elements
 after the first one of the kernel's result the image's begins."""
-_NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
-_KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}
-_KEPT = {"nearest": 0, "bilinear": 4, "bicubic": 8}
-"""Number of taps whose weights are computed once for all lines: the taps of an image that shrinks to half its size."""
+_KINDS = {"nearest": 0, "bilinear": 1, "bicubic": 2}
 
 
 @triton.jit
@@ -88,8 +84,7 @@ def _level(value, KIND: tl.constexpr):
 def _resample(
     plan, table, out, stride_c, stride_y, stride_x, fill_0, fill_1, fill_2,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
-    KIND: tl.constexpr, ANTIALIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, ANTIALIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of ROWS by COLUMNS of one sample: resample each line of the box, then add it to the rows it
     affects."""
@@ -101,12 +96,12 @@ def _resample(
     inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]
     p = plan + n.to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
-    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32)  # 64 bits would need more registers
-    box_y, box_x = tl.load(p + 3).to(tl.int32), tl.load(p + 4).to(tl.int32)
-    box_h, box_w = tl.load(p + 5).to(tl.int32), tl.load(p + 6).to(tl.int32)
-    grid_h, grid_w = tl.load(p + 9).to(tl.int32), tl.load(p + 10).to(tl.int32)
-    shown_y, shown_x = tl.load(p + 11).to(tl.int32), tl.load(p + 12).to(tl.int32)
-    shown_h, shown_w = tl.load(p + 13).to(tl.int32), tl.load(p + 14).to(tl.int32)
+    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32)
+    box_y, box_x = load_pair(p + 3)
+    box_h, box_w = load_pair(p + 5)
+    grid_h, grid_w = load_pair(p + 9)
+    shown_y, shown_x = load_pair(p + 11)
+    shown_h, shown_w = load_pair(p + 13)
     offset = tl.load(p + 21)
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -124,7 +119,7 @@ def _resample(
         x = tl.where(tl.load(p + 8) > 0, box_w - 1 - x, x) + box_x
         nearest = image + y[:, None] * step_y + x[None, :] * step_x
         for c in tl.static_range(CHANNELS):
-            fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
+            fill = (fill_0, fill_1, fill_2)[c]
             level = tl.where(seen, tl.load(nearest + c, seen, 0).to(tl.float32), fill).to(tl.int32)
             tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
         return
@@ -134,6 +129,7 @@ def _resample(
     center_y, inverse_y, first_y, taps_y = _axis(gy, box_h, grid_h, KIND, ANTIALIAS)
     center_x, inverse_x, first_x, taps_x = _axis(gx, box_w, grid_w, KIND, ANTIALIAS)
     total_x = tl.zeros([COLUMNS], tl.float32)
+    KEPT: tl.constexpr = 4 * KIND  # the taps of an image that shrinks to half its size
     weights, places = (), ()  # of the first KEPT taps, the same for all lines
     for i in tl.static_range(KEPT):
         weight_x = _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
@@ -144,8 +140,7 @@ def _resample(
         total_x += _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
     share_x = 1.0 / total_x
     red = tl.zeros([ROWS, COLUMNS], tl.float32)
-    green = tl.zeros([ROWS, COLUMNS], tl.float32)
-    blue = tl.zeros([ROWS, COLUMNS], tl.float32)
+    green, blue = red, red
     total_y = tl.zeros([ROWS], tl.float32)
     image += box_y * step_y + box_x * step_x
     top, bottom = tl.min(first_y, 0), tl.max(first_y, 0) + taps_y
@@ -154,8 +149,7 @@ def _resample(
     for y in range(top, bottom):
         line = image + tl.minimum(tl.maximum(y, 0), box_h - 1) * step_y
         red_x = tl.zeros([COLUMNS], tl.float32)
-        green_x = tl.zeros([COLUMNS], tl.float32)
-        blue_x = tl.zeros([COLUMNS], tl.float32)
+        green_x, blue_x = red_x, red_x
         for i in tl.static_range(KEPT):
             pixel = line + places[i]
             red_x += weights[i] * _float(tl.load(pixel))
@@ -180,8 +174,7 @@ def _resample(
             blue += weight[:, None] * _level(blue_x * share_x, KIND)[None, :]
     share_y = (1.0 / total_y)[:, None]
     for c in tl.static_range(CHANNELS):
-        total = red if c == 0 else (green if c == 1 else blue)
-        fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
+        total, fill = (red, green, blue)[c], (fill_0, fill_1, fill_2)[c]
         level = tl.where(seen, _level(total * share_y, KIND), fill).to(tl.int32)
         tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
 
@@ -206,12 +199,11 @@ def resample_all(
         fill: the levels outside the images, one for all channels or one for each.
     """
     _, channels, height, width = out.shape
-    grid: Any = (-(-height // ROWS) * -(-width // COLUMNS) * len(plan),)
     fills = [float(level) for level in (fill * 3 if len(fill) == 1 else fill)]
-    _resample[grid](
+    _resample[-(-height // ROWS) * -(-width // COLUMNS) * len(plan),](
         plan, table, out, *out.stride()[1:], *fills,
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
-        KIND=_KINDS[interpolation], ANTIALIAS=antialias, KEPT=_KEPT[interpolation],
+        KIND=_KINDS[interpolation], ANTIALIAS=antialias,
         ROWS=ROWS, COLUMNS=COLUMNS, ALIGNED=out.stride(0) % 16 == 0, num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip
 

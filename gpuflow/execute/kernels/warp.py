@@ -7,14 +7,13 @@ float32. What is seen outside an image, and how a constant border is blended, is
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from gpuflow.arrays import Array, Ints
+from gpuflow.execute.kernels import load_pair
 from gpuflow.execute.packing import table_of
 from gpuflow.execute.warp import BORDERS, PLACES, TIE, TINY, float32_map
 from gpuflow.pipeline.program import Warping
@@ -68,6 +67,13 @@ def _place(at, length, NEAREST: tl.constexpr, BORDER: tl.constexpr):
 
 
 @triton.jit
+def _row(p):
+    """Load a row of a matrix from its bits."""
+    first, second, third = tl.load(p), tl.load(p + 1), tl.load(p + 2)
+    return first.to(tl.float64, bitcast=True), second.to(tl.float64, bitcast=True), third.to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def _pixel_as_torchvision(x, y, across, down, shift, side):
     """Return, as `find_as_torchvision` in native/warp.c, the nearest pixel along one axis, whose side is `side`; -1 or
     `side` outside. x, y: from the center, float32. across, down, shift: of a `float32_map`, in float64."""
@@ -95,16 +101,15 @@ def _warp(
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
     step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32)
     image += tl.load(p + 3) * step_y + tl.load(p + 4) * step_x
-    box_h, box_w = tl.load(p + 5).to(tl.int32), tl.load(p + 6).to(tl.int32)
-    shown_y, shown_x = tl.load(p + 16).to(tl.int32), tl.load(p + 17).to(tl.int32)
-    shown_h, shown_w = tl.load(p + 18).to(tl.int32), tl.load(p + 19).to(tl.int32)
+    box_h, box_w = load_pair(p + 5)
+    shown_y, shown_x = load_pair(p + 16)
+    shown_h, shown_w = load_pair(p + 18)
     target = out + tl.load(p + 20) + row * stride_y + column * stride_x
     shown = (row >= shown_y) & (row < shown_y + shown_h) & (column >= shown_x) & (column < shown_x + shown_w)
 
     m = p + 7
-    a, b = tl.load(m).to(tl.float64, bitcast=True), tl.load(m + 1).to(tl.float64, bitcast=True)
-    c, d = tl.load(m + 2).to(tl.float64, bitcast=True), tl.load(m + 3).to(tl.float64, bitcast=True)
-    e, f = tl.load(m + 4).to(tl.float64, bitcast=True), tl.load(m + 5).to(tl.float64, bitcast=True)
+    a, b, c = _row(m)
+    d, e, f = _row(m + 3)
     if AS_TORCHVISION:
         # A tile's place in the whole result is in `shown`.
         x = (column - shown_x).to(tl.float32) + (0.5 - 0.5 * box_w.to(tl.float32))
@@ -114,9 +119,8 @@ def _warp(
         share_x, share_y = 0.0, 0.0
     else:
         x, y = column.to(tl.float64) + 0.5, row.to(tl.float64) + 0.5
-        third = tl.load(m + 6).to(tl.float64, bitcast=True) * x + (
-            tl.load(m + 7).to(tl.float64, bitcast=True) * y + tl.load(m + 8).to(tl.float64, bitcast=True)
-        )
+        g, h, i = _row(m + 6)
+        third = g * x + (h * y + i)
         third = tl.where(tl.abs(third) < _TINY, _TINY, third)
         column_0, share_x = _place((a * x + (b * y + c)) / third, box_w, NEAREST, BORDER)
         row_0, share_y = _place((d * x + (e * y + f)) / third, box_h, NEAREST, BORDER)
@@ -132,7 +136,7 @@ def _warp(
         tl.where(top, 1.0 - share_y, 0.0) + tl.where(bottom, share_y, 0.0)
     )
     for c in tl.static_range(CHANNELS):
-        fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
+        fill = (fill_0, fill_1, fill_2)[c]
         value = tl.load(line_0 + place_0 + c, seen & top & left, 0).to(tl.float32)
         if NEAREST:
             if BORDER == 0:
@@ -159,9 +163,8 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
         out: [B, C, H, W] with any strides; every sample's result is H by W.
     """
     _, channels, height, width = out.shape
-    grid: Any = (-(-height // ROWS) * -(-width // COLUMNS) * len(plan),)
     fill = [float(level) for level in (lookup.fill * 3 if len(lookup.fill) == 1 else lookup.fill)]
-    _warp[grid](
+    _warp[-(-height // ROWS) * -(-width // COLUMNS) * len(plan),](
         plan, table, out, *out.stride()[1:], *fill,
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
         NEAREST=lookup.interpolation == "nearest", BORDER=BORDERS[lookup.border],

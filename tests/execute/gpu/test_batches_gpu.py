@@ -155,7 +155,7 @@ def test_parts_of_images_give_the_same_batches_as_whole_images(
         with load(folder, PIPELINES[name], "cuda") as loader:
             batches.append([batch for _ in range(2) for batch in loader])
             runner: Any = loader._plan.gpu
-            if parts and not runner._decodes_regions:
+            if parts and not runner._scanner.with_regions:
                 pytest.skip("this GPU has no JPEG engines, or its nvJPEG does not decode parts of images")
     for a, b in zip(*batches, strict=True):
         assert torch.equal(a.images, b.images)

@@ -66,7 +66,7 @@ def test_tensors_are_allocated_in_the_pool_and_deleted_before_it(pools: list[wea
 
     memory = PrivateMemory(stream_on(GPU), allocate)
     pool = pools[0]()
-    assert len(memory.tensors) == 3 and pool is not None and pool.in_use == []
+    assert len(memory.tensor) == 3 and pool is not None and pool.in_use == []
     del pool
     if freed:
         memory.free()
@@ -92,6 +92,6 @@ def test_without_pools_it_is_memory_like_any_other(
     """torch raises RuntimeError where a pool is made with another allocator than its own."""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     memory = PrivateMemory(stream_on(torch.device(device)), lambda: torch.empty(3))
-    assert len(memory.tensors) == 3
+    assert len(memory.tensor) == 3
     memory.free()
     assert not pools
