@@ -1171,6 +1171,10 @@ def predict(
         Literal["parquet", "csv"] | None,
         typer.Option("--format", help="Of the files; by default parquet if pyarrow is installed."),
     ] = None,
+    part_rows: Annotated[
+        int,
+        typer.Option(min=1, help="Rows of a file, rounded up to whole batches. Ranks and actors take whole files."),
+    ] = 4096,
     logits: Annotated[bool, typer.Option("--logits", help="Write the logits, too.")] = False,
     embeddings: Annotated[
         str | None,
@@ -1203,12 +1207,12 @@ def predict(
     }
     with _row_predictor(path, overrides, **options) as predictor:
         if on is None:
-            write_predictions(predictor, out, form=form)
+            write_predictions(predictor, out, form=form, part_rows=part_rows)
         else:
             with _ray(on) as on_ray:
                 there = {"path": path, "overrides": overrides or (), **options}
                 predict_parts = partial(on_ray.predict_parts, predictor, there)
-                write_predictions(predictor, out, form=form, predict_parts=predict_parts)
+                write_predictions(predictor, out, form=form, part_rows=part_rows, predict_parts=predict_parts)
     if predictor.done:
         _print(f"wrote {predictor.done:,} rows to {out}, {predictor.bad:,} of bad samples")
     else:

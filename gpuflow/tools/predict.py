@@ -243,7 +243,7 @@ Predict = Callable[[Sequence[range]], Iterator[tuple[range, list[Row]]]]
 
 
 def write_predictions(
-    predictor: RowPredictor, out: Path, *, form: str, part_rows: int = 4096, predict_parts: Predict | None = None
+    predictor: RowPredictor, out: Path, *, form: str, part_rows: int, predict_parts: Predict | None = None
 ) -> None:
     """Write the rows of all samples to `out`: part-00000.parquet (or .csv) and so on, each whole or not at all.
 

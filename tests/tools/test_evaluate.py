@@ -97,7 +97,7 @@ def test_two_ranks_give_the_same_numbers_and_rows(config: Path, tmp_path: Path, 
     def files(out: Path) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in out.iterdir() if not file.name.startswith(".")}
 
-    commands: dict[str, tuple[str, ...]] = {"evaluate": (), "predict": ("--format", "csv")}
+    commands: dict[str, tuple[str, ...]] = {"evaluate": (), "predict": ("--format", "csv", "--part-rows", "8")}
     for command, options in commands.items():
         arguments = (command, config, "--device", "cpu", *options, "--out")
         alone = gpuflow_command(*arguments, tmp_path / command / "1")

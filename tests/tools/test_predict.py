@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -103,8 +104,12 @@ def contents(out: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(out.iterdir()) if not file.name.startswith(".")}
 
 
+def parts_of(out: Path) -> list[list[dict[str, str]]]:
+    return [list(csv.DictReader(file.read_text().splitlines())) for file in sorted(out.glob("part-*.csv"))]
+
+
 def read(out: Path) -> list[dict[str, str]]:
-    return [row for file in sorted(out.glob("part-*.csv")) for row in csv.DictReader(file.read_text().splitlines())]
+    return list(itertools.chain(*parts_of(out)))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -390,9 +395,10 @@ def test_a_layer_that_is_not_there(config: Path, checkpoint: Path) -> None:
 
 
 def test_the_command(config: Path, tmp_path: Path, gpuflow_command: Run) -> None:
-    arguments = ("predict", config, "--out", tmp_path / "out", "--format", "csv", "--device", "cpu")
+    arguments = ("predict", config, "--out", tmp_path / "out", "--format", "csv", "--device", "cpu", "--part-rows", "7")
     done = gpuflow_command(*arguments)
     assert (done.code, done.out) == (0, f"wrote 19 rows to {tmp_path}/out, 2 of bad samples\n"), done.err
+    assert list(map(len, parts_of(tmp_path / "out"))) == [8, 8, 3]
     done = gpuflow_command(*arguments)
     assert (done.code, done.out) == (0, f"nothing left to predict: {tmp_path}/out has all rows\n"), done.err
     done = gpuflow_command(*arguments, "--top-k", "1")
