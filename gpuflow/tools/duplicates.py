@@ -144,6 +144,7 @@ def near_pairs(contents: Contents, division: Division, max_bits: int) -> tuple[l
     samples = np.flatnonzero(contents.frequencies.any(axis=(1, 2)) & (division.parts >= 0))
     keys = np.stack([division.parts[samples].astype(np.uint64), contents.hashes[samples, 0]])
     _, first, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    group = group.ravel()  # numpy 2.0 gives it two dimensions
     best = _nearest(contents, division, samples[first], max_bits)[:, group]
     repeats = samples != samples[first][group]
     best[1, repeats] = samples[first][group][repeats]

@@ -285,7 +285,11 @@ QUOTE = "a'); import os; ('"
         (from_function("torch.nn.functional.torch.ctypes.cdll.x"), "the source_fn_stack "),
         (from_function("torch.nnx.functional.torch.ctypes.cdll.x"), "the source_fn_stack "),
         (from_function("#extension:x"), "the source_fn_stack "),
-        (in_model(lambda m: nodes(m)[0].update(name=QUOTE)), f"the name {QUOTE!r}"),
+        pytest.param(
+            in_model(lambda m: nodes(m)[0].update(name=QUOTE)),
+            f"the name {QUOTE!r}",
+            marks=pytest.mark.skipif("name" not in schema.Node.__annotations__, reason="torch 2.9 reads no such name"),
+        ),
         (in_model(lambda m: nodes(m)[0]["inputs"][0].update(name=QUOTE)), f"the name {QUOTE!r}"),
         (in_model(lambda m: call(m).update(forward_arg_names=[QUOTE])), f"the name {QUOTE!r}"),
         (in_model(lambda m: call(m).update(in_spec=tree({"type": "collections.defaultdict"}))), "the structure "),

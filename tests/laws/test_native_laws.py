@@ -58,6 +58,7 @@ from tests.laws.test_output_hashes import picture
 from tests.laws.test_stage_laws import filters, geometry
 from tests.packages.toning.toning import MaskBlue, Tone
 from tests.reference.runner import reference_of
+from tests.reference.warping import opencv_5
 from tests.running import keys_of, program_of
 
 Samples = list[list[NDArray[Any]] | str]
@@ -186,6 +187,7 @@ def check(found: Samples, expected: Samples) -> None:
             assert not apart.any(), f"sample {i}, output {number}: {apart.sum()} of {apart.size} values differ"
 
 
+@opencv_5
 @settings(max_examples=200)
 @given(data=st.data(), channels=st.sampled_from([3, 3, 1]), seed=st.integers(0, 2**32))
 def test_random_programs_give_the_bits_of_the_reference(data: st.DataObject, channels: int, seed: int) -> None:
@@ -216,7 +218,10 @@ PROGRAMS: dict[str, AnyProgram] = {
 IMAGES = [picture(*size, 3) for size in ((97, 131), (64, 23), (9, 9), (13, 127), (37, 61), (41, 50), (300, 19))]
 SMALL = picture(1, 30, 3)
 """Too small for the crops, also when it is resized."""
-every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=list(PROGRAMS))
+every_program = pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, id=name, marks=opencv_5 if name == "warped" else ()) for name, program in PROGRAMS.items()],
+)
 
 
 @every_program
@@ -278,7 +283,9 @@ ON_JPEGS: dict[str, tuple[s.Stage, ...]] = {
 
 
 @pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
-@pytest.mark.parametrize("name", [*ON_JPEGS, "views"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=opencv_5 if name in {"warp", "views"} else ()) for name in [*ON_JPEGS, "views"]]
+)
 def test_jpegs_give_the_bits_of_the_whole_image(name: str, color: Any) -> None:
     """Decoding only the region that a program needs changes no bit."""
     decoder = Decode(color=color)

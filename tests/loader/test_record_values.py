@@ -35,6 +35,7 @@ from tests.faces import (
     make_faces,
     matrix_of,
 )
+from tests.reference.warping import opencv_5
 
 ALIGN = {"matrix": {"field": "align"}}
 POINTS = {**FIELDS, "points": {"type": "keypoints"}}
@@ -124,6 +125,7 @@ def test_the_same_images_on_threads_and_processes_and_ranks_and_after_a_resume(l
         assert epoch_rows(loader) == reference
 
 
+@opencv_5
 def test_a_size_that_an_earlier_stage_decides_keeps_each_samples_map(listing: Path, tmp_path: Path) -> None:
     """Behind a stage whose result's size only it knows, moves are drawn image by image."""
     before = ({"torchvision": {"name": "Pad", "padding": 3}},)

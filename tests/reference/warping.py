@@ -13,14 +13,18 @@ from typing import Any
 
 import cv2
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
 from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
 
-__all__ = ["warped"]
+__all__ = ["opencv_5", "warped"]
 
+opencv_5 = pytest.mark.skipif(
+    int(cv2.__version__.split(".")[0]) < 5, reason="OpenCV 4 rounds places to 1/32 of a pixel"
+)
 Pixels = NDArray[np.uint8]
 Numbers = NDArray[np.floating[Any]]
 TIE = 2.0**-20

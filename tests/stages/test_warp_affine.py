@@ -12,6 +12,7 @@ import torch
 from gpuflow.errors import ConfigError
 from gpuflow.stages import CenterCrop, Decode, WarpAffine
 from tests.images import photo, png
+from tests.reference.warping import opencv_5
 from tests.running import decoded, images, program_of
 from tests.texts import outline
 
@@ -23,11 +24,6 @@ BORDERS = {"edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101, "sym
 def warped(stage: WarpAffine, image: Any, size: tuple[int, int]) -> Any:
     (found,) = images(program_of(Decode(), stage, CenterCrop(size=size)), [png(image)])
     return found.permute(1, 2, 0).numpy().astype(int)
-
-
-opencv_5 = pytest.mark.skipif(
-    int(cv2.__version__.split(".")[0]) < 5, reason="OpenCV 4 rounds places to 1/32 of a pixel"
-)
 
 
 @opencv_5

@@ -243,7 +243,9 @@ def test_losses_and_measures_are_those_of_torch_and_scikit_learn() -> None:
     assert torch.equal(one.sums(logits, mixed, every), one.sums(logits, classes, every))
 
     counts = one.counts(logits, classes, every)
-    recalls = metrics.recall_score(classes, logits.argmax(1), average=None, labels=range(7), zero_division=0)
+    recalls = metrics.recall_score(
+        classes.numpy(), logits.argmax(1).numpy(), average=None, labels=range(7), zero_division=0
+    )
     np.testing.assert_allclose(counts[2] / counts[0], recalls, rtol=1e-6)
 
     bce = Objective(labels="classes", loss="bce", outputs=7)

@@ -15,6 +15,7 @@ from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
 from tests.execute.kernels.references import warp_reference
 from tests.images import photo
+from tests.reference.warping import opencv_5
 from tests.running import warped
 
 BORDERS = get_args(Border)
@@ -106,7 +107,7 @@ def test_points_without_an_image_are_harmless(matrix: Any, lookup: Lookup) -> No
     assert run(photo(20, 30), matrix, (20, 30), lookup).shape == (20, 30, 3)
 
 
-@pytest.mark.skipif(int(cv2.__version__.split(".")[0]) < 5, reason="OpenCV 4 rounds places to 1/32 of a pixel")
+@opencv_5
 @pytest.mark.parametrize("border", ["edge", "reflect", "symmetric"])
 @pytest.mark.parametrize("matrix", [value for name, value in MAPS.items() if name not in ("far outside",)])
 def test_the_result_is_opencvs(matrix: Any, border: str) -> None:
