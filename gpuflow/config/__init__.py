@@ -1,6 +1,7 @@
 """YAML to a checked configuration."""
 
 from gpuflow.config.models import (
+    Activation,
     BatchSpec,
     Config,
     ModelSpec,
@@ -13,6 +14,7 @@ from gpuflow.config.models import (
 from gpuflow.config.reader import AddedStages, check_config, read_config
 
 __all__ = [
+    "Activation",
     "AddedStages",
     "BatchSpec",
     "Config",

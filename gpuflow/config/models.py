@@ -169,6 +169,9 @@ class TensorrtSpec(_Block):
     cache: str | None = None
 
 
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
 class ModelSpec(_Block):
     """The model that is served, and how it runs.
 
@@ -189,6 +192,9 @@ class ModelSpec(_Block):
         classes: the names of the model's outputs, as a list, as a text file with one name on each line, or as a JSON
             file: a list, an object by number such as index_to_name.json, or a config.json with id2label; by default
             those that the file records.
+        activation: what becomes of the model's outputs: `softmax` gives the probability of each class among all,
+            `sigmoid` that of each class alone, as an image may have several; `none` keeps numbers as they are. By
+            default what the file records, or softmax.
         via: what runs a TensorRT engine: gpuflow's own code, or torchpipe's node.
         tensorrt: settings of the engine tensorrt.
 
@@ -208,6 +214,7 @@ class ModelSpec(_Block):
     force: bool = False
     preprocessing: Literal["check", "trust"] = "check"
     classes: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    activation: Activation | None = None
     via: Literal["python", "torchpipe"] = "python"
     tensorrt: TensorrtSpec = TensorrtSpec()
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, assert_never, get_args
 
 import torch
 
-from gpuflow.config import ModelSpec
+from gpuflow.config import Activation, ModelSpec
 from gpuflow.errors import ConfigError, GpuflowError, Problem, reason_of, show
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.threads import DaemonPool, available_threads
@@ -38,13 +38,15 @@ class ModelInfo:
     """Holds the metadata of a model file; None for what the file does not state.
 
     classes: names of the outputs. preprocessing, stages: `Pipeline.fingerprint` and `Pipeline.lines` of the pipeline
-    before the model. folded: the line of a stage that is inside the model, which then takes uint8 images.
+    before the model. folded: the line of a stage that is inside the model, which then takes uint8 images. activation:
+    as `ModelSpec.activation`.
     """
 
     classes: tuple[str, ...] | None = None
     preprocessing: str | None = None
     stages: tuple[str, ...] | None = None
     folded: str | None = None
+    activation: Activation | None = None
 
     def to_json(self) -> str:
         """Return JSON, with the version of gpuflow that writes it."""
@@ -72,9 +74,7 @@ class ModelInfo:
         """
         if not isinstance(fields, Mapping):
             raise ValueError(f"its metadata must be a mapping, got {show(fields)}")
-        values = {
-            key: fields[key] for key in ("classes", "stages", "preprocessing", "folded") if fields.get(key) is not None
-        }
+        values = {key: fields[key] for key in cls.__dataclass_fields__ if fields.get(key) is not None}
         for key, value in values.items():
             is_list = key in ("classes", "stages")
             texts = value if is_list else [value]
@@ -83,6 +83,10 @@ class ModelInfo:
                 raise ValueError(f"{key} in its metadata must be {rule}, got {show(value)}")
             if is_list:
                 values[key] = tuple(map(_readable, texts) if key == "classes" else texts)
+        if values.get("activation", "none") not in get_args(Activation):
+            raise ValueError(
+                f"activation in its metadata must be softmax, sigmoid or none, got {show(values['activation'])}"
+            )
         return cls(**values)
 
 
@@ -277,6 +281,29 @@ def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
     return names
 
 
+def activation_of(model: ModelSpec, info: ModelInfo) -> Activation:
+    """Return `serve.model.activation`, else what the file records, else softmax."""
+    return model.activation or info.activation or "softmax"
+
+
+def activated(logits: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return probabilities [..., K] in place of logits, or the numbers as they are.
+
+    Examples:
+        >>> activated(torch.tensor([0.0, 0.0]), "sigmoid").tolist()
+        [0.5, 0.5]
+    """
+    match activation:
+        case "softmax":
+            return logits.softmax(-1)
+        case "sigmoid":
+            return logits.sigmoid()
+        case "none":
+            return logits
+        case unknown:
+            assert_never(unknown)
+
+
 def class_difference(classes: Sequence[str], wanted: Sequence[str] | None) -> str:
     """Return where class names differ from those that are wanted, and what to do, as the end of an error.
 
@@ -375,7 +402,7 @@ def check_classes(
         raise model_error(path, rule) from error
     if logits.ndim != 2:
         raise model_error(path, f"must give logits [N, classes], gives {logits.ndim} axes: {list(logits.shape)}")
-    if logits.shape[1] == 1:
+    if logits.shape[1] == 1 and (engine.info.activation or "softmax") == "softmax":
         _LOG.warning(
             "%s gives one output for an image, whose probability among all outputs is always 1: take the logits of a "
             "prediction, or export a model with an output for each class",

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self, TypedDict, TypeVar, Unpack, ove
 
 import torch
 
-from gpuflow.config import Config, ModelSpec, ServeSpec
+from gpuflow.config import Activation, Config, ModelSpec, ServeSpec
 from gpuflow.config.resources import serving_processes_of, threads_of
 from gpuflow.engines import (
     Engine,
@@ -25,7 +25,7 @@ from gpuflow.engines import (
     read_checked_info,
     warm_up_all,
 )
-from gpuflow.engines.base import black_images, check_classes, check_logits
+from gpuflow.engines.base import activated, activation_of, black_images, check_classes, check_logits
 from gpuflow.engines.tensorrt import Platform
 from gpuflow.errors import (
     BadSampleError,
@@ -64,13 +64,20 @@ _Submit = Callable[..., Sequence[Future[T]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prediction:
-    """The model's output for one image. logits: float32 [K]. classes: the names of the K outputs, or None."""
+    """The model's output for one image.
+
+    logits: float32 [K]. classes: the names of the K outputs, or None. activation: what makes probabilities of the
+    logits, see `serve.model.activation`.
+    """
 
     logits: torch.Tensor
     classes: tuple[str, ...] | None = None
+    activation: Activation = "softmax"
 
     def top(self, k: int) -> Labels:
-        """Return the k most likely labels by softmax, or all if there are fewer. Without names a label is its index.
+        """Return the k most likely labels, or all if there are fewer. Without names a label is its index.
+
+        With the activation `none` these are all outputs in their order, with their numbers.
 
         Examples:
             >>> prediction = Prediction(logits=torch.tensor([0.0, 2.0]), classes=("cat", "dog"))
@@ -91,7 +98,10 @@ class Prediction:
         if k < 0:
             raise ValueError(f"k must be >= 0, got {k}")
         self.require_finite()
-        values, rows = self.logits.softmax(dim=0).topk(min(k, len(self.logits)))
+        values = activated(self.logits, self.activation)
+        rows = torch.arange(len(values))
+        if self.activation != "none":
+            values, rows = values.topk(min(k, len(values)))
         return tuple(
             (row, self.classes[row] if self.classes else str(row), value)
             for row, value in zip(rows.tolist(), values.tolist(), strict=True)
@@ -105,7 +115,8 @@ class Prediction:
             Traceback (most recent call last):
             gpuflow.errors.PredictorError: the model gave logits that are not finite numbers
         """
-        if not math.isfinite(self.logits.max()):  # of NaN and others, NaN
+        numbers = self.logits if self.activation == "none" else self.logits.max()  # of NaN and others, NaN
+        if not numbers.isfinite().all():
             raise PredictorError(NOT_FINITE)
 
 
@@ -131,7 +142,7 @@ class Predictor:
             runs the model.
         image: the model's input.
         pipeline: the stages before the model, for showing that input as a picture.
-        classes: the names of the model's outputs.
+        classes, activation: of the model's outputs: their names, and what makes probabilities of them.
         timeout_seconds: limit for each answer.
 
     gives_images: whether the graph can return the model's input. has_preset: whether a preset decodes. formats: what
@@ -146,9 +157,10 @@ class Predictor:
         image: ImageSpec,
         pipeline: Pipeline | None = None,
         classes: tuple[str, ...] | None = None,
+        activation: Activation = "softmax",
         timeout_seconds: float = 120.0,
     ) -> None:
-        self.image, self.pipeline = image, pipeline
+        self.image, self.pipeline, self.activation = image, pipeline, activation
         self.classes, self.preprocessing = classes, graph.preprocessing
         first_stage = pipeline.stages[0] if pipeline is not None else None
         self.has_preset = graph.preset is not None
@@ -350,7 +362,7 @@ class Predictor:
             raise PredictorError("torchpipe's TensorrtTensor does not return its input; set serve.model.via=python")
 
     def _prediction(self, logits: torch.Tensor) -> Prediction:
-        return Prediction(logits=logits, classes=self.classes)
+        return Prediction(logits=logits, classes=self.classes, activation=self.activation)
 
     def _each(self, images: Iterable[Image], submit: _Submit[T]) -> list[T]:
         """Return the answers in order. Raise the first error."""
@@ -561,18 +573,19 @@ def open_predictor(
     target = Ranks.from_environment().device(device)
     engines: Sequence[Engine] = ()
     classes: tuple[str, ...] | None = None
-    platform, name = None, ""
+    platform, name, info = None, "", ModelInfo()
     if preprocess_only:
         block = None
     elif model is not None:
         block = (block or NO_MODEL).model_copy(update={"instances": 1, "via": "python"})
         engines = [CallableEngine(model, image=program.result, device=target, batch=block.batch)]
-        classes = class_names(block, ModelInfo())
+        classes = class_names(block, info)
         name = f"model={type(model).__name__}"
         check_classes(engines[0], name, program.result, target, classes)
     else:
         assert block is not None
-        classes = class_names(block, read_checked_info(block, program.pipeline))
+        info = read_checked_info(block, program.pipeline)
+        classes = class_names(block, info)
         if block.via == "torchpipe":
             from gpuflow.engines.tensorrt import platform_of
 
@@ -587,5 +600,6 @@ def open_predictor(
         image=program.result,
         pipeline=program.pipeline,
         classes=classes,
+        activation=activation_of(block or NO_MODEL, info),
         timeout_seconds=config.run.timeout_s,
     )

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from gpuflow.arrays import Floats, Ints
 from gpuflow.config import BatchSpec, PipelineSpec, read_config
 from gpuflow.engines import class_names, open_engine, read_checked_info, warm_up_all
-from gpuflow.engines.base import class_difference, noise_images
+from gpuflow.engines.base import activated, activation_of, class_difference, noise_images
 from gpuflow.engines.pytorch import TorchEngine
 from gpuflow.errors import ConfigError, MissingExtra, Problem, StateError
 from gpuflow.loader.assemble import build_loader, open_split
@@ -45,7 +45,8 @@ class Row:
 
     index: of the sample in the source, or in the part of it that is read. path: the place of the sample.
     label: the number of its class; None if that is not known.
-    top: number and probability of the most likely outputs, the most likely first; empty for a bad sample.
+    top: number and probability of the most likely outputs, the most likely first, or all outputs with their numbers;
+        empty for a bad sample.
     logits, embedding: what the model and the layer gave; empty where that was not asked for.
     stage, reason: the stage that gave a bad sample up, and the rule that it broke; None for others.
     """
@@ -111,7 +112,8 @@ class RowPredictor:
         self.config = config = replace(config, pipelines={**config.pipelines, "serve": spec})
         self.batch, self.ranks = model.batch, Ranks.from_environment()
         self.device = device_of_rank(device, self.ranks)
-        names = class_names(model, read_checked_info(model, program.pipeline))
+        info = read_checked_info(model, program.pipeline)
+        names, self.activation = class_names(model, info), activation_of(model, info)
         self.source = without_records(open_split(config, "serve"))
         self._engine = open_engine(model, image=program.result, device=self.device)
         self._embeddings: torch.Tensor | None = None
@@ -126,12 +128,14 @@ class RowPredictor:
         if embeddings is not None and self._embeddings is None:
             raise ConfigError([Problem("--embeddings:", "must be a layer that runs and gives a tensor", embeddings)])
         self.top_k, self._has_logits = min(top_k, len(self.classes)), logits
+        if self.activation == "none":
+            self.top_k = len(self.classes)
         digest = hashlib.sha256(Path(model.file).read_bytes()).hexdigest()
         self.identity = (
             f"source {fingerprint_of(self.source)} of {len(self.source)} samples\n"
             f"preprocessing {program.pipeline.fingerprint}\n"
             f"model {digest[:16]} in {model.precision} by {model.runtime}, in batches of {self.batch}\n"
-            f"columns for top {self.top_k}, logits: {logits}, embeddings: {embeddings}\n"
+            f"columns for top {self.top_k} by {self.activation}, logits: {logits}, embeddings: {embeddings}\n"
         )
         self._progress, self.done, self.bad = progress, 0, 0
         self._batches, self._bad = list[Ints](), dict[int, Row]()
@@ -190,16 +194,19 @@ class RowPredictor:
 
     def _predicted(self, batch: Batch) -> Iterator[Row]:
         logits, count = self._engine.run(batch.images), len(batch.indices)
-        values, outputs = (found.tolist() for found in logits.softmax(1).topk(self.top_k))
+        values = activated(logits, self.activation)
+        outputs = torch.arange(self.top_k).expand(count, -1)
+        if self.activation != "none":
+            values, outputs = values.topk(self.top_k)
         columns = (
             batch.indices.tolist(),
             batch.labels.tolist() if has_one_class(self.source) else [None] * count,
             logits.tolist() if self._has_logits else [()] * count,
             [()] * count if self._embeddings is None else self._embeddings[:count].flatten(1).tolist(),
         )
-        for index, label, *given, shares, numbers in zip(*columns, values, outputs, strict=True):
+        for index, label, *given, shares, numbers in zip(*columns, values.tolist(), outputs.tolist(), strict=True):
             path = self.source.path(index)
-            if math.isfinite(shares[0]):
+            if all(map(math.isfinite, shares)):
                 yield Row(index, path, label, tuple(zip(numbers, shares, strict=True)), *given)
             else:
                 yield Row(index, path, stage="model", reason=NOT_FINITE)
@@ -207,10 +214,15 @@ class RowPredictor:
     def table(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         """Return rows as columns: index, path, class and probability (class_2, ... of the less likely), stage, reason.
 
+        With the activation `none` a column for each output, by its name or `output_0`, has its number in their place.
         `logits` and `embedding` are among them if they were asked for. A bad sample has None in place of a prediction.
         """
         table: dict[str, list[Any]] = {"index": [row.index for row in rows], "path": [row.path for row in rows]}
-        for k in range(self.top_k):
+        if self.activation == "none":
+            for k, name in enumerate(self.classes):
+                name = name if self.has_names else f"output_{k}"
+                table[name] = [row.top[k][1] if row.top else None for row in rows]
+        for k in range(self.top_k if self.activation != "none" else 0):
             end = f"_{k + 1}" if k else ""
             table[f"class{end}"] = [self.classes[row.top[k][0]] if row.top else None for row in rows]
             table[f"probability{end}"] = [row.top[k][1] if row.top else None for row in rows]
@@ -306,7 +318,8 @@ def write_table(path: Path, table: Mapping[str, Sequence[Any]]) -> None:
 
     types = {"index": pa.int64(), **dict.fromkeys(("logits", "embedding"), pa.list_(pa.float32()))}
     for name in table.keys() - types:
-        types[name] = pa.float32() if name.startswith("probability") else pa.string()
+        is_number = any(isinstance(cell, float) for cell in table[name])
+        types[name] = pa.float32() if is_number or name.startswith("probability") else pa.string()
     columns = {name: pa.array(map(_as_text, table[name]), types[name]) for name in table}
     with atomic_write(path) as file:
         parquet.write_table(pa.table(columns), file)
@@ -440,8 +453,8 @@ def _require_classes(predictor: RowPredictor) -> None:
     """Raise ConfigError unless each sample has one or several of the model's classes."""
     source, count = predictor.source, len(predictor.classes)
     rule = ""
-    if not has_one_class(source) and source.labels.dtype != np.uint8:
-        rule = "must have one or several classes for each sample, to compare predictions with"
+    if predictor.activation == "none" or (not has_one_class(source) and source.labels.dtype != np.uint8):
+        rule = "must have one or several classes for each sample, and a model of classes, to compare predictions with"
     elif difference := class_difference(source.classes, predictor.classes if predictor.has_names else ()):
         rule = f"must have the model's classes, {difference}"
     elif (most := source.labels.shape[1] - 1 if source.labels.ndim > 1 else source.labels.max()) >= count:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gpuflow.config import Activation
 from gpuflow.engines.base import class_difference
 from gpuflow.engines.model_library import is_model, known_models, shapes_of
 from gpuflow.engines.pytorch import CHECKPOINT_VERSION, read_checkpoint
@@ -50,6 +51,7 @@ def save_checkpoint(
     val: TrainedOn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     outputs: int | None = None,
+    activation: Activation | None = None,
     **more: Any,
 ) -> None:
     """Write a checkpoint of a training loop, which `gpuflow serve` and `gpuflow export` take as they take their own.
@@ -65,6 +67,8 @@ def save_checkpoint(
         val: that it is validated on, whose preprocessing is the one to serve with; by default that of `loader`.
         optimizer: whose state to save.
         outputs: how many numbers the model predicts, in place of classes; the file then names no classes.
+        activation: of `serve.model`: `sigmoid` for a model of several classes an image; by default `softmax`, or `none`
+            with `outputs`.
         more: further values, such as the step: numbers, strings, tensors, and lists and dictionaries of them. Under
             `ema`, other weights of the model, such as a moving average, which are then served.
 
@@ -95,6 +99,7 @@ def save_checkpoint(
         "arch": arch,
         "classes": list(loader.classes) if outputs is None else [],
         "outputs": count,
+        "activation": activation or ("none" if outputs else "softmax"),
         "model": weights,
         "optimizer": None if optimizer is None else optimizer.state_dict(),
         "loader": loader.state_dict(),

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from gpuflow.arrays import Array
-from gpuflow.config import Config
+from gpuflow.config import Activation, Config
 from gpuflow.errors import UNSET, ConfigError, Problem
 from gpuflow.sources import Source, has_labels, has_one_class
 
@@ -47,6 +47,11 @@ class Objective:
         if self.labels == "class":
             return ("accuracy", "top5") if self.outputs > _TOP else ("accuracy",)
         return ("f1",) if self.labels == "classes" else ("mae",)
+
+    @property
+    def activation(self) -> Activation:
+        """Return what becomes of the outputs of a model that is served."""
+        return {"class": "softmax", "classes": "sigmoid", "numbers": "none"}[self.labels]  # type: ignore[return-value]
 
     @property
     def sums_per_batch(self) -> int:

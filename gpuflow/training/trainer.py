@@ -466,6 +466,7 @@ class Trainer:
                 val=self.val_loader,
                 optimizer=self._optimizer,
                 outputs=self._objective.outputs if self._objective.labels == "numbers" else None,
+                activation=self._objective.activation,
                 step=self.step,
                 epoch_sums=self._epoch_sums,
                 optimizer_name=self._spec.optimizer,

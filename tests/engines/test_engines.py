@@ -186,6 +186,7 @@ def test_files_state_their_preprocessing(models: Models, file: str) -> None:
         preprocessing=before.fingerprint,
         stages=before.lines,
         folded=pipeline.lines[-1] if folded else None,
+        activation="softmax",
     )
     assert engine(file_of(models, file), UINT8 if folded else FLOAT).info == info
     assert read_info(str(file_of(models, file))) == info

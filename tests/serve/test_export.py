@@ -82,6 +82,7 @@ def test_the_files_contain_their_metadata(models: Models) -> None:
         "preprocessing": pipeline.fingerprint,
         "stages": list(pipeline.lines),
         "folded": None,
+        "activation": "softmax",
     }
     properties = {entry.key: entry.value for entry in onnx.load(models.onnx).metadata_props}
     assert json.loads(properties["gpuflow"]) == expected

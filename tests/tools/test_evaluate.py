@@ -173,7 +173,5 @@ def test_the_page_shows_what_is_printed(config: Path, tmp_path: Path) -> None:
     assert f"```text\n{found}\n```" in page
     with closing(RowPredictor(config, device="cpu", top_k=2)) as predictor:
         assert f"\n{','.join(predictor.table([]))}\n" in page
-        assert (
-            f"columns for top 5, logits: False, embeddings: None in place of {predictor.identity.splitlines()[-1]}"
-            in page
-        )
+        last = predictor.identity.splitlines()[-1]
+        assert f"columns for top 5 by softmax, logits: False, embeddings: None in place of {last}" in page

@@ -187,6 +187,31 @@ def test_no_names_and_more_classes_than_the_model_has(config: Path, tmp_path: Pa
     assert math.isclose(sum(float(rows[0][name]) for name in rows[0] if name.startswith("prob")), 1, abs_tol=1e-5)
 
 
+def test_several_classes_have_a_probability_each(config: Path) -> None:
+    for row in rows_of(config, "serve.model.activation=sigmoid", logits=True):
+        if row.logits:
+            expected = torch.tensor(row.logits).sigmoid()
+            assert [output for output, _ in row.top] == expected.argsort(descending=True)[: len(row.top)].tolist()
+            assert [value for _, value in row.top] == [float(expected[output]) for output, _ in row.top]
+
+
+@pytest.mark.parametrize("form", ["csv", pytest.param("parquet", marks=with_pyarrow)])
+def test_numbers_have_a_column_each(form: str, config: Path, tmp_path: Path) -> None:
+    write(config, tmp_path, "serve.model.activation=none", form=form, top_k=2, part_rows=20)
+    (file,) = tmp_path.glob("part-*")
+    if form == "csv":
+        rows = csv.DictReader(file.read_text().splitlines())
+        found: list[dict[str, Any]] = [{name: cell or None for name, cell in row.items()} for row in rows]
+    else:
+        from pyarrow import parquet
+
+        found = parquet.read_table(file).to_pylist()
+    assert list(found[0]) == ["index", "path", *CLASSES, "stage", "reason"]
+    for row, cells in zip(rows_of(config, logits=True), found, strict=True):
+        numbers = [float(cells[name]) for name in CLASSES if cells[name] is not None]
+        assert numbers == list(row.logits)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -340,6 +340,7 @@ def test_every_kind_of_label_is_trained_and_served(
     )
     assert engine.run(torch.zeros(1, 3, 32, 32)).shape == (1, outputs)
     assert engine.info.classes == (trainer.train_loader.classes or None)
+    assert engine.info.activation == {"class": "softmax", "classes": "sigmoid"}.get(kind, "none")
     engine.close()
 
 

@@ -426,11 +426,8 @@ class Service:
             ranked = answer.ranked(top_k)
         except PredictorError:
             return _FAILED
-        return {
-            "predictions": [
-                {"label": label, "index": index, "probability": probability} for index, label, probability in ranked
-            ]
-        }
+        name = "value" if answer.activation == "none" else "probability"
+        return {"predictions": [{"label": label, "index": index, name: value} for index, label, value in ranked]}
 
     def _bad_image(self, error: BadSampleError) -> dict[str, Any]:
         self.metrics.error("bad_image")

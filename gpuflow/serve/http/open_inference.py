@@ -21,6 +21,7 @@ from pydantic import Base64Bytes, BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gpuflow.engines.base import activated
 from gpuflow.errors import dotted
 from gpuflow.serve.http.body import read_images, too_many
 from gpuflow.serve.http.limits import Refused, RequestLimits, Reservation
@@ -31,7 +32,7 @@ _MOST_PARTS = 10_000
 # Functions from a Prediction to each output: float32 [K], or the name of the most likely class [1].
 _OUTPUTS: dict[Any, Any] = {
     "logits": lambda prediction: prediction.logits,
-    "probabilities": lambda prediction: prediction.logits.softmax(dim=0),
+    "probabilities": lambda prediction: activated(prediction.logits, prediction.activation),
     "labels": lambda prediction: np.array([prediction.top(1)[0][0]], object),
 }
 

@@ -106,6 +106,22 @@ def test_a_preset_decodes_no_file_of_an_unknown_size_or_above_the_limit(tmp_path
             assert error(live.ask(data))[:2] == (422, "bad_image")
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "none"])
+def test_models_of_several_classes_and_of_numbers(activation: Any, tmp_path: Path) -> None:
+    serve = {"stages": ["decode", {"resize": {"height": 20, "width": 30}}]}
+    config = write_config(tmp_path / "x.yaml", "photos", serve=serve)
+    with gpuflow.serve.load(config, model=mean_color) as predictor, served(predictor) as live:
+        predictor.activation = activation
+        logits = predictor(PHOTO)
+        found = live.ask(PHOTO, "/predict?top_k=2").json()["predictions"]
+    if activation == "none":
+        assert [(entry["index"], entry["value"]) for entry in found] == list(enumerate(logits.tolist()))
+    else:
+        values, indices = logits.sigmoid().topk(2)
+        expected = list(zip(indices.tolist(), values.tolist(), strict=True))
+        assert [(entry["index"], entry["probability"]) for entry in found] == expected
+
+
 def test_the_number_of_labels(live: Live) -> None:
     assert len(live.ask(PHOTO, "/predict?top_k=2").json()["predictions"]) == 2
     assert len(live.ask(PHOTO, "/predict?top_k=1000").json()["predictions"]) == 3
