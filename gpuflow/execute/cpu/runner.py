@@ -431,7 +431,7 @@ def call_opaque(step: OpaqueStep, image: Array, seed: int) -> Array:
 
     Raises BadSampleError if the result would be larger than an image may be, and for a ValueError or a RuntimeError of
     the stage, by which torch's functions refuse an image, such as one that is too small. Other exceptions, which are
-    faults of the stage or of the environment, are raised as they are.
+    faults of the stage or of the environment, are raised as they are. Raises LoaderError as `require_declared`.
     """
     tensor = as_batch(image[None], step.before)[0]
     try:
@@ -443,8 +443,27 @@ def call_opaque(step: OpaqueStep, image: Array, seed: int) -> Array:
         if (fault := bad_by_stage(step, error)) is None or fault is error:
             raise
         raise fault from fault.__cause__
+    require_declared(step, result)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
+
+
+def require_declared(step: OpaqueStep, result: Any, *count: int) -> None:
+    """Raise LoaderError unless an opaque stage returned an image of its output's spec, or a batch of `count` images.
+
+    Nothing else compares them: what reads the images takes their size and type from the spec.
+    """
+    height, width, channels = step.after.shape
+    sides, dtype = (*count, channels, height, width), getattr(torch, step.after.dtype)
+    found: Any = result if isinstance(result, torch.Tensor) else torch.empty(0, dtype=torch.bool)
+    equal = len(found.shape) == len(sides) and all(b in (None, a) for a, b in zip(found.shape, sides, strict=True))
+    if not equal or found.dtype != dtype:
+        wanted = [name if side is None else side for side, name in zip(sides[-3:], "CHW", strict=True)]
+        rule = f"must return {step.after.dtype} [{', '.join(map(str, wanted))}], as its output says"
+        kind = str(found.dtype).removeprefix("torch.")
+        got = f"{kind} {[*found.shape[-3:]]}" if found is result else type(result).__name__
+        name = f"{step.stage.stage_name}: {type(step.stage).__name__}.apply"
+        raise LoaderError(f"{name} {rule}, got {got}; return that, or override output")
 
 
 def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:

@@ -13,7 +13,7 @@ import torch
 
 from gpuflow.arrays import Array, Floats, Ints
 from gpuflow.errors import BadSampleError, LoaderError, reason_of
-from gpuflow.execute.cpu.runner import bad_by_stage
+from gpuflow.execute.cpu.runner import bad_by_stage, require_declared
 from gpuflow.execute.gpu.chunk_scan import ROW_BYTES, pixel_steps
 from gpuflow.execute.gpu.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.gpu.passes import Pass, draw_passes
@@ -266,6 +266,7 @@ class DevicePasses:
                     middle = (part.start + part.stop) // 2
                     parts += [slice(middle, part.stop), slice(part.start, middle)]
             else:
+                require_declared(step, result, part.stop - part.start)
                 target.index_copy_(0, places[part], result.to(target.device))
         return refused
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
@@ -286,3 +287,42 @@ def test_a_stop_flag_ends_the_work_on_a_huge_image(progressive: bool, stages: tu
         stopper.join(60)
     assert runner.run(payload, keys, slots) == [None]
     runner.clear()
+
+
+# --- stages that return something else than they say ------------------------------------------------------------------
+
+WRONG: dict[str, Any] = {
+    "uint8 [3, 8, 5]": lambda image: image.repeat(1, 2, 1),
+    "uint8 [3, 3, 5]": lambda image: image[:, :-1],
+    "uint8 [1, 4, 5]": lambda image: image[:1],
+    "uint8 [4, 5]": lambda image: image[0],
+    "float32 [3, 4, 5]": lambda image: image.float(),
+    "ndarray": lambda image: image.numpy(),
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Wrong(s.Opaque):
+    """Returns what `output` does not say."""
+
+    stage_name: ClassVar[str] = "wrong"
+    kind: str
+
+    def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        return WRONG[self.kind](image)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("last", [[], [Normalize()]], ids=["last", "in between"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_another_result_than_declared_ends_the_run(kind: str, last: list[s.Stage]) -> None:
+    program = program_of(Decode(), Resize(height=4, width=5), Wrong(kind=kind), *last)
+    with pytest.raises(LoaderError) as caught:
+        run(program, [png(photo(9, 9))])
+    rule = "wrong: Wrong.apply must return uint8 [3, 4, 5], as its output says"
+    assert str(caught.value) == f"{rule}, got {kind}; return that, or override output"
+
+
+def test_a_result_of_any_size_has_the_channels_that_are_declared() -> None:
+    program = program_of(Decode(), Wrong(kind="uint8 [1, 4, 5]"), Resize(height=4, width=5))
+    with pytest.raises(LoaderError, match=r"must return uint8 \[3, H, W\], as its output says, got uint8 \[1, 9, 9\]"):
+        run(program, [png(photo(9, 9))])
