@@ -946,7 +946,8 @@ def export(
     ] = None,
     device: Annotated[str, typer.Option(help="Where the graph of --toml runs the model: cpu or cuda.")] = "cpu",
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="CKPT", help="What to export; by default <train.out>/last.pt.")
+        Path | None,
+        typer.Option(metavar="CKPT", help="By default serve.model.file if it is a .pt, else <train.out>/last.pt."),
     ] = None,
     fold_normalize: Annotated[
         bool, typer.Option("--fold-normalize", help="Put normalize into the model, which then takes uint8 pixels.")
@@ -984,7 +985,7 @@ def export(
         _print(str(line))
     height, width, channels = done.image.shape
     takes = f"{done.image.dtype} [N, {channels}, {height}, {width}]"
-    _print(f"wrote {done.path}: takes {takes}, preprocessing {done.info.preprocessing}")
+    _print(f"wrote {done.path} from {done.checkpoint}: takes {takes}, preprocessing {done.info.preprocessing}")
     if done.weights is not None:
         _print(f"wrote {done.weights}: its weights; keep both files in one folder, under these names")
     if done.info.folded is not None:

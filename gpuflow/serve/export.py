@@ -76,10 +76,14 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A model file that passed its checks. weights: the file in the same directory that holds the model's weights; None
-    if the model file does. image: the model's input."""
+    """A model file that passed its checks.
+
+    checkpoint: what it was made of. weights: the file in the same directory that holds the model's weights; None if the
+    model file does. image: the model's input.
+    """
 
     path: Path
+    checkpoint: str
     weights: Path | None
     info: ModelInfo
     image: ImageSpec
@@ -99,7 +103,7 @@ def export_model(
 
     Args:
         out: `.onnx` for ONNX, `.pt2` for torch.export. A symbolic link stays, and the file that it leads to is written.
-        checkpoint: `<train.out>/last.pt` by default.
+        checkpoint: by default `serve.model.file` where that is a checkpoint (.pt), else `<train.out>/last.pt`.
         fold_normalize: put the pipeline's last stage into the model, which then takes uint8 pixels [N, C, H, W].
         opset: of ONNX; torch's default otherwise.
         data: a directory of images to check on, instead of the source.
@@ -111,7 +115,8 @@ def export_model(
     """
     if opset is not None and not _OPSETS[0] <= opset <= _OPSETS[1]:
         raise ConfigError([Problem("--opset", f"must be within {_OPSETS[0]} and {_OPSETS[1]}, got {opset}")])
-    path = str(checkpoint or Path(config.train.out) / "last.pt")
+    served = config.serve.model.file if config.serve is not None and config.serve.model is not None else ""
+    path = str(checkpoint or (served if served.endswith(".pt") else Path(config.train.out) / "last.pt"))
     if not Path(path).is_file():
         rule = "no such checkpoint; run gpuflow train first, or name one with --checkpoint"
         raise ConfigError([Problem(f"{path}:", rule)])
@@ -142,7 +147,12 @@ def export_model(
             if not check.difference <= check.allowed:  # also true for NaN
                 raise GpuflowError(f"{out}: is not what {path} computes, so it is not written: {check}")
     return Exported(
-        path=out, weights=weights if weights.exists() else None, info=info, image=program.result, checks=checks
+        path=out,
+        checkpoint=path,
+        weights=weights if weights.exists() else None,
+        info=info,
+        image=program.result,
+        checks=checks,
     )
 
 

@@ -58,7 +58,10 @@ def test_the_command_reports_its_checks(models: Models, gpuflow_export: Run, tmp
     assert random.startswith("5 random images: logits differ by at most ") and random.endswith("top-1 agrees on 5")
     assert real.startswith("12 real images: logits differ by at most ") and real.endswith("top-1 agrees on 12")
     pipeline = Pipeline("serve", models.read().programs["serve"].pipeline.stages[:-1])
-    assert wrote == f"wrote {out}: takes uint8 [N, 3, 32, 32], preprocessing {pipeline.fingerprint}"
+    assert (
+        wrote
+        == f"wrote {out} from {models.checkpoint}: takes uint8 [N, 3, 32, 32], preprocessing {pipeline.fingerprint}"
+    )
     assert folded == (
         "normalize(mean='imagenet', std='imagenet', dtype='float32', layout='nchw') is inside: "
         "serve it with stages that end before it"
@@ -384,10 +387,17 @@ def test_exactly_one_output(arguments: tuple[str, ...], text: str, models: Model
 
 
 def test_a_missing_checkpoint(models: Models, tmp_path: Path) -> None:
-    config = models.read(f"train.out={tmp_path}/none")
-    assert fault(lambda: export_model(config, tmp_path / "m.pt2")) == (
-        f"{tmp_path}/none/last.pt: no such checkpoint; run gpuflow train first, or name one with --checkpoint"
-    )
+    """By default that of serve.model.file; if there is none, the last one of the training."""
+    out = f"train.out={tmp_path}/none"
+    for name, override in (
+        ("best.pt", f"serve.model.file={tmp_path}/none/best.pt"),
+        ("last.pt", "serve.model.file=m.onnx"),
+        ("last.pt", "serve.model=null"),
+    ):
+        config = models.read(out, override)
+        assert fault(lambda config=config: export_model(config, tmp_path / "m.pt2")) == (  # type: ignore[misc]
+            f"{tmp_path}/none/{name}: no such checkpoint; run gpuflow train first, or name one with --checkpoint"
+        )
 
 
 def test_opsets_that_torch_writes(models: Models, tmp_path: Path, gpuflow_export: Run) -> None:
