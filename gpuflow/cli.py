@@ -434,10 +434,11 @@ def check(
     found = _leaks_of(config, max_requests, notes) if leaks else []
     lines += [_labelled("leak", leak) for leak in found]
     lines += [_labelled("note", note) for note in notes]
-    lines += [f"samples with the bytes of one in an earlier part: {len(found):,}"] if leaks else []
+    action = "; remove these files, or divide with group: content" * bool(found)
+    lines += [f"samples with the bytes of one in an earlier part: {len(found):,}{action}"] if leaks else []
     values = {"leaks": found} if leaks else {}
-    valid = _labelled("valid", str(path))
-    _show(ctx, *lines, valid, file=str(path), pipelines=pipelines, parts=parts, notes=notes, **values)
+    lines += [] if found else [_labelled("valid", str(path))]
+    _show(ctx, *lines, file=str(path), pipelines=pipelines, parts=parts, notes=notes, **values)
     _fail_if(found)
 
 
@@ -448,7 +449,10 @@ def _leaks_of(config: Config, max_requests: int, notes: list[str]) -> list[str]:
 
     with divided(config) as (source, division), _task("samples") as update:
         found = find_leaks(source, division, max_requests=max_requests, progress=update)
-        lines = [f"{division.describe(pair.index)} {pair.describe(source, division)}" for pair in found.pairs]
+        lines = [
+            f"{division.describe(pair.index)}, {source.path(pair.index)}, {pair.describe(source, division)}"
+            for pair in found.pairs
+        ]
     if found.unread:
         notes.append(f"samples that cannot be read, which gpuflow scan names: {found.unread:,}")
     if found.skipped:

@@ -175,9 +175,9 @@ class Division:
 
         Examples:
             >>> Division(("train", "val"), np.array([0, 1, 0])).describe(1), Division(("",), np.array([0])).describe(0)
-            ('sample 1 of val', 'sample 0')
+            ('sample 1 (val)', 'sample 0')
         """
-        return f"sample {index} of {self.names[self.parts[index]]}".removesuffix(" of ")
+        return f"sample {index} ({self.names[self.parts[index]]})".removesuffix(" ()")
 
     def lacking(self, source: Source) -> dict[str, list[str]]:
         """Return the classes of a source of which a part has no sample, by the name of the part."""
