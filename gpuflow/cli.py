@@ -188,9 +188,12 @@ def main() -> None:
     app()
 
 
+_HOW_TO_GO_ON = "gpuflow.how_to_go_on"
+
+
 def _interrupted(ctx: Any) -> typer.Exit:
-    """Return how a command ends after a Ctrl-C."""
-    _print_err("interrupted")
+    """Say how to go on after a Ctrl-C, where the command put that into `ctx.meta`, and return how it ends."""
+    _print_err("interrupted" + ctx.meta.get(_HOW_TO_GO_ON, str)())
     return _ended(ctx, ExitCode.INTERRUPTED)
 
 
@@ -702,6 +705,10 @@ def train(
     )
     first, start = ranks.rank == 0, trainer.step
     if first:
+        kept = trainer.checkpoint
+        ctx.meta[_HOW_TO_GO_ON] = lambda: (
+            f"; --resume goes on from {kept}" if kept.exists() else "; nothing was saved yet"
+        )
         if note := _order_note(config):
             _say("note", note)
         _print_err("\n".join(trainer.header))
@@ -1159,6 +1166,7 @@ def serve(
 
 @_command(_SERVE, "gpuflow predict configs/demo.yaml --out predictions", cls=_OnCommand)
 def predict(
+    ctx: typer.Context,
     path: ConfigFile,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder for part-00000.parquet and so on.")],
     overrides: Overrides = None,
@@ -1210,6 +1218,7 @@ def predict(
         "logits": logits,
         "embeddings": embeddings,
     }
+    ctx.meta[_HOW_TO_GO_ON] = lambda: "; the same command goes on"
     with _row_predictor(path, overrides, **options) as predictor:
         if on is None:
             write_predictions(predictor, out, form=form, part_rows=part_rows)

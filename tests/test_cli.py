@@ -649,7 +649,7 @@ def test_ctrl_c_in_training_exits_130(config: Path, interpreter: Interpreter) ->
         process.wait()
     assert process.returncode == 130
     assert "Traceback" not in process.stderr
-    assert process.stderr.endswith("interrupted\n")
+    assert process.stderr.endswith(f"interrupted; --resume goes on from {config.parent}/run/last.pt\n")
 
 
 FINALIZER = """
