@@ -225,7 +225,8 @@ def _order(config: Config, name: str) -> str:
         if (balance := spec.weights.balance) is None:
             return f"drawn by weights {way}"
         each = "class" if balance == "class" else f"value of {balance.column}"
-        return f"each {each} drawn equally often, {way}"
+        often = "equally often" if spec.weights.replacement else "equally often until its samples are used up"
+        return f"each {each} drawn {often}, {way}"
     return "shuffled"
 
 

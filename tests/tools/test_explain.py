@@ -185,6 +185,9 @@ def test_counts_classes_and_how_often_an_epoch_draws_them(config: Path, tmp_path
     assert plain.count("  classes        class_0: 3, class_1: 4, class_2: 5\n") == 2 and "  drawn " not in plain
     balanced = "source.weights={balance: class, samples: 600}"
     by_site = f"source={{listing: {tmp_path}/list.csv, weights: {{balance: {{column: site}}, samples: 600}}}}"
+    once = "source.weights={balance: class, replacement: false, samples: 6}"
+    until = "each class drawn equally often until its samples are used up, without replacement, seed 0\n"
+    assert until in explained(config, once)
     for override, groups, order in (
         (balanced, None, "each class drawn equally often, with replacement"),
         (by_site, sites, "each value of site drawn equally often, with replacement"),
