@@ -452,12 +452,17 @@ def evaluate(predictor: RowPredictor, group: Group) -> Evaluation:
 def _require_classes(predictor: RowPredictor) -> None:
     """Raise ConfigError unless each sample has one or several of the model's classes."""
     source, count = predictor.source, len(predictor.classes)
-    rule = ""
-    if predictor.activation == "none" or (not has_one_class(source) and source.labels.dtype != np.uint8):
-        rule = "must have one or several classes for each sample, and a model of classes, to compare predictions with"
+    rule = action = ""
+    if not has_one_class(source) and source.labels.dtype != np.uint8:
+        held, action = "no labels", "add classes"
+        if source.labels.dtype.kind == "f":
+            held, action = "numbers", "see val_mae in the metrics.csv of gpuflow train"
+        rule = f"must have one or several classes for each sample, to compare predictions with, got {held}"
+    elif predictor.activation == "none":
+        rule, action = "must have numbers, as the model does", "set serve.model.activation"
     elif difference := class_difference(source.classes, predictor.classes if predictor.has_names else ()):
         rule = f"must have the model's classes, {difference}"
     elif (most := source.labels.shape[1] - 1 if source.labels.ndim > 1 else source.labels.max()) >= count:
         rule = f"must have labels below {count}, the number of the model's outputs, got {most}"
     if rule:
-        raise ConfigError([Problem(f"{predictor.config.path}: source", rule)])
+        raise ConfigError([Problem(f"{predictor.config.path}: source", rule, action=action)])

@@ -155,7 +155,12 @@ def test_labels_that_are_not_those_of_the_model(config: Path, tmp_path: Path) ->
         with pytest.raises(ConfigError, match=text):
             evaluated(path)
 
-    refused("must have one or several classes for each sample", folder=str(photos), fields={"image": {}})
+    numbers = tmp_path / "numbers.csv"
+    numbers.write_text(f"path,age\n{photos}/class_0/000.jpg,3.5\n")
+    text = "must have one or several classes for each sample, to compare predictions with, got "
+    refused(f"{text}no labels; add classes", folder=str(photos), fields={"image": {}})
+    label = {"kind": "number", "column": "age"}
+    refused(f"{text}numbers; see val_mae", listing=str(numbers), fields={"image": {"column": "path"}, "label": label})
     (tmp_path / "a.csv").write_text(f"path,label\n{photos}/class_0/000.jpg,cat\n")
     refused(r"must have the model's classes, .*'cat'", listing=str(tmp_path / "a.csv"))
     (tmp_path / "a.csv").write_text(f"path,label\n{photos}/class_0/000.jpg,7\n")
