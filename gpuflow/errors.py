@@ -421,13 +421,16 @@ def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant:
     Examples:
         >>> suggest("resise", ["resize", "rotate"]), suggest("x", ["resize", "rotate"])
         ("did you mean 'resize'?", 'known: resize, rotate')
+        >>> suggest("prat", ["part", "path"])
+        "did you mean 'part'?"
     """
     if meant:
         return f"did you mean {meant!r}?"
     names = sorted(known)
-    close = difflib.get_close_matches(str(word)[:4096], names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    text = str(word)[:4096]
+    if close := difflib.get_close_matches(text, names, cutoff=0.6):
+        same_letters = [name for name in close if sorted(name) == sorted(text)]  # of equal ratio where two are swapped
+        return f"did you mean {(same_letters or close)[0]!r}?"
     return f"known: {', '.join(names)}" if else_all else ""
 
 
