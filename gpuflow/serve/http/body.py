@@ -85,7 +85,9 @@ async def read_images(request: Request, limits: RequestLimits, reservation: Rese
             reason = "the body arrived too slowly while the service is busy or shuts down; send it again later"
         raise Refused(408, "slow_body", reason, {"Connection": "close"}) from None
     if kind == _URL_ENCODED and body[:12].isascii() and body[:12].decode("ascii").isprintable() and body:
-        raise _unsupported(f"got fields of a {kind!r} form; with curl use --data-binary @FILE or -F image=@FILE")
+        raise _unsupported(
+            f"got a text as {kind!r}, curl's default; send an image: --data-binary @FILE or -F image=@FILE"
+        )
     return [body], False
 
 

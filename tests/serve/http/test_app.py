@@ -281,7 +281,7 @@ def test_an_image_that_curl_sends_without_naming_its_type(live: Live) -> None:
     assert live.ask(PHOTO, Content_Type=CURL).json() == live.ask(PHOTO).json()
     assert live.ask(b"", Content_Type=CURL).status_code == 422
     answer = live.ask(b"url=http://x/y.jpg", Content_Type=CURL)
-    advice = f"got fields of a '{CURL}' form; with curl use --data-binary @FILE or -F image=@FILE"
+    advice = f"got a text as '{CURL}', curl's default; send an image: --data-binary @FILE or -F image=@FILE"
     assert error(answer) == (415, "unsupported_type", f"Content-Type must be one of {TYPES}, {advice}")
 
 
