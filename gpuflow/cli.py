@@ -272,11 +272,12 @@ def _order_note(config: Config) -> str:
     return "pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true"
 
 
-def _check_output(option: str, path: Path, *, folder: bool = False) -> None:
+def _check_output(option: str, path: Path, *, folder: bool = False, new: bool = False) -> None:
     """Check that a file, or files in a folder, can be written, before the work whose results they hold.
 
     Raises:
-        ConfigError: what stands there is a directory, a device or a pipe, or none can be made or written to.
+        ConfigError: what stands there is a directory, a device or a pipe, or none can be made or written to. With
+            `new` also that there is a file.
     """
     from gpuflow.runtime.files import replaced_file
 
@@ -289,6 +290,8 @@ def _check_output(option: str, path: Path, *, folder: bool = False) -> None:
         rule = "must be a directory" if place == path else f"must be in a directory, and {place} is none"
     elif not os.access(place, os.W_OK | os.X_OK):
         rule = f"must be in a directory that can be written to, and {place} cannot"
+    elif new and path.exists():
+        rule = "exists and is not overwritten; remove it, or name another"
     else:
         return
     raise ConfigError([Problem(f"{option}:", f"{path} {rule}")])
@@ -474,7 +477,7 @@ def import_(
             "two, if one is random (train) and one is not (val).",
         ),
     ],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the file here, not to stdout.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a new file here, not to stdout.")] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="Write what can be carried over, with the nearest stage for the rest.")
     ] = False,
@@ -493,7 +496,7 @@ def import_(
     from gpuflow.vocabulary import stage_table
 
     if out is not None:
-        _check_output("--out", out)
+        _check_output("--out", out, new=True)
     found = read_sources(sources, stage_table(), partial=partial)
     for problem in found.problems:
         _say("not carried over", str(problem))
@@ -545,9 +548,7 @@ def split(
 
     config = _read(path, overrides)
     if out is not None:
-        _check_output("--out", out)
-        if out.exists():
-            raise ConfigError([Problem("--out:", f"{out} exists and is not overwritten; remove it, or name another")])
+        _check_output("--out", out, new=True)
     with divided(config) as (source, division):
         _print(str(division))
         if out is not None:

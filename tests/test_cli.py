@@ -771,23 +771,28 @@ def test_an_output_that_is_a_directory_or_needs_one(gpuflow: Run, config: Path) 
     assert done.err == f"error: --out: {config} must be a directory\n"
 
 
-def test_an_output_does_not_replace_a_pipe_or_a_link(gpuflow: Run, tmp_path: Path) -> None:
-    pipe, link, file = (tmp_path / name for name in ("pipe", "link", "x.yaml"))
+def test_an_output_does_not_replace_a_pipe_or_a_link(gpuflow: Run, config: Path, tmp_path: Path) -> None:
+    pipe, link, file = (tmp_path / name for name in ("pipe", "link", "old"))
     os.mkfifo(pipe)
     done = gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", pipe)
     assert (done.code, done.err) == (1, f"error: --out: {pipe} must be a file, and is a device or a pipe\n")
     assert pipe.is_fifo()
     file.write_text("old")
     link.symlink_to(file)
-    assert gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", link).code == 0
+    assert gpuflow("show", config, "--out", link).code == 0
     assert link.is_symlink()
-    assert file.read_text().startswith("# Imported by gpuflow")
+    assert file.read_text() != "old"
     elsewhere = tmp_path / "not" / "made" / "yet.yaml"
     link.unlink()
     link.symlink_to(elsewhere)
     assert gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", link).code == 0
     assert link.is_symlink()
-    assert elsewhere.read_text() == file.read_text()
+    assert elsewhere.read_text().startswith("# Imported by gpuflow")
+    elsewhere.write_text("edited")
+    done = gpuflow("import", "torchvision:ResNet18_Weights.DEFAULT", "--out", link)
+    rule = "exists and is not overwritten; remove it, or name another"
+    assert (done.code, done.out, done.err) == (1, "", f"error: --out: {link} {rule}\n")
+    assert elsewhere.read_text() == "edited"
 
 
 def test_export_makes_the_folder_of_its_output(gpuflow: Run, config: Path) -> None:
