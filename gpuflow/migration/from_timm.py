@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,6 +150,7 @@ def read_timm(name: str) -> Imported:
     if given["mixup"] or given["cutmix"]:
         train.append(mixing(given))
     if document is not None:
+        problems = [*document.unknown((), _misspelt(document.data), _READ, "timm's train.py")]
         unmet = [] if given["no_aug"] else [*unequal(given)]
         unmet += [(own, "has no stage", "leave it out") for own in _OF_BATCHES if given[own]]
         for own, rule, nearest in unmet:
@@ -240,6 +242,21 @@ def _arguments(name: str) -> tuple[DataConfig, dict[str, Any], Document]:
     if given["no_aug"] or not document.data.get("train_interpolation", "random"):
         given["interpolation"] = config.interpolation
     return config, {**given, "mean": config.mean}, document
+
+
+_READ = {*_DATA, *_Inputs.model_fields, *(_NAMES.get(name, name) for name in Arguments.model_fields)}
+
+
+def _misspelt(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that are no arguments that say how images are read, and are close to one, or its other name.
+
+    Other arguments of train.py have no such name: the closest is clip_mode, which is 0.78 like crop_mode.
+    """
+    return {
+        key: value
+        for key, value in keys.items()
+        if key not in _READ and (key in _NAMES or difflib.get_close_matches(str(key)[:4096], _READ, cutoff=0.8))
+    }
 
 
 def training_entries(given: Mapping[str, Any], size: int | Sequence[int], normalizing: Entry) -> Iterator[Entry]:

@@ -412,6 +412,12 @@ def test_training_without_augmentations(tmp_path: Path) -> None:
         ("aa: ''\naug_repeats: 3.0", "args.yaml:2: aug_repeats has no stage, got 3.0; nearest: leave it out"),
         ("cutmix_minmax: [0.2, 0.8]", "args.yaml:1: cutmix_minmax has no stage, got [0.2, 0.8]"),
         ("reprob: 0.2\nresplit: true", "args.yaml:2: resplit must be false, got true"),
+        (
+            "aa: ''\nhflipp: 0.5",
+            "args.yaml:2: hflipp is not a key of timm's train.py that gpuflow knows, got 0.5; did you mean 'hflip'?",
+        ),
+        ("aa: ''\nre_prob: 0.9", "args.yaml:2: re_prob is not a key of timm's train.py that gpuflow knows, got 0.9;"),
+        ("lr: 0.1\nclip_mode: norm\nauto_augment: ''", "args.yaml:3: auto_augment is not a key of timm's train.py"),
     ],
 )
 def test_arguments_that_no_stage_equals(tmp_path: Path, text: str, expected: str) -> None:
