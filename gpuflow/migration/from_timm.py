@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from gpuflow.errors import Problem, show, suggest
 from gpuflow.migration.imported import (
@@ -155,11 +155,14 @@ def read_timm(name: str) -> Imported:
         unmet += [(own, "has no stage", "leave it out") for own in _OF_BATCHES if given[own]]
         for own, rule, nearest in unmet:
             gaps.append(document.gap(f"{rule}, got {show(given[own])}", _NAMES.get(own, own), nearest=nearest))
+    left = [str(key) for key, value in document.data.items() if value and key not in _TAKEN] if document else []
     return Imported(
         source=source,
-        matches=_MATCHES,
+        matches=(*_MATCHES, f"Not taken over: {', '.join(left)}.") if left else _MATCHES,
         pipelines={"train": train, "val": entries},
         gaps=(*problems, *gaps),
+        batch_size=given.get("batch_size", 64),
+        seed=given.get("seed", 0),
     )
 
 
@@ -216,11 +219,13 @@ class Arguments(Keys):
 
 
 class _Inputs(Keys):
-    """Holds the arguments of train.py that say for which model it is, and of what size images are."""
+    """Holds the arguments of train.py that say for which model it is, and of what size images and batches are."""
 
     model: str | None = None
     img_size: _Side | None = None
     in_chans: PositiveInt = 3
+    batch_size: PositiveInt = 128
+    seed: NonNegativeInt = 42
 
 
 def _arguments(name: str) -> tuple[DataConfig, dict[str, Any], Document]:
@@ -241,10 +246,11 @@ def _arguments(name: str) -> tuple[DataConfig, dict[str, Any], Document]:
     config = document.parsed(DataConfig, data)
     if given["no_aug"] or not document.data.get("train_interpolation", "random"):
         given["interpolation"] = config.interpolation
-    return config, {**given, "mean": config.mean}, document
+    return config, {**given, **inputs.model_dump(), "mean": config.mean}, document
 
 
 _READ = {*_DATA, *_Inputs.model_fields, *(_NAMES.get(name, name) for name in Arguments.model_fields)}
+_TAKEN = _READ - {"model"}
 
 
 def _misspelt(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -344,6 +344,7 @@ class Imported:
     source: what was imported, as the user named it. matches: sentences that say which behaviour the stages have.
     pipelines: the entries of `train`, of `val`, or of both. gaps: what no stage equals, with the nearest stage, which
     is among the entries if its parameters are known. preset: of all pipelines. model: the keys of `serve.model`.
+    batch_size: samples of a batch of each pipeline. seed: the source's.
     """
 
     source: str
@@ -352,6 +353,8 @@ class Imported:
     gaps: tuple[Problem, ...] = ()
     preset: PresetEntry | None = None
     model: Mapping[str, Any] | None = None
+    batch_size: int = 64
+    seed: int = 0
 
 
 State = TypeVar("State")

@@ -141,7 +141,6 @@ def _checked(found: Sequence[Imported], table: Mapping[str, type[Stage]]) -> tup
 
 
 _COLUMN, _WIDTH = 40, 118
-_BATCH = {"train": "{size: 64, drop_last: true}", "val": "{size: 64}"}
 
 
 def to_yaml(found: Sequence[Imported]) -> str:
@@ -189,7 +188,7 @@ def _body(found: Sequence[Imported]) -> Iterator[str]:
     pipelines = {name: (one, entries) for one in found for name, entries in one.pipelines.items()}
     both = len(pipelines) == 2
     parts = "split: {train: 0.9, val: 0.1}, " if both else ""
-    yield f"source: {{folder: data/photos, {parts}seed: 0}}"
+    yield f"source: {{folder: data/photos, {parts}seed: {max(one.seed for one in found)}}}"
     if "val" in pipelines:
         entries = pipelines["val"][1]
         yield f"preprocess: &eval{'' if entries else ' []':24}# shared by val and serve: cannot diverge"
@@ -201,14 +200,14 @@ def _body(found: Sequence[Imported]) -> Iterator[str]:
         yield from _preset(one, "    ")
         yield "    stages:" if entries else "    stages: []"
         yield from _entries(entries, "      ")
-        yield f"    batch: {_BATCH['train']}"
+        yield f"    batch: {{size: {one.batch_size}, drop_last: true}}"
         yield "    shuffle: true"
     if "val" in pipelines:
         one, _ = pipelines["val"]
         yield "  val:"
         yield from _preset(one, "    ")
         yield "    stages: *eval"
-        yield f"    batch: {_BATCH['val']}"
+        yield f"    batch: {{size: {one.batch_size}}}"
         yield "serve:"
         yield from _preset(one, "  ")
         yield "  stages: *eval"

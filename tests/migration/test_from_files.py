@@ -13,7 +13,7 @@ import torch
 
 from gpuflow.config.stage_entries import make_stage
 from gpuflow.errors import ConfigError
-from gpuflow.migration import Imported, read_source
+from gpuflow.migration import Imported, read_source, read_sources
 from gpuflow.migration.imported import MissingLibrary
 from gpuflow.stages import STAGES, Resize
 from tests.migration.their_configs import VIT
@@ -423,6 +423,17 @@ def test_training_without_augmentations(tmp_path: Path) -> None:
 def test_arguments_that_no_stage_equals(tmp_path: Path, text: str, expected: str) -> None:
     (found,) = texts(read(tmp_path, "timm", f"{text}\ntrain_interpolation: bicubic", "args.yaml"), tmp_path)
     assert found.startswith(expected)
+
+
+def test_batch_size_and_seed_are_taken_over_and_the_rest_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    data = "input_size: [3, 96, 96]\ninterpolation: bilinear\nmean: [0.5]\nstd: [0.5]\ntrain_interpolation: bilinear\n"
+    path.write_text(f"{data}model: resnet18\nbatch_size: 24\nseed: 7\nlr: 0.1\nopt: lamb\nresume: ''\nepochs: 3\n")
+    text = read_sources([f"timm:{path}"], STAGES).text
+    assert "# Not taken over: model, lr, opt, epochs.\n" in text
+    assert "seed: 7}\n" in text
+    assert "batch: {size: 24, drop_last: true}\n" in text
+    assert "batch: {size: 24}\n" in text
 
 
 def test_a_random_filter_is_named(tmp_path: Path) -> None:
