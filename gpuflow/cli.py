@@ -1197,7 +1197,7 @@ def predict(
     device: ModelDevice = None,
     on: On = None,
 ) -> None:
-    """Run the model of the file's block `serve` over all samples of a source, and write a row for each.
+    """Run the model of the block `serve` over the source's part `val`, or another --pipeline, and write a row for each.
 
     A row has index, path, class and probability, those of less likely classes, and for a bad sample the stage that
     refused it and the reason. The loader reads and decodes, and batches are `serve.model.batch` samples.
