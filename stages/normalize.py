@@ -78,7 +78,9 @@ class Normalize(s.Pointwise):
                 yield field, "must be in units of 0 to 1", getattr(self, field), "divide it by 255"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
+        if spec.dtype != "uint8":
+            raise ValueError(f"takes uint8 pixels but gets {spec.dtype}; remove the stage that makes them")
+        s.require_decoded(self, spec)
         channels = spec.shape[2]
         if len(self._values("mean")) != channels:
             raise ValueError(

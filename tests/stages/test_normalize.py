@@ -117,7 +117,7 @@ def test_errors(parameters: dict[str, Any], expected: str) -> None:
         (
             Normalize(),
             RGB.replace(dtype="float32"),
-            "takes uint8 pixels but gets float32; put normalize before normalize",
+            "takes uint8 pixels but gets float32; remove the stage that makes them",
         ),
     ],
 )
