@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
+
 from gpuflow.errors import ConfigError, GpuflowError, Problem, SourceError, redacted, suggest
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
-from gpuflow.sources.base import Source, is_read_remotely
+from gpuflow.sources.base import Source, has_labels, is_read_remotely
 from gpuflow.sources.field_spec import (
     FieldPairs,
     Fields,
@@ -518,7 +520,23 @@ class Offered(WithWindow, Named):
             )
         opened: Source = source
         self.check_window(opened)
+        if fault := _fault_of_labels(opened):
+            opened.close()
+            raise SourceError(f"source.{self.kind}: labels must be {fault}; repair {self.entry.value}, or its data")
         return opened
+
+
+def _fault_of_labels(source: Source) -> str:
+    """Return which rule the labels of a source break, and the value; empty if they break none."""
+    labels, count = source.labels, len(source.classes)
+    if len(labels) != len(source):
+        return f"as many as the samples, {len(source)}, got {len(labels)}"
+    if not count or not has_labels(source) or labels.ndim != 1 or labels.dtype == np.float32:
+        return ""
+    if labels.dtype.kind != "i":
+        return f"int64 for classes, got {labels.dtype}"
+    wrong = np.flatnonzero((labels < 0) | (labels >= count))
+    return f"in 0..{count - 1}, got {labels[wrong[0]]} for {source.path(int(wrong[0]))}" if len(wrong) else ""
 
 
 def offered_kinds(known: Collection[str]) -> dict[str, type[Offered]]:

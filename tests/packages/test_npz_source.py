@@ -148,6 +148,27 @@ def test_mistakes_are_located(tmp_path: Path) -> None:
     assert fault(source_spec(npz_images=[1, 2])) == "npz_images must be the path of an .npz file, got [1, 2]"
 
 
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        (np.arange(19) % 3, "as many as the samples, 20, got 19"),
+        (np.arange(20) % 4, "in 0..2, got 3 for "),
+        (np.arange(20) - 1, "in 0..2, got -1 for "),
+        (np.zeros(20), "int64 for classes, got float64"),
+    ],
+)
+def test_wrong_labels_are_found_where_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: Any, fault: str
+) -> None:
+    source = source_spec(**npz(tmp_path / "a.npz"))
+    made = type(source).entry.load()(str(tmp_path / "a.npz"), source)  # type: ignore[attr-defined]
+    made.labels = labels
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda entry: lambda value, spec: made)
+    with pytest.raises(SourceError, match=rf"^source\.npz_images: labels must be {fault}.*; repair toning:open_npz"):
+        source.open()
+
+
 def no_source(value: Any, spec: SourceSpec) -> object:
     return [value, spec]
 
