@@ -218,14 +218,12 @@ class RowPredictor:
         `logits` and `embedding` are among them if they were asked for. A bad sample has None in place of a prediction.
         """
         table: dict[str, list[Any]] = {"index": [row.index for row in rows], "path": [row.path for row in rows]}
-        if self.activation == "none":
-            for k, name in enumerate(self.classes):
-                name = name if self.has_names else f"output_{k}"
-                table[name] = [row.top[k][1] if row.top else None for row in rows]
-        for k in range(self.top_k if self.activation != "none" else 0):
-            end = f"_{k + 1}" if k else ""
-            table[f"class{end}"] = [self.classes[row.top[k][0]] if row.top else None for row in rows]
-            table[f"probability{end}"] = [row.top[k][1] if row.top else None for row in rows]
+        for k in range(self.top_k):
+            name, end = self.classes[k] if self.has_names else f"output_{k}", f"_{k + 1}" if k else ""
+            if self.activation != "none":
+                table[f"class{end}"] = [self.classes[row.top[k][0]] if row.top else None for row in rows]
+                name = f"probability{end}"
+            table[name] = [row.top[k][1] if row.top else None for row in rows]
         if self._has_logits:
             table["logits"] = [row.logits or None for row in rows]
         if self._embeddings is not None:

@@ -460,8 +460,9 @@ def require_declared(step: OpaqueStep, result: Any, *count: int) -> None:
     if not equal or found.dtype != dtype:
         wanted = [name if side is None else side for side, name in zip(sides[-3:], "CHW", strict=True)]
         rule = f"must return {step.after.dtype} [{', '.join(map(str, wanted))}], as its output says"
-        kind = str(found.dtype).removeprefix("torch.")
-        got = f"{kind} {[*found.shape[-3:]]}" if found is result else type(result).__name__
+        got = type(result).__name__
+        if found is result:
+            got = f"{str(found.dtype).removeprefix('torch.')} {[*found.shape[-3:]]}"
         name = f"{step.stage.stage_name}: {type(step.stage).__name__}.apply"
         raise LoaderError(f"{name} {rule}, got {got}; return that, or override output")
 
