@@ -661,5 +661,4 @@ _LIBRARIES: dict[str, Callable[[], Any]] = {
     "jxl": _pylibjxl,
     **{name: partial(_pillow, name) for name in _PILLOW},
 }
-"""The function that imports the library of each format, for Pillow its class. OpenCV, which is always there, decodes a
-PNG of 16 bits."""
+"""Maps each format to the function that imports its library, for Pillow its class. OpenCV decodes a PNG of 16 bits."""

@@ -93,7 +93,7 @@ Announcements = list[tuple[int, str]]
 one."""
 
 _announced: dict[str, Announcements] = {}
-"""The announcements of this process, by the store's key of the pipeline."""
+"""Holds the announcements of this process, by the store's key of the pipeline."""
 _announced_lock = threading.Lock()
 
 

@@ -41,7 +41,7 @@ _STEPS = (
     "nvjpegDecodeParamsSetROI",
     "nvjpegDecodeBatchedEx",
 )
-"""The functions that can fail, in the order of their numbers in gpu_call.c, from 1 on."""
+"""Names the functions that can fail, in the order of their numbers in gpu_call.c, from 1 on."""
 _queue = function("gpuflow_queue", POINTER, POINTER, result=INTEGER)
 
 

@@ -102,7 +102,7 @@ class _Call:
         self.chunks: Sequence[Prepared] = chunks
         self.results: dict[int, list[ImageRows]] = {}
         self.queued: Future[Bools] = Future()
-        """Which images were decoded, once the call is queued; or the error that prevented that."""
+        """Holds which images were decoded, once the call is queued, or the error that prevented that."""
 
     def finish(self, good: Bools) -> None:
         """Record that the call is queued, and which images are good. It then drops its reference to the batch of its
