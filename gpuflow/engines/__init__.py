@@ -20,6 +20,7 @@ from gpuflow.config import ModelSpec
 from gpuflow.engines.base import (
     Engine,
     ModelInfo,
+    activation_of,
     check_answers,
     check_classes,
     class_names,
@@ -73,7 +74,8 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
     library = import_module(f"gpuflow.engines.{_MODULES[model.runtime]}")
     open_all = partial(library.open_all, model, image=image, device=device)
     engines: Sequence[Engine] = run_in_thread(open_all) if model.runtime == "torch" else open_all()
-    logits = check_classes(engines[0], model.file, image, device, class_names(model, engines[0].info))
+    info = engines[0].info
+    logits = check_classes(engines[0], model.file, image, device, class_names(model, info), activation_of(model, info))
     check_answers(engines[0], model.file, image, device, logits)
     return tuple(engines)
 

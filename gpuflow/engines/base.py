@@ -304,6 +304,22 @@ def activated(logits: torch.Tensor, activation: Activation) -> torch.Tensor:
             assert_never(unknown)
 
 
+def top_outputs(logits: torch.Tensor, activation: Activation, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k most likely outputs of logits [..., K]: their values, the highest first, and their numbers.
+
+    With the activation `none` these are all K outputs in their order.
+
+    Examples:
+        >>> top_outputs(torch.tensor([1.5, 2.5]), "none", 1)[1].tolist()
+        [0, 1]
+    """
+    values = activated(logits, activation)
+    if activation == "none":
+        return values, torch.arange(values.shape[-1]).expand(values.shape)
+    found = values.topk(min(k, values.shape[-1]))
+    return found.values, found.indices
+
+
 def class_difference(classes: Sequence[str], wanted: Sequence[str] | None) -> str:
     """Return where class names differ from those that are wanted, and what to do, as the end of an error.
 
@@ -390,7 +406,12 @@ def _names_in_json(path: str, text: str) -> tuple[str, ...]:
 
 
 def check_classes(
-    engine: Engine, path: str, image: ImageSpec, device: torch.device, classes: tuple[str, ...] | None
+    engine: Engine,
+    path: str,
+    image: ImageSpec,
+    device: torch.device,
+    classes: tuple[str, ...] | None,
+    activation: Activation,
 ) -> torch.Tensor:
     """Run one image of noise. Raise ConfigError unless the result is logits, one for each of the classes. Returns them,
     [1, classes]."""
@@ -402,7 +423,7 @@ def check_classes(
         raise model_error(path, rule) from error
     if logits.ndim != 2:
         raise model_error(path, f"must give logits [N, classes], gives {logits.ndim} axes: {list(logits.shape)}")
-    if logits.shape[1] == 1 and (engine.info.activation or "softmax") == "softmax":
+    if logits.shape[1] == 1 and activation == "softmax":
         _LOG.warning(
             "%s gives one output for an image, whose probability among all outputs is always 1: take the logits of a "
             "prediction, or export a model with an output for each class",

@@ -25,7 +25,7 @@ from gpuflow.engines import (
     read_checked_info,
     warm_up_all,
 )
-from gpuflow.engines.base import activated, activation_of, black_images, check_classes, check_logits
+from gpuflow.engines.base import activation_of, black_images, check_classes, check_logits, top_outputs
 from gpuflow.engines.tensorrt import Platform
 from gpuflow.errors import (
     BadSampleError,
@@ -98,10 +98,7 @@ class Prediction:
         if k < 0:
             raise ValueError(f"k must be >= 0, got {k}")
         self.require_finite()
-        values = activated(self.logits, self.activation)
-        rows = torch.arange(len(values))
-        if self.activation != "none":
-            values, rows = values.topk(min(k, len(values)))
+        values, rows = top_outputs(self.logits, self.activation, k)
         return tuple(
             (row, self.classes[row] if self.classes else str(row), value)
             for row, value in zip(rows.tolist(), values.tolist(), strict=True)
@@ -581,7 +578,7 @@ def open_predictor(
         engines = [CallableEngine(model, image=program.result, device=target, batch=block.batch)]
         classes = class_names(block, info)
         name = f"model={type(model).__name__}"
-        check_classes(engines[0], name, program.result, target, classes)
+        check_classes(engines[0], name, program.result, target, classes, activation_of(block, info))
     else:
         assert block is not None
         info = read_checked_info(block, program.pipeline)

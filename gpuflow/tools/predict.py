@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from gpuflow.arrays import Floats, Ints
 from gpuflow.config import BatchSpec, PipelineSpec, read_config
 from gpuflow.engines import class_names, open_engine, read_checked_info, warm_up_all
-from gpuflow.engines.base import activated, activation_of, class_difference, noise_images
+from gpuflow.engines.base import activation_of, class_difference, noise_images, top_outputs
 from gpuflow.engines.pytorch import TorchEngine
 from gpuflow.errors import ConfigError, MissingExtra, Problem, StateError
 from gpuflow.loader.assemble import build_loader, open_split
@@ -194,17 +194,14 @@ class RowPredictor:
 
     def _predicted(self, batch: Batch) -> Iterator[Row]:
         logits, count = self._engine.run(batch.images), len(batch.indices)
-        values = activated(logits, self.activation)
-        outputs = torch.arange(self.top_k).expand(count, -1)
-        if self.activation != "none":
-            values, outputs = values.topk(self.top_k)
+        values, outputs = (found.tolist() for found in top_outputs(logits, self.activation, self.top_k))
         columns = (
             batch.indices.tolist(),
             batch.labels.tolist() if has_one_class(self.source) else [None] * count,
             logits.tolist() if self._has_logits else [()] * count,
             [()] * count if self._embeddings is None else self._embeddings[:count].flatten(1).tolist(),
         )
-        for index, label, *given, shares, numbers in zip(*columns, values.tolist(), outputs.tolist(), strict=True):
+        for index, label, *given, shares, numbers in zip(*columns, values, outputs, strict=True):
             path = self.source.path(index)
             if all(map(math.isfinite, shares)):
                 yield Row(index, path, label, tuple(zip(numbers, shares, strict=True)), *given)

@@ -846,6 +846,10 @@ def test_a_model_with_one_output_is_a_warning(tmp_path: Path, caplog: pytest.Log
         f"{path} gives one output for an image, whose probability among all outputs is always 1: take the logits of a "
         "prediction, or export a model with an output for each class"
     ]
+    caplog.clear()
+    for activation in ("sigmoid", "none"):
+        engine(path, activation=activation)
+    assert not [record for record in caplog.records if record.name == "gpuflow.engines.base"]
 
 
 class Two(nn.Module):

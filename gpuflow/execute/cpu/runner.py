@@ -454,17 +454,18 @@ def require_declared(step: OpaqueStep, result: Any, *count: int) -> None:
     Nothing else compares them: what reads the images takes their size and type from the spec.
     """
     height, width, channels = step.after.shape
-    sides, dtype = (*count, channels, height, width), getattr(torch, step.after.dtype)
-    found: Any = result if isinstance(result, torch.Tensor) else torch.empty(0, dtype=torch.bool)
-    equal = len(found.shape) == len(sides) and all(b in (None, a) for a, b in zip(found.shape, sides, strict=True))
-    if not equal or found.dtype != dtype:
-        wanted = [name if side is None else side for side, name in zip(sides[-3:], "CHW", strict=True)]
-        rule = f"must return {step.after.dtype} [{', '.join(map(str, wanted))}], as its output says"
-        got = type(result).__name__
-        if found is result:
-            got = f"{str(found.dtype).removeprefix('torch.')} {[*found.shape[-3:]]}"
-        name = f"{step.stage.stage_name}: {type(step.stage).__name__}.apply"
-        raise LoaderError(f"{name} {rule}, got {got}; return that, or override output")
+    sides = (*count, channels, height, width)
+    got = type(result).__name__
+    if isinstance(result, torch.Tensor):
+        found = result.shape
+        equal = len(found) == len(sides) and all(b in (None, a) for a, b in zip(found, sides, strict=True))
+        if equal and result.dtype == getattr(torch, step.after.dtype):
+            return
+        got = f"{str(result.dtype).removeprefix('torch.')} {[*found[-3:]]}"
+    wanted = [name if side is None else side for side, name in zip(sides[-3:], "CHW", strict=True)]
+    rule = f"must return {step.after.dtype} [{', '.join(map(str, wanted))}], as its output says"
+    name = f"{step.stage.stage_name}: {type(step.stage).__name__}.apply"
+    raise LoaderError(f"{name} {rule}, got {got}; return that, or override output")
 
 
 def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
