@@ -108,6 +108,10 @@ class Torchvision(s.Opaque):
         return False  # it accepts no image; `output` raises the error
 
     @property
+    def takes_batches(self) -> bool:
+        return not self.random
+
+    @property
     def moves_pixels(self) -> bool:
         return self.name not in _IN_PLACE
 

@@ -175,13 +175,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from gpuflow.pipeline.stage import ImageSpec, Pointwise, require_pixels
+from gpuflow.pipeline.stage import Opaque
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Negative(Pointwise):
+class Negative(Opaque):
     """Photographic negative."""
 
     stage_name: ClassVar[str] = "negative"
@@ -192,12 +190,8 @@ class Negative(Pointwise):
         if not 0 <= self.strength <= 1:
             yield "strength", f"must be within [0, 1], got {self.strength}"
 
-    def output(self, spec: ImageSpec) -> ImageSpec:
-        require_pixels(self, spec)
-        return spec
-
-    def apply(self, image, coefficients, out):
-        return np.subtract(255, image, out=out)
+    def apply(self, image, seed):
+        return 255 - image
 '''
 
 

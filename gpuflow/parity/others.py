@@ -40,7 +40,6 @@ from gpuflow.parity.images import Encoded, hostile_images
 from gpuflow.parity.ways import Prefix, Result, Results, Serving, Training, Way, missing_gpu, missing_torchpipe, served
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
-    ApplyStep,
     LocalStep,
     OpaqueStep,
     PointwiseStep,
@@ -234,8 +233,6 @@ class OpenCv(Way):
                     image = run_pointwise(image, operations, 0, step.table, planes=planes)
                 case LocalStep():
                     image = run_filters(image, step.draw(keys), 0)
-                case ApplyStep():
-                    image = step.stage.apply(image, step.draw(keys)[0], None)
                 case OpaqueStep():
                     image = call_opaque(step, np.ascontiguousarray(image), int(step.draw(keys)[0]))
                 case _:

@@ -26,7 +26,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from gpuflow.arrays import Array, Bools, Floats, Ints
+from gpuflow.arrays import Array, Bools, Ints
 from gpuflow.errors import BadSampleError, Code, ConfigError, Key, Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import MIRRORS, boxes_around, forward
@@ -205,19 +205,6 @@ class PointwiseStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyStep:
-    """A pointwise stage that has neither operations nor a table. after: the spec of its result."""
-
-    stage: s.Pointwise
-    occurrence: int
-    after: s.ImageSpec
-
-    def draw(self, keys: s.Keys, *sizes: Ints) -> Floats:
-        """Draw the coefficients of each sample, [N, K]. sizes: are not used."""
-        return self.stage.draw(keys.stage(self.stage.key_name, self.occurrence))
-
-
-@dataclass(frozen=True, slots=True)
 class LocalStep:
     """One local stage."""
 
@@ -260,7 +247,7 @@ class MixingStep:
         return self.stage.draw(stage_keys, self.height, self.width, valid)
 
 
-Step = ResamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
+Step = ResamplingStep | WarpStep | PointwiseStep | LocalStep | OpaqueStep
 NativeStep = ResamplingStep | WarpStep | PointwiseStep | LocalStep
 """Steps that C code runs on the CPU, for all images of a chunk by one call."""
 
@@ -692,7 +679,9 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
             moving.add(stage, occurrence, specs[i])
             added = i + 1
             continue
-        if isinstance(stage, s.Pointwise) and (stage.table() is not None or _has_operations(stage)):
+        if isinstance(stage, s.Pointwise):
+            if stage.table() is None and not _has_operations(stage):
+                raise TypeError(f"{stage!r} must define operations or table; if it has neither, derive it from Opaque")
             if not coloring:
                 flush()
             coloring.append((stage, occurrence))
@@ -702,9 +691,7 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
             continue
         flush()
         added = i + 1
-        if isinstance(stage, s.Pointwise):
-            steps.append(ApplyStep(stage, occurrence, specs[added]))
-        elif isinstance(stage, s.Local):
+        if isinstance(stage, s.Local):
             steps.append(LocalStep(stage, occurrence))
         elif isinstance(stage, s.Opaque):
             steps.append(OpaqueStep(stage, occurrence, specs[i], specs[added], decoder.max_pixels))

@@ -353,8 +353,7 @@ class Pointwise(Stage):
     """Maps pixels to pixels of an image of the same size, with coefficients for each sample from `draw`.
 
     A stage has one description, which gives its forms for the CPU, the GPU and a service: `operations`, or `table` if
-    it changes the dtype. A stage with neither defines `apply` and runs on the CPU, also where other stages run on a
-    GPU.
+    it changes the dtype.
     """
 
     def draw(self, keys: StageKeys) -> Floats:
@@ -368,13 +367,6 @@ class Pointwise(Stage):
     def table(self) -> Array | None:
         """Return the result for each level: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
         return None
-
-    def apply(self, image: Array, coefficients: Floats, out: Array | None) -> Array:
-        """Run a stage without `operations` and `table` on one image with its coefficients [K].
-
-        Writes to `out`, if given, and returns it.
-        """
-        raise NotImplementedError
 
 
 class Local(Stage):
@@ -427,9 +419,14 @@ class Opaque(Stage):
         """Return the height and width of `apply`'s result, found without making it; None if only `apply` can tell."""
         return None
 
+    @property
+    def takes_batches(self) -> bool:
+        """Return True if `apply` also takes images [N, C, H, W], without a seed, and gives each the same result."""
+        return False
+
     def apply_batch(self, images: torch.Tensor, seeds: Ints) -> torch.Tensor:
-        """Run `apply` on images [N, C, H, W] on any device with seeds [N]; in one call if the stage is not random."""
-        if not self.random:
+        """Run `apply` on each of images [N, C, H, W] on any device with seeds [N]; in one call if it takes batches."""
+        if self.takes_batches:
             return self.apply(images, 0)
         import torch
 

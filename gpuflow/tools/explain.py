@@ -25,7 +25,6 @@ from gpuflow.loader.assemble import open_split, open_whole, order_of
 from gpuflow.loader.plan import cpu_share_of, explain_gpu
 from gpuflow.loader.records import turned_text
 from gpuflow.pipeline.program import (
-    ApplyStep,
     LocalStep,
     OpaqueStep,
     PointwiseStep,
@@ -170,7 +169,7 @@ def _step_words(step: Step, stages: int) -> str:
             return "pixel by pixel"
         case LocalStep():
             return "pixels and their neighbours"
-        case ApplyStep() | OpaqueStep():
+        case OpaqueStep():
             return "in Python for each image"
         case _:
             assert_never(step)

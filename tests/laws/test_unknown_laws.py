@@ -52,6 +52,13 @@ class Mixed(s.Stage):
         return spec
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Tint(s.Pointwise):
+    """A stage that says nothing about pixels."""
+
+    stage_name: ClassVar[str] = "tint"
+
+
 @dataclass(frozen=True, slots=True)
 class OddStep:
     """A step that no lowering knows."""
@@ -136,3 +143,9 @@ def test_a_stage_of_no_known_kind_is_not_folded() -> None:
         fold(pipeline, (s.ENCODED, s.ImageSpec(shape=(None, None, 3)), spec, spec))
     kinds = "Geometry, Pointwise, Local, Policy, Opaque or Mixing"
     assert str(caught.value) == f"mixed() is of no kind of stage; derive it from {kinds}"
+
+
+def test_a_pointwise_stage_says_what_it_does_to_pixels() -> None:
+    with pytest.raises(TypeError) as caught:
+        program_of(Decode(), CenterCrop(size=8), Tint())
+    assert str(caught.value) == "tint() must define operations or table; if it has neither, derive it from Opaque"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gpuflow.execute.gpu.passes import passes_of
-from gpuflow.pipeline.program import ApplyStep, PointwiseStep, ResamplingStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, ResamplingStep
 from gpuflow.stages import CenterCrop, Decode, Normalize, Solarize
 from tests.datasets import make_photos, write_config
 from tests.forking import Interpreter
@@ -54,6 +54,6 @@ def test_each_sample_has_its_own_tables() -> None:
 def test_its_stages_run_on_a_gpu_or_send_only_themselves_to_the_cpu() -> None:
     passes = passes_of(program_of(Decode(), CenterCrop(size=20), Solarize(), Tone(), MaskBlue(), Normalize()))
     assert not isinstance(passes, str), passes
-    assert [type(one.step) for one in passes] == [ResamplingStep, PointwiseStep, ApplyStep, PointwiseStep]
+    assert [type(one.step) for one in passes] == [ResamplingStep, PointwiseStep, OpaqueStep, PointwiseStep]
     assert isinstance(passes[1].step, PointwiseStep)
     assert passes[1].step.stages == (Solarize(), Tone()), "in one pass"

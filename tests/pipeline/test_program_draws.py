@@ -7,11 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from gpuflow.arrays import Floats
-from gpuflow.pipeline.program import ApplyStep, OpaqueStep, PointwiseStep, ResamplingStep, _overlap
-from gpuflow.pipeline.stage import Operation, StageKeys
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, ResamplingStep, _overlap
+from gpuflow.pipeline.stage import Operation
 from gpuflow.stages import ColorJitter, Decode, Flip, RandomCrop, Torchvision
-from tests.packages.toning.toning import MaskBlue
 from tests.running import keys_of, program_of
 
 KEYS = keys_of(200, seed=4)
@@ -42,28 +40,6 @@ def test_two_opaque_stages_of_one_name_draw_independently() -> None:
     first, second = steps
     assert isinstance(first, OpaqueStep) and isinstance(second, OpaqueStep)
     assert not np.intersect1d(first.draw(KEYS), second.draw(KEYS)).size
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Fog(MaskBlue):
-    """A pointwise stage that has only a form for the CPU, and draws."""
-
-    stage_name: ClassVar[str] = "fog"
-
-    @property
-    def random(self) -> bool:
-        return True
-
-    def draw(self, keys: StageKeys) -> Floats:
-        return keys.uniform(2)
-
-
-def test_a_stage_with_a_form_for_the_cpu_alone_draws_by_its_name_and_occurrence() -> None:
-    steps = program_of(Decode(), RandomCrop(size=9), Fog(), Fog()).steps[1:]
-    for occurrence, step in enumerate(steps):
-        assert isinstance(step, ApplyStep)
-        assert np.array_equal(step.draw(KEYS), KEYS.stage("fog", occurrence).uniform(2))
-    assert len(steps) == 2
 
 
 def test_two_crops_of_one_name_in_one_resampling_draw_independently() -> None:

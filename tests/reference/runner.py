@@ -6,16 +6,17 @@ It shares with gpuflow what is drawn (`gpuflow.pipeline`), and nothing of how pi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
-    ApplyStep,
     LocalStep,
+    OpaqueStep,
     PointwiseStep,
     Program,
     Resampling,
@@ -65,10 +66,11 @@ def _run(program: Program, image: NDArray[Any], keys: s.Keys) -> NDArray[Any]:
                     image = looked_up(image, step.table, planes=step.after.layout == "nchw")
             case LocalStep():
                 image = filtered(image, step.draw(keys))
-            case ApplyStep():
-                image = step.stage.apply(np.ascontiguousarray(image), step.draw(keys)[0], None)
+            case OpaqueStep():
+                tensor = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+                image = step.stage.apply(tensor, int(step.draw(keys)[0])).permute(1, 2, 0).numpy()
             case _:
-                raise TypeError(f"{step!r} runs a library's function, which is its own reference")
+                assert_never(step)
     return image.reshape(slot_shape(program.result))
 
 

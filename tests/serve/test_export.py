@@ -163,9 +163,8 @@ class Invert(s.Pointwise):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         return spec.replace(dtype="float32", layout="hwc")
 
-    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        inverted: NDArray[Any] = np.subtract(255, image, out=out, dtype=np.float32)
-        return inverted
+    def table(self) -> NDArray[Any]:
+        return np.tile(np.arange(255, -1, -1, np.float32), (3, 1))
 
 
 class Float(nn.Module):

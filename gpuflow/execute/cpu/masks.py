@@ -24,7 +24,6 @@ from gpuflow.execute.warp import BORDERS
 from gpuflow.native.library import INTEGER, POINTER, function
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
-    ApplyStep,
     LocalStep,
     OpaqueStep,
     PointwiseStep,
@@ -285,7 +284,7 @@ def mask_maps(program: Program, keys: s.Keys, sizes: Ints) -> list[MaskMap]:
                 for i, mask_map in enumerate(maps):
                     mask_map.warp(warping, i)
                 height, width = warping.size
-            case PointwiseStep() | LocalStep() | ApplyStep() | OpaqueStep():
+            case PointwiseStep() | LocalStep() | OpaqueStep():
                 continue
             case _:
                 assert_never(step)

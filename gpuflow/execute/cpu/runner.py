@@ -36,7 +36,6 @@ from gpuflow.execute.cpu.native_chunk import (
 from gpuflow.native.library import NativePool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
-    ApplyStep,
     LocalStep,
     NativeStep,
     OpaqueStep,
@@ -343,8 +342,6 @@ class CpuRunner:
                 case ResamplingStep() | WarpStep() | PointwiseStep() | LocalStep():
                     assert records is not None
                     image = run_records(records, row, image, _room_for(step, draw, row, image, out), origin)
-                case ApplyStep(stage):
-                    image = stage.apply(image, draw[row], out)
                 case OpaqueStep():
                     image = call_opaque(step, image, int(draw[row]))
                 case _:

@@ -12,7 +12,7 @@ from gpuflow.decode.nvjpeg import BACKENDS, BatchedDecoder, NvjpegError, NvjpegL
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.gpu.decode_buffers import BUFFERS
 from gpuflow.execute.gpu.passes import Pass, passes_of_each
-from gpuflow.pipeline.program import ApplyStep, OpaqueStep
+from gpuflow.pipeline.program import OpaqueStep
 from gpuflow.pipeline.stage import Opaque
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 
@@ -72,7 +72,7 @@ def gpu_decodes(program: AnyProgram) -> bool:
 
 def passes_text(program: AnyProgram, passes: Sequence[Sequence[Pass]]) -> str:
     """Return how many passes there are, with views how often each is drawn, and which stages are calls of Python."""
-    python = [one.step for one in chain(*passes) if isinstance(one.step, ApplyStep | OpaqueStep)]
+    python = [one.step for one in chain(*passes) if isinstance(one.step, OpaqueStep)]
     calls = "".join(dict.fromkeys(f", {_call_text(step)}" for step in python))
     if not isinstance(program, ViewsProgram):
         return f"{len(passes[0])} batched pass(es){calls}"
@@ -80,11 +80,11 @@ def passes_text(program: AnyProgram, passes: Sequence[Sequence[Pass]]) -> str:
     return f"batched passes for each view: {', '.join(views)}{calls}"
 
 
-def _call_text(step: ApplyStep | OpaqueStep) -> str:
+def _call_text(step: OpaqueStep) -> str:
     """Return where a stage runs that calls Python code, and how often."""
     stage = step.stage
-    where = "GPU" if isinstance(stage, Opaque) and stage.on_gpu else "CPU"
-    batched = isinstance(stage, Opaque) and (not stage.random or type(stage).apply_batch is not Opaque.apply_batch)
+    where = "GPU" if stage.on_gpu else "CPU"
+    batched = stage.takes_batches or type(stage).apply_batch is not Opaque.apply_batch
     return f"{stage.stage_name} on the {where} by a call for each {'batch' if batched else 'image'}"
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, assert_never
 import numpy as np
 import torch
 
-from gpuflow.arrays import Array, Floats, Ints
+from gpuflow.arrays import Array, Ints
 from gpuflow.errors import BadSampleError, LoaderError, reason_of
 from gpuflow.execute.cpu.runner import bad_by_stage, require_declared
 from gpuflow.execute.gpu.chunk_scan import ROW_BYTES, pixel_steps
@@ -25,7 +25,6 @@ from gpuflow.execute.kernels.resample import resample_all, resampling_plan_of
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
-    ApplyStep,
     LocalStep,
     OpaqueStep,
     PointwiseStep,
@@ -35,7 +34,6 @@ from gpuflow.pipeline.program import (
     WarpStep,
     add_misfits,
 )
-from gpuflow.pipeline.views import as_batch, slot_shape
 
 
 class DeviceImages(NamedTuple):
@@ -187,7 +185,7 @@ class DevicePasses:
                     plans.append(adjust_plan_of(rows, draw))
                 case LocalStep():
                     plans.append([smooth_plan_of(rows, draw)])
-                case ApplyStep() | OpaqueStep():
+                case OpaqueStep():
                     plans.append([rows])
                 case unknown:
                     assert_never(unknown)
@@ -229,8 +227,6 @@ class DevicePasses:
                 adjust(images.permute(0, 2, 3, 1), plan, draw, table, target)
             case LocalStep():
                 smooth(images.permute(0, 2, 3, 1), plan[0], draw, table, target)
-            case ApplyStep():
-                target.index_copy_(0, plan[0], _apply_on_cpu(step, images, draw).to(target.device))
             case unknown:
                 assert_never(unknown)
         return {}
@@ -302,13 +298,6 @@ def _is_of_device(error: Exception) -> bool:
 
 _OF_DEVICE = ("CUDA", "cuDNN", "cuFFT", "Triton Error")
 """In the texts of such errors."""
-
-
-def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: Floats) -> torch.Tensor:
-    """Run a stage that has only a form for the CPU, on images [n, C, H, W] of the GPU. Waits for the GPU."""
-    held = images.permute(0, 2, 3, 1).cpu().numpy()
-    results = [step.stage.apply(image, row, None) for image, row in zip(held, coefficients, strict=True)]
-    return as_batch(np.stack(results).reshape(-1, *slot_shape(step.after)), step.after)
 
 
 def plan_of(draw: Resampling | Warping, places: Ints, offsets: Array | int) -> Ints:

@@ -10,7 +10,6 @@ import numpy as np
 from gpuflow.arrays import Array, Ints
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
-    ApplyStep,
     LocalStep,
     OpaqueStep,
     PointwiseStep,
@@ -52,10 +51,10 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
             case PointwiseStep():
                 last, table = passes[-1], step.table
                 alone = table is not None and len(step.stages) == 1
-                if alone and last.table is None and not isinstance(last.step, OpaqueStep | ApplyStep):
+                if alone and last.table is None and not isinstance(last.step, OpaqueStep):
                     step = passes.pop().step  # which looks the levels up, too
                 passes.append(Pass(step, table, result))
-            case ResamplingStep() | WarpStep() | LocalStep() | ApplyStep() | OpaqueStep():
+            case ResamplingStep() | WarpStep() | LocalStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
                 assert_never(step)

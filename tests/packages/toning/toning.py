@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from gpuflow.spec import (
     Allocate,
     Bounds,
     ImageSpec,
+    Opaque,
     Operations,
     Payload,
     Pointwise,
@@ -63,19 +65,15 @@ class Tone(Pointwise):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class MaskBlue(Pointwise):
-    """Set the last channel to 0. It has no form but that for the CPU."""
+class MaskBlue(Opaque):
+    """Set the last channel to 0, on the CPU alone."""
 
     stage_name = "mask_blue"
+    on_gpu = moves_pixels = False
 
-    def output(self, spec: ImageSpec) -> ImageSpec:
-        require_pixels(self, spec)
-        return spec
-
-    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        masked = np.copy(image) if out is None else out
-        np.copyto(masked, image)
-        masked[..., -1] = 0
+    def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        masked = image.clone()
+        masked[-1] = 0
         return masked
 
 
