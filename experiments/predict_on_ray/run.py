@@ -2,6 +2,7 @@
 model alone.
 
     python experiments/predict_on_ray/run.py                # nodes of half of this machine's cores
+    python experiments/predict_on_ray/run.py --model mobilenet_v3_small
     python experiments/predict_on_ray/run.py --count 400 --photos data/predict_on_ray     # to see that it runs
 
 Each measurement is appended to measurements.jsonl, and results.csv is written again. The same command continues an
@@ -53,19 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     photos.parent.mkdir(parents=True, exist_ok=True)
     make = [PHOTOS, "same", photos, "--count", options.count // NAMES, "--names", NAMES]
     subprocess.run([sys.executable, *map(str, make)], check=True, timeout=SECONDS)
-    model = options.photos / "resnet18.pt2"
+    model = options.photos / f"{options.model}.pt2"
     if not model.exists():
-        save_model(model)
-    done = {(record["arm"], record["repeat"]) for record in log.records}
+        save_model(options.model, model)
+    done = {(record["workload"], record["arm"], record["repeat"]) for record in log.records}
     for repeat, arm in itertools.product(range(options.repeats), options.arms):
-        if (arm, repeat) not in done:
+        if (workload(options), arm, repeat) not in done:
             if arm == MODEL_ALONE:
-                speed = model_alone(options.cores)
+                speed = model_alone(options.model, options.cores)
             else:
                 speed = options.count / measured(arm, photos, model, options.cores)
             log.append(record_of(arm, repeat, speed, options))
+            write_results(options.out / "results.csv", rows_of(log.records))
             print(f"{arm}: {speed:,.0f} images/s", flush=True)
-    write_results(options.out / "results.csv", rows_of(log.records))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -73,6 +74,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     half = max(1, len(os.sched_getaffinity(0)) // 2)
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, MODEL_ALONE], default=[MODEL_ALONE, *ARMS])
     parser.add_argument("--cores", type=int, default=half, help="of a node, and of the run without Ray")
+    parser.add_argument("--model", default="resnet18", help="of torchvision (default: %(default)s)")
     parser.add_argument("--count", type=int, default=100_000, help="photographs")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--photos", type=Path, default=Path("/dev/shm/predict_on_ray"), help="default: %(default)s")
@@ -80,17 +82,17 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def new_model() -> torch.nn.Module:
-    """Return a ResNet-18 with random weights."""
+def new_model(name: str) -> torch.nn.Module:
+    """Return a model of torchvision with random weights."""
     torch.manual_seed(0)
-    model: torch.nn.Module = torchvision.models.resnet18(num_classes=14)
+    model: torch.nn.Module = torchvision.models.get_model(name, num_classes=14)
     return model.eval()
 
 
-def save_model(path: Path) -> None:
+def save_model(name: str, path: Path) -> None:
     """Save the model for batches of any size."""
     sizes = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(new_model(), (torch.zeros(2, 3, 224, 224),), dynamic_shapes=sizes), path)
+    torch.export.save(torch.export.export(new_model(name), (torch.zeros(2, 3, 224, 224),), dynamic_shapes=sizes), path)
 
 
 def measured(arm: str, photos: Path, model: Path, cores: int) -> float:
@@ -108,16 +110,16 @@ def measured(arm: str, photos: Path, model: Path, cores: int) -> float:
         return time.perf_counter() - begin
 
 
-def model_alone(cores: int) -> float:
+def model_alone(name: str, cores: int) -> float:
     """Return the images/s of the model on batches that are in memory, in a process on the cores of the first node."""
-    command = on_cores(0, cores, [sys.executable, str(Path(__file__).resolve()), MODEL_ALONE])
+    command = on_cores(0, cores, [sys.executable, str(Path(__file__).resolve()), MODEL_ALONE, name])
     done = subprocess.run(command, check=True, timeout=SECONDS, stdout=subprocess.PIPE, text=True)
     return float(done.stdout)
 
 
-def run_model() -> float:
+def run_model(name: str) -> float:
     """Return the images/s of the model in this process."""
-    model, images = new_model(), torch.rand(BATCH, 3, 224, 224)
+    model, images = new_model(name), torch.rand(BATCH, 3, 224, 224)
     with torch.inference_mode():
         for _ in range(3):
             model(images)
@@ -160,9 +162,12 @@ def cluster(nodes: int, cores: int) -> Iterator[str]:
         )
 
 
+def workload(options: argparse.Namespace) -> str:
+    return f"{options.model}; {options.count} photographs; {options.cores} cores a node"
+
+
 def record_of(arm: str, repeat: int, speed: float, options: argparse.Namespace) -> Record:
-    workload = f"ResNet-18; {options.count} photographs; {options.cores} cores a node"
-    record = {"arm": arm, "repeat": repeat, "workload": workload, "images_per_s": speed}
+    record = {"arm": arm, "repeat": repeat, "workload": workload(options), "images_per_s": speed}
     origin = {"machine": machine(), "versions": versions(), "commit": commit()}
     return {**record, **origin, "date": datetime.date.today().isoformat()}
 
@@ -170,8 +175,8 @@ def record_of(arm: str, repeat: int, speed: float, options: argparse.Namespace) 
 def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the rows of results.csv: the median of each arm, and its ratio to the run without Ray."""
     rows = []
-    for workload in dict.fromkeys(record["workload"] for record in records):
-        of_workload = [record for record in records if record["workload"] == workload]
+    for work in dict.fromkeys(record["workload"] for record in records):
+        of_workload = [record for record in records if record["workload"] == work]
         base = [record["images_per_s"] for record in of_workload if record["arm"] == "without Ray"]
         for arm in dict.fromkeys(record["arm"] for record in of_workload):
             found = [record for record in of_workload if record["arm"] == arm]
@@ -193,6 +198,6 @@ def row(record: Record, metric: str, unit: str, values: Sequence[float], repeats
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [MODEL_ALONE]:
-        print(run_model())
+        print(run_model(sys.argv[2]))
     else:
         main()

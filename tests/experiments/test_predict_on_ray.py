@@ -23,9 +23,9 @@ def run() -> Any:
 @pytest.mark.skipif(sys.platform != "linux", reason="taskset")
 def test_the_arm_without_ray_predicts_each_photograph(run: Any, tmp_path: Path) -> None:
     make_photos(tmp_path / "photos", classes=2, each=3)
-    run.save_model(tmp_path / "resnet18.pt2")
+    run.save_model("resnet18", tmp_path / "resnet18.pt2")
     assert run.measured("without Ray", tmp_path / "photos", tmp_path / "resnet18.pt2", cores=1) > 0
-    assert run.model_alone(cores=1) > 0
+    assert run.model_alone("resnet18", cores=1) > 0
 
 
 def test_results_have_the_median_and_the_ratio_to_the_run_without_ray(run: Any) -> None:
