@@ -160,14 +160,14 @@ def test_closing_wakes_a_thread_that_waits_for_a_batch() -> None:
     tap, errors = Block(4), list[BaseException]()
     loader = loader_of(TappedSource(MemorySource.of(60), tap), shuffle=False)
 
-    def consume() -> None:
+    def consume(batches: Iterator[gpuflow.Batch]) -> None:
         try:
-            list(loader)
+            list(batches)
         except BaseException as error:
             errors.append(error)
 
-    consumer = threading.Thread(target=consume)
     with nothing_left_behind(seconds=20.0):
+        consumer = threading.Thread(target=consume, args=(iter(loader),))  # which has begun the epoch
         consumer.start()
         assert tap.reached.wait(20)
         closing = threading.Thread(target=loader.close)
