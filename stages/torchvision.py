@@ -109,7 +109,7 @@ class Torchvision(s.Opaque):
 
     @property
     def takes_batches(self) -> bool:
-        return not self.random
+        return True
 
     @property
     def moves_pixels(self) -> bool:

@@ -680,13 +680,14 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
             added = i + 1
             continue
         if isinstance(stage, s.Pointwise):
-            if stage.table() is None and not _has_operations(stage):
+            has_table = stage.table() is not None
+            if not has_table and not _has_operations(stage):
                 raise TypeError(f"{stage!r} must define operations or table; if it has neither, derive it from Opaque")
             if not coloring:
                 flush()
             coloring.append((stage, occurrence))
             added = i + 1
-            if stage.table() is not None:
+            if has_table:
                 flush()
             continue
         flush()

@@ -421,12 +421,15 @@ class Opaque(Stage):
 
     @property
     def takes_batches(self) -> bool:
-        """Return True if `apply` also takes images [N, C, H, W], without a seed, and gives each the same result."""
+        """Return True if `apply` also takes images [N, C, H, W], and makes of each what it makes of that image alone.
+
+        A stage that draws gets one image at a time all the same, as each has a seed of its own.
+        """
         return False
 
     def apply_batch(self, images: torch.Tensor, seeds: Ints) -> torch.Tensor:
-        """Run `apply` on each of images [N, C, H, W] on any device with seeds [N]; in one call if it takes batches."""
-        if self.takes_batches:
+        """Run `apply` on each of images [N, C, H, W] on any device with seeds [N]; in one call if it can."""
+        if self.takes_batches and not self.random:
             return self.apply(images, 0)
         import torch
 

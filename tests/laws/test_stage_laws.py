@@ -34,6 +34,7 @@ from gpuflow.stages import (
     Torchvision,
 )
 from tests.images import encode, jpeg, photo, png
+from tests.packages.toning.toning import MaskBlue
 from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run, size_of
 
 
@@ -197,6 +198,22 @@ def test_a_sample_does_not_depend_on_its_neighbours(stage: s.Stage) -> None:
     batch, faults = run(program, broken, KEYS)
     assert [fault is None for fault in faults] == [i != 2 for i in range(len(SAMPLES))]
     assert all(torch.equal(batch[i], whole[i]) for i in range(len(SAMPLES)) if i != 2)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        *(example for example in EXAMPLES if isinstance(example, s.Opaque) and not example.random),
+        torchvision("CenterCrop", size=20),
+        torchvision("Resize", size=(20, 31), interpolation="bicubic"),
+        MaskBlue(),
+    ],
+    ids=repr,
+)
+def test_a_batch_gives_each_image_what_it_gives_alone(stage: s.Opaque) -> None:
+    batch = torch.stack([torch.from_numpy(photo(40, 50, seed=i) // (i + 1)).permute(2, 0, 1) for i in range(3)])
+    found = stage.apply_batch(batch.clone(), np.arange(3))
+    assert torch.equal(found, torch.stack([stage.apply(image, 0) for image in batch]))
 
 
 @every_example

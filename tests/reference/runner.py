@@ -66,7 +66,7 @@ def _run(program: Program, image: NDArray[Any], keys: s.Keys) -> NDArray[Any]:
                     image = looked_up(image, step.table, planes=step.after.layout == "nchw")
             case LocalStep():
                 image = filtered(image, step.draw(keys))
-            case OpaqueStep():
+            case OpaqueStep():  # Python code of the stage, which is its own reference
                 tensor = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
                 image = step.stage.apply(tensor, int(step.draw(keys)[0])).permute(1, 2, 0).numpy()
             case _:

@@ -84,7 +84,8 @@ def _call_text(step: OpaqueStep) -> str:
     """Return where a stage runs that calls Python code, and how often."""
     stage = step.stage
     where = "GPU" if stage.on_gpu else "CPU"
-    batched = stage.takes_batches or type(stage).apply_batch is not Opaque.apply_batch
+    by_apply = type(stage).apply_batch is Opaque.apply_batch
+    batched = not by_apply or (stage.takes_batches and not stage.random)
     return f"{stage.stage_name} on the {where} by a call for each {'batch' if batched else 'image'}"
 
 
